@@ -1,4 +1,4 @@
-"""Optimizers of tf.compat.v1 on a mesh, and this package's wrappers around them without a mesh."""
+"""Optimizers of tf.compat.v1: on a mesh, and wrapped without a mesh by counterparts of wrappers."""
 
 from typing import TYPE_CHECKING
 

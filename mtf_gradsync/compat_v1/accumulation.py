@@ -17,7 +17,7 @@ from mtf_gradsync.compat_v1.rules import AllReduceFn, OffMesh, Reduction
 
 
 class _State(NamedTuple):
-    """The local variables of one training operation: the sums, and the steps in them.
+    """The local variables of one training operation: the number of steps, and the sums.
 
     There is a sum for each gradient that is not None.
     """
@@ -27,12 +27,11 @@ class _State(NamedTuple):
 
 
 class GradientAccumulationOptimizer(OffMesh, tf.train.Optimizer):
-    """An optimizer that applies another once, to the sum of several microbatch steps' gradients.
+    """An optimizer that adds up gradients of several microbatch steps, and applies the sum once.
 
-    The state is in local variables, on the worker where the graph has several tasks: no
-    checkpoint holds it, and a restart begins a new accumulation. Whatever initializes local
-    variables (`tf.compat.v1.local_variables_initializer`, MonitoredTrainingSession, Estimator)
-    initializes it.
+    The sums are in local variables, on the worker if the graph has several tasks. No checkpoint
+    holds them, and a restart begins a new accumulation. They are initialized with all local
+    variables (by `tf.compat.v1.local_variables_initializer`, MonitoredTrainingSession, Estimator).
 
     References:
       horovod.tensorflow.DistributedOptimizer(backward_passes_per_step=...)
@@ -53,11 +52,13 @@ class GradientAccumulationOptimizer(OffMesh, tf.train.Optimizer):
         Args:
           opt: the optimizer.
           backward_passes_per_step: microbatch steps for each update, 1 or more.
-          average_aggregated_gradients: divide the sum by backward_passes_per_step.
-          sparse_as_dense: turn `tf.IndexedSlices` into dense gradients; if not, they are an error.
-          allreduce_fn: gets the sums and their variables once an update, and returns what the
-            optimizer is to get in place of the sums, before they are divided.
-          accumulator_dtype: dtype to add up in; None takes the gradient's, but at least float32.
+          average_aggregated_gradients: whether to divide the sum by backward_passes_per_step.
+          sparse_as_dense: whether to turn `tf.IndexedSlices` into dense gradients. If not, they are
+            an error.
+          allreduce_fn: a function that is called in each update with the sums and their variables.
+            It returns what the optimizer is to get in place of the sums, not divided yet.
+          accumulator_dtype: the dtype of the sums; None takes the gradient's dtype, but at least
+            float32.
           name: prefix of the names of its variables and operations.
 
         Raises:
@@ -89,7 +90,7 @@ class GradientAccumulationOptimizer(OffMesh, tf.train.Optimizer):
         self._states: list[_State] = []
 
     def compute_gradients(self, loss: Any, *args: Any, **kwargs: Any) -> list[Any]:
-        """Returns the gradients of one microbatch step, by the inner optimizer.
+        """Returns the gradients of one microbatch step, as the inner optimizer computes them.
 
         Raises:
           TypeError: the loss or a variable is one of Mesh-TensorFlow.
@@ -100,15 +101,15 @@ class GradientAccumulationOptimizer(OffMesh, tf.train.Optimizer):
     def apply_gradients(
         self, grads_and_vars: Iterable[Any], global_step: Any = None, name: str | None = None
     ) -> tf.Operation:
-        """Adds gradients to the sums; applies complete sums by the inner optimizer.
+        """Adds gradients to the sums; the inner optimizer applies the sums once they are complete.
 
         Args:
           grads_and_vars: pairs as `compute_gradients` returns them; a gradient may be None.
           global_step: a variable to add one to on every microbatch step, or None.
-          name: name of the operation.
+          name: name of the returned operation.
 
         Returns:
-          The operation that makes the step.
+          The operation that makes a microbatch step, with an update if one is due.
 
         Raises:
           RuntimeError: there is no graph to build, because execution is eager.
@@ -148,7 +149,7 @@ class GradientAccumulationOptimizer(OffMesh, tf.train.Optimizer):
         return self.opt.get_slot(var, name)
 
     def get_slot_names(self) -> list[str]:
-        """Returns names of the slots of the inner optimizer."""
+        """Returns the names of the slots of the inner optimizer."""
         return self.opt.get_slot_names()
 
     def variables(self) -> list[Any]:
@@ -217,7 +218,7 @@ class GradientAccumulationOptimizer(OffMesh, tf.train.Optimizer):
     def _apply(
         self, sums: Sequence[Any], grads: Sequence[Any], variables: list[Any], global_step: Any
     ) -> tf.Operation:
-        """Applies the inner optimizer to sums, in the dtypes and at the places of the gradients."""
+        """Applies sums by the inner optimizer, in the order and dtypes of the gradients `grads`."""
         present = [s for s in sums if s is not None]
         owners = [v for g, v in zip(grads, variables) if g is not None]
         if self._allreduce is not None:
@@ -292,15 +293,15 @@ class CrossShardOptimizer(OffMesh, tf.tpu.CrossShardOptimizer):
     def apply_gradients(
         self, grads_and_vars: Iterable[Any], global_step: Any = None, name: str | None = None
     ) -> tf.Operation:
-        """Sums gradients over a TPU program's shards, if there is one, and applies them.
+        """Applies gradients; in a TPU program it first sums them over the program's shards.
 
         Args:
           grads_and_vars: pairs as ``compute_gradients`` returns them.
           global_step: a variable to add one to, or None.
-          name: name of the operation.
+          name: name of the returned operation.
 
         Returns:
-          The operation.
+          The operation that makes the update.
 
         Raises:
           TypeError: a gradient or variable is one of Mesh-TensorFlow.
@@ -314,7 +315,7 @@ class CrossShardOptimizer(OffMesh, tf.tpu.CrossShardOptimizer):
 
 
 class SyncReplicasOptimizer(OffMesh, tf.train.SyncReplicasOptimizer):
-    """TensorFlow's class, which here also refuses a mesh's gradients and variables."""
+    """TensorFlow's SyncReplicasOptimizer, which also refuses gradients and variables of a mesh."""
 
     def __init__(
         self,
@@ -332,11 +333,12 @@ class SyncReplicasOptimizer(OffMesh, tf.train.SyncReplicasOptimizer):
           replicas_to_aggregate: the number of gradients in an update.
           total_num_replicas: how many replicas there are; None for replicas_to_aggregate.
           variable_averages: a `tf.train.ExponentialMovingAverage`, or its decay.
-          *arguments: TensorFlow's.
-          **named: TensorFlow's.
+          *arguments: further arguments of TensorFlow's class.
+          **named: further arguments of TensorFlow's class, by name.
 
         Raises:
-          ValueError: there is accumulation inside, or a number is not whole, or less than 1.
+          ValueError: opt is a GradientAccumulationOptimizer, or a number is not whole or less
+            than 1.
         """
         if any(isinstance(o, GradientAccumulationOptimizer) for o in optimizers_inside(opt)):
             raise ValueError(

@@ -1,4 +1,4 @@
-"""MeshOptimizer: an optimizer of tf.compat.v1 that updates mesh variables."""
+"""MeshOptimizer: makes an optimizer of tf.compat.v1 update mesh variables."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ from mtf_gradsync.step import StepPlan, gated_update
 
 
 class _MeshState(NamedTuple):
-    """An optimizer's variables in one mtf graph: slots, and scalars by name.
+    """The variables of an optimizer in one mtf graph: slots, and scalars by name.
 
-    The keys of slots are a variable and the slot's own key.
+    The key of a slot is the pair of the updated variable and `Slot.key`.
     """
 
     slots: dict[tuple[mtf.Variable, str], mtf.Variable]
@@ -43,23 +43,23 @@ class _MeshState(NamedTuple):
 class MeshOptimizer(mtf.optimize.Optimizer):
     """An optimizer of mesh variables that computes as one of `tf.compat.v1.train`.
 
-    It takes GradientDescentOptimizer, MomentumOptimizer, AdagradOptimizer, AdamOptimizer,
-    RMSPropOptimizer, AdadeltaOptimizer and FtrlOptimizer, with the arguments that they were made
-    with: numbers, tf or mtf scalars, or functions of no argument that return them. Adam's betas and
-    initial values cannot be mtf scalars, because variables begin with them. Updates are those of
-    TensorFlow for dense gradients, to float rounding; types narrower than float32 are computed in
-    float32.
+    It takes a GradientDescentOptimizer, MomentumOptimizer, AdagradOptimizer, AdamOptimizer,
+    RMSPropOptimizer, AdadeltaOptimizer or FtrlOptimizer. The arguments of such an optimizer may be
+    numbers, tf or mtf scalars, or functions without arguments that return these. Adam's betas and
+    initial values cannot be mtf scalars, because variables begin with them. Updates are equal to
+    those of TensorFlow for dense gradients, up to float rounding. Dtypes narrower than float32 are
+    computed in float32.
 
     Slots are laid out like their variables and have TensorFlow's names (`w/Adam`, `w/Adam_1`,
-    `beta1_power`), in the scopes in which gradients are applied, so that models with and without a
-    mesh can read each other's checkpoints. Another optimizer of the same class and name on the same
-    variables gets the next free names, as in TensorFlow.
+    `beta1_power`), in the scope in which gradients are applied. So models with a mesh can read
+    checkpoints of models without a mesh, and the reverse. If two optimizers of the same class and
+    name update the same variables, the second gets the next free names, as in TensorFlow.
 
         optimizer = gs.MeshOptimizer(tf.compat.v1.train.AdamOptimizer(1e-3))
         update_ops = gs.CrossShardOptimizer(optimizer, axes=axes).apply_grads(grads, variables)
 
-    With rounding="stochastic", a variable that is rounded, or has slots that are, has one more:
-    `w/rounding_t`, the int32 number of its updates.
+    With rounding="stochastic", a variable that is rounded, or that has rounded slots, gets one more
+    slot, `w/rounding_t`: the int32 number of updates of the variable.
 
     Attributes:
       opt: the optimizer of TensorFlow.
@@ -72,17 +72,18 @@ class MeshOptimizer(mtf.optimize.Optimizer):
         """Wraps an optimizer.
 
         Args:
-          opt: an optimizer of one of the seven classes, or a class of them or factory, which is
-            called with `learning_rate=learning_rate`.
-          learning_rate: only with a class or factory as opt: passed on untouched.
+          opt: an optimizer of one of these seven classes. Or one of the classes, or a factory of
+            such an optimizer, which is called with `learning_rate=learning_rate`.
+          learning_rate: the learning rate that a class or factory is called with; only if opt is a
+            class or factory.
           rounding: how new values of variables in bfloat16, and of slots in it, are rounded:
             "nearest", or "stochastic": up or down by chance, with the mean unchanged, so that small
             changes are not lost.
 
         Raises:
-          TypeError: opt is none of these; the error lists them.
-          ValueError: learning_rate is missing, or opt has one already; or rounding is neither of
-            the two.
+          TypeError: opt is no such optimizer, class or factory; the error lists the classes.
+          ValueError: learning_rate is missing, or opt has a learning rate already, or rounding is
+            neither "nearest" nor "stochastic".
         """
         self.rounding = check_rounding(rounding)
         opt = given_optimizer(opt, learning_rate, "MeshOptimizer")
@@ -96,7 +97,7 @@ class MeshOptimizer(mtf.optimize.Optimizer):
         self._last: _MeshState | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Returns the state of copies: the optimizer, without the steps that were built."""
+        """Returns what a copy takes over: the settings, without the variables of steps."""
         return {**self.__dict__, "_last": None}
 
     def apply_grads(
@@ -145,11 +146,11 @@ class MeshOptimizer(mtf.optimize.Optimizer):
         return self.apply_grads([grad], [var])
 
     def get_slot(self, var: mtf.Variable, name: str) -> mtf.Variable | None:
-        """Returns a variable's slot, or None.
+        """Returns a slot of a variable, or None.
 
         Args:
           var: a variable that was updated.
-          name: what TensorFlow's ``get_slot`` calls it ("m", "v", "momentum", "accumulator",
+          name: the slot's name in TensorFlow's ``get_slot`` ("m", "v", "momentum", "accumulator",
             "rms", "mg", "accum", "accum_update", "linear").
 
         Returns:
@@ -158,7 +159,7 @@ class MeshOptimizer(mtf.optimize.Optimizer):
         return self._last and self._last.slots.get((var, name))
 
     def get_slot_names(self) -> list[str]:
-        """Returns names of the slots, sorted."""
+        """Returns the names of the slots, sorted."""
         return sorted(slot.key for slot in rule_of(self.opt, call=False).slots)
 
     def variables(self) -> list[mtf.Variable]:
@@ -257,13 +258,13 @@ def _free_slot_name(variable: mtf.Variable, name: str) -> str:
 
 
 def _first_free(name: str, is_taken: Callable[[str], bool]) -> str:
-    """Returns the first name that is not taken, as TensorFlow counts them: a, a_1, a_2."""
+    """Returns the first of name, name_1, name_2, ... that is not taken, as TensorFlow does."""
     names = itertools.chain([name], (f"{name}_{number}" for number in itertools.count(1)))
     return next(n for n in names if not is_taken(n))
 
 
 def _make_power(mesh: mtf.Mesh, name: str, value: Any) -> mtf.Variable:
-    """Makes a scalar with an initial value, under a name that may be taken."""
+    """Returns a new scalar variable that begins with `value`; takes the next free name."""
     graph = tf.get_default_graph()
     scope = graph.get_name_scope()
     reuses = bool(tf.get_variable_scope().reuse)
@@ -284,7 +285,7 @@ def _make_power(mesh: mtf.Mesh, name: str, value: Any) -> mtf.Variable:
 
 
 def _make(mesh: mtf.Mesh, name: str, shape: mtf.Shape, dtype: tf.DType, value: Any) -> mtf.Variable:
-    """Makes a variable with the same initial value everywhere."""
+    """Returns a new variable, all of whose elements begin with `value`."""
     if isinstance(value, tf.Tensor):
         # The initializer of a program for TPUs stands outside of it, where the tensor may not be.
         known = tf.get_static_value(value)
@@ -306,9 +307,10 @@ def _update(
     scalars: dict[str, Any],
     draw: mtf.Tensor | None,
 ) -> list[mtf.Operation]:
-    """Returns the assignments of one variable and its slots, rounded by chance if `draw` is given.
+    """Returns the assignments of an update to one variable and its slots.
 
-    That is the number of the update.
+    `scalars` are the hyperparameters by name. `draw` is the number of the update, from which
+    stochastic rounding draws; None for rounding to nearest.
     """
     dtype = variable.master_dtype if variable.master_dtype.size >= 4 else tf.float32
     tensors = {name: value for name, value in scalars.items() if isinstance(value, mtf.Tensor)}

@@ -1,4 +1,4 @@
-"""Checks of a wrapper's `opt`, and the handling of optimizers of `tf.compat.v1`."""
+"""Checks of the argument `opt` of wrappers, and what optimizers of `tf.compat.v1` need there."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ _V1_NAMES = {"SGD": "MomentumOptimizer", "RMSprop": "RMSPropOptimizer"}
 
 
 def is_v1(optimizer: Any) -> bool:
-    """Returns whether an object is an optimizer of ``tf.compat.v1.train`` or of a subclass."""
+    """Returns whether an object is a ``tf.compat.v1.train.Optimizer``."""
     return isinstance(optimizer, tf.train.Optimizer)
 
 
 def given_optimizer(opt: Any, learning_rate: Any, wrapper: str) -> Any:
-    """Returns the user's optimizer, made from a class or factory if `opt` is one.
+    """Returns the optimizer `opt`, or the one that the class or factory `opt` makes.
 
     Args:
       opt: an optimizer with ``apply_grads``, one of ``tf.compat.v1.train``, or a class or factory
@@ -67,8 +67,9 @@ def given_optimizer(opt: Any, learning_rate: Any, wrapper: str) -> Any:
 
     Raises:
       TypeError: opt is, or makes, a Keras optimizer.
-      ValueError: opt is none of these; it is a class or factory but learning_rate is not given; or
-        it is an optimizer, which has its learning rate already, but learning_rate is given.
+      ValueError: opt is no optimizer, class or factory. Or it is a class or factory, but
+        learning_rate is not given. Or it is an optimizer, which has its learning rate already, but
+        learning_rate is given.
     """
     _refuse_keras(opt, wrapper)
     if not isinstance(opt, type) and _is_optimizer(opt):
@@ -101,7 +102,7 @@ def given_optimizer(opt: Any, learning_rate: Any, wrapper: str) -> Any:
 
 
 def refuse_with_v1(opt: Any, **arguments: Any) -> None:
-    """Raises ValueError if an argument that only mesh optimizers have is not None."""
+    """Raises ValueError if one of `arguments`, which only mesh optimizers have, is not None."""
     for name, value in arguments.items():
         if value is not None:
             raise ValueError(
@@ -135,10 +136,10 @@ def _refuse_keras(opt: Any, wrapper: str) -> None:
 
 
 class OffMesh:
-    """An optimizer of tf.compat.v1 that refuses mesh tensors and variables, with a TypeError.
+    """A mixin for optimizers of tf.compat.v1 that raises TypeError for mesh tensors and variables.
 
-    Subclasses name it before TensorFlow's class, so that its methods check arguments before they
-    call TensorFlow's.
+    A subclass lists it before TensorFlow's class among its bases, so that the methods of this mixin
+    check arguments before they call TensorFlow's methods.
     """
 
     def compute_gradients(self, loss: Any, *args: Any, **kwargs: Any) -> list[Any]:

@@ -1,4 +1,4 @@
-"""The update rules of optimizers of `tf.compat.v1.train`, element by element."""
+"""The update rules of optimizers of `tf.compat.v1.train`, as functions of single elements."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class Slot(NamedTuple):
     """A variable that an optimizer keeps for each variable that it updates.
 
     Attributes:
-      key: its name in ``get_slot``.
-      name: end of its variable's name, unless that is taken.
-      initial: the number that it begins with.
+      key: the slot's name in ``get_slot``.
+      name: the end of the name of the slot's variable, unless that name is taken.
+      initial: the number that the slot begins with.
     """
 
     key: str
@@ -32,18 +32,18 @@ class Rule(NamedTuple):
     """The update rule of an optimizer.
 
     Attributes:
-      step: computes an update element by element. It is called as `step(gradient, variable, slots,
-        scalars)` with tf tensors of one shape, a core's slices: the variable is None if not
-        `reads_variable`, and slots are in the order of `slots`. It returns the change, which the
-        caller subtracts from the variable, and a list of new slots.
+      step: a function that computes an update element by element. It is called as `step(gradient,
+        variable, slots, scalars)`. The first three are tf tensors of one shape, a core's slices.
+        The variable is None if `reads_variable` is false, and slots are in the order of `slots`. It
+        returns the change, which the caller subtracts from the variable, and a list of new slots.
       slots: the slots of each variable, in the order in which TensorFlow makes them.
-      scalars: the hyperparameters of the step, numbers or scalar tensors by name.
-      powers: pairs (name, base) of scalar variables that are multiplied by base in each update:
-        Adam's powers of beta1 and beta2.
-      with_powers: if there are powers, a function of `scalars` and of the powers before the update,
-        float32 mtf scalars by name, that returns the scalars for the step.
-      reads_variable: whether the step is called with the variable.
-      replaces: whether the step returns the variable's new value in place of the change.
+      scalars: the hyperparameters that `step` is called with, numbers or scalar tensors by name.
+      powers: pairs (name, base) of scalar variables that each update multiplies by base: Adam's
+        powers of beta1 and beta2.
+      with_powers: if there are powers, a function that returns the scalars for `step`. It is called
+        with `scalars` and with the powers before the update, float32 mtf scalars by name.
+      reads_variable: whether `step` needs the variable.
+      replaces: whether `step` returns the new value of the variable in place of the change.
     """
 
     step: Step
@@ -58,7 +58,8 @@ class Rule(NamedTuple):
 def rule_of(optimizer: tf.train.Optimizer, call: bool = True) -> Rule:
     """Returns the update rule of an optimizer whose class is in `RULES`.
 
-    With `call`, functions among the hyperparameters are called for it.
+    `call` says whether hyperparameters that are functions are called, so that the rule has their
+    values.
     """
     # TensorFlow makes float32 of them before it computes, 1 - beta for example.
     given = {

@@ -24,9 +24,10 @@ from mtf_gradsync.step import Gate, StepPlan, WriteInPlace, write_slices
 def weight_state(
     mesh: mtf.Mesh, owner: str, counter: str, checkpointed: bool = True
 ) -> mtf.Variable:
-    """Returns `<owner>/weight`, the total weight of the gradients in accumulators.
+    """Returns the variable `<owner>/weight`, the total weight of the gradients in accumulators.
 
-    Sums of a run without weights have a weight of one for each addition.
+    `owner` is the wrapper's name, and `counter` the name of the variable that counts additions. In
+    a checkpoint of a run without weights, each gradient in the sums counts with a weight of one.
     """
     name, shape = f"{owner}/weight", mtf.Shape([])
     return named_state(
@@ -35,13 +36,13 @@ def weight_state(
 
 
 class DirectUpdate(NamedTuple):
-    """The condition for an update with this step's gradients, without accumulators.
+    """The condition under which an update takes this step's gradients, without accumulators.
 
     Attributes:
       holds: a boolean scalar, true only if all accumulators are zero, no shard is skipped and an
         update is due.
-      skipped: boolean `[shard dims...]`, the shards whose gradients count as zeros if `holds` is
-        false, except gradients that are reduced already.
+      skipped: boolean `[shard dims...]`, true for skipped shards. If `holds` is false, zeros are
+        added for the gradients of these, except for gradients that are reduced already.
     """
 
     holds: mtf.Tensor
@@ -51,8 +52,8 @@ class DirectUpdate(NamedTuple):
 class Accumulators:
     """The accumulators of a set of gradients.
 
-    They are written in place and read only by an update, so that a step without an update is one
-    pass over them.
+    Gradients are added to them in place, and only an update reads them, so that a step without an
+    update passes over them once.
     """
 
     def __init__(
@@ -66,12 +67,12 @@ class Accumulators:
         owner: str,
         counter: str,
     ):
-        """Takes or makes the accumulators, `<variable>/gradient_accumulator`.
+        """Finds or makes the accumulators, variables `<variable>/gradient_accumulator`.
 
         Args:
-          gradients: per-shard or reduced gradients, or parts of reduced ones.
-          slots: where new accumulators are recorded.
-          dtype: dtype to add up in; None takes the gradient's, but at least float32.
+          gradients: gradients that are per shard, reduced, or replicas' parts of reduced gradients.
+          slots: records the accumulators.
+          dtype: the dtype of accumulators; None takes the gradient's dtype, but at least float32.
           checkpointed: whether checkpoints hold the sums.
           is_share: as in `StateNote`.
           owner: the wrapper's name, as for `weight_state`.
@@ -106,10 +107,11 @@ class Accumulators:
         keepers.check(slots, self._variables, gradients.variables)
 
     def add(self, step: StepBuilder, direct: DirectUpdate | None = None) -> Gate | None:
-        """Adds this step's gradients; returns the gate that all of the step's writes wait for.
+        """Adds this step's gradients to the accumulators; returns a gate for the step's writes.
 
-        With `direct`, for programs with updates on most steps, gradients are added only if
-        `direct.holds` is false.
+        The gate is an operation that holds back writes until the gradients exist. With `direct`,
+        for programs with an update on most steps, gradients are added only if `direct.holds` is
+        false. None for the gate if the step is in a branch already, which waits itself.
         """
         step.write_state()
         for variable in self._variables:
@@ -134,15 +136,20 @@ class Accumulators:
         divisor: mtf.Tensor | None = None,
         weight: mtf.Tensor | None = None,
     ) -> GradientSet:
-        """Opens the branch of an update, if `due`; returns the sums to reduce there.
+        """Opens the branch of the update, and returns the sums, which are to be reduced in it.
 
-        The sums include this step's gradients. Once reduced, they are divided by the divisor, in
-        the gradients' dtypes. Sums of parts are parts. `gate` is from `add`; counts_every_step is
-        that of `only_when`.
+        The sums include this step's gradients. Sums of replicas' parts are parts, too.
 
-        With `weight`, the sum of the weights that the gradients were multiplied by, the sums are
-        divided by the divisor, or by this weight, before they are reduced: they may be too large to
-        send.
+        Args:
+          due: a boolean scalar, whether the step makes an update.
+          step: the step that is being built.
+          gate: the gate that `add` returned.
+          counts_every_step: as for `StepBuilder.only_when`.
+          divisor: what to divide the sums by once they are reduced; None for nothing. The result
+            has the dtypes of the gradients.
+          weight: if gradients were multiplied by weights, the sum of these weights. The sums are
+            then divided, by the divisor or else by `weight`, before they are reduced, because they
+            may be too large to send.
         """
         unless = self._added_unless
         step.only_when(due, gate, self._written, unless is None, counts_every_step, self._clear)
@@ -161,7 +168,7 @@ class Accumulators:
         )
 
     def _clear(self) -> list[mtf.Operation]:
-        """Returns operations that zero the accumulators after reads, even without an update."""
+        """Returns the operations that end the branch: they zero the accumulators that were read."""
         if self._added_unless is not None:
             return [_ClearUnless(self._added_unless)]
         return [WriteInPlace(self._variables, self._taken, _clear, "clear_accumulated")]
@@ -173,12 +180,12 @@ def _clear(variable: Any, taken: tf.Tensor) -> tf.Operation:
 
 
 def zeros_where(skip: tf.Tensor, x: tf.Tensor) -> tf.Tensor:
-    """Returns a tensor, or zeros if skip is true, also in place of NaNs."""
+    """Returns x, or zeros of its shape if skip is true, whatever x holds (NaNs, too)."""
     return tf.where_v2(skip, tf.zeros_like(x), x)
 
 
 class ZerosWhere(GradientOperation):
-    """Gradients, with zeros in place of skipped ones: all of them, or some shards'."""
+    """Gradients, or zeros if they are skipped: on all processors, or on those of some shards."""
 
     def __init__(self, grads: Sequence[mtf.Tensor], skip: mtf.Tensor):
         super().__init__([*grads, skip], [g.shape for g in grads], "zeros_where")
@@ -191,9 +198,10 @@ class ZerosWhere(GradientOperation):
 
 
 def without_skipped(gradients: GradientSet, skip: mtf.Tensor) -> GradientSet:
-    """Returns gradients with zeros in place of skipped ones, also in place of NaNs.
+    """Returns gradients with zeros in place of skipped gradients, which may hold NaNs.
 
-    `skip` is a boolean scalar for all gradients, or `[shard dims...]` for those per shard.
+    `skip` is a boolean scalar for all gradients. Or it is `[shard dims...]` and says for each shard
+    whether its gradients are skipped; gradients that are reduced already then stay as they are.
     """
     reduced = gradients.already_reduced if skip.shape.dims else ()
     own = [None if i in reduced else g for i, g in enumerate(gradients.grads)]
@@ -206,7 +214,7 @@ def without_skipped(gradients: GradientSet, skip: mtf.Tensor) -> GradientSet:
 
 
 def times(contributions: mtf.Tensor, grad: mtf.Tensor) -> mtf.Tensor:
-    """Returns a reduced gradient times a count; a count of 0 gives zeros, also in place of NaNs."""
+    """Returns a gradient times a count or weight; 0 gives zeros, even if the gradient has NaNs."""
     wide = grad.dtype if grad.dtype.size >= 4 else tf.float32
 
     def multiply(x: tf.Tensor, count: tf.Tensor) -> tf.Tensor:
@@ -216,7 +224,7 @@ def times(contributions: mtf.Tensor, grad: mtf.Tensor) -> mtf.Tensor:
 
 
 class _AddUnless(GradientOperation):
-    """Gradients as they are, or their sums after adding them to accumulators."""
+    """This step's gradients if the condition holds; else the sums after they are accumulated."""
 
     def __init__(
         self,
@@ -253,7 +261,7 @@ class _AddUnless(GradientOperation):
 
 
 class _ClearUnless(mtf.Operation):
-    """An operation after the gate that zeroes accumulators, unless the update did not use them."""
+    """An operation that zeroes the accumulators, unless the update took gradients directly."""
 
     def __init__(self, added: _AddUnless):
         super().__init__([added.inputs[-1]], name="clear_accumulated_unless")

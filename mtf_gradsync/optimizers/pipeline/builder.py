@@ -54,8 +54,10 @@ class StepConditions:
 
     Attributes:
       plan: the plan of the mtf graph.
-      updated: int32 scalar, 1 if the step has an update, else 0; None if every step counts as one.
-      agree: combines booleans of the islands, if there are any: true on all of them, or on any.
+      updated: int32 scalar, 1 if the step has an update, else 0; None if every step counts as an
+        update.
+      agree: a function that combines a boolean of each island to one for all (see `agreed`); None
+        without islands.
     """
 
     plan: StepPlan
@@ -68,7 +70,7 @@ class StepConditions:
         self._if_finite: list[Callable[[mtf.Tensor, mtf.Tensor | None], object]] = []
 
     def add(self, operations: Sequence[mtf.Operation]) -> None:
-        """Adds operations to the step, or to its open branch."""
+        """Adds operations to the branch that is open, or else to the step."""
         self._lists[-1].extend(operations)
 
     def only_when(
@@ -80,37 +82,38 @@ class StepConditions:
         counts_every_step: bool = False,
         at_end: Callable[[], Sequence[mtf.Operation]] = list,
     ) -> None:
-        """Opens a branch: all later operations of the pipeline run on some steps only.
+        """Makes all later operations of the step, the update included, run only if `due`.
 
-        Inside another branch, operations run on steps where both conditions hold. With
-        `counts_every_step`, steps without an update advance the global step, too. The other
-        arguments are as for `branch_when`.
+        They are put into a branch. Inside another branch they run on steps on which both conditions
+        hold. `counts_every_step` says whether steps on which `due` is false advance the global
+        step, too. The other arguments are as for `branch_when`.
         """
         if not counts_every_step and not self.plan.is_in_branch and self.updated is None:
             self.updated = mtf.cast(due, tf.int32)
         self._branches.enter_context(self.branch_when(due, gate, behind, as_call, at_end))
 
     def agreed(self, holds: mtf.Tensor, by_any: bool = False) -> mtf.Tensor:
-        """Returns whether a boolean scalar is true on all islands; with `by_any`, on one of them.
+        """Returns whether a boolean scalar is true on all islands; with `by_any`, on any island.
 
-        Stages use it if a decision depends on gradients, as inside `OuterOptimizer` each island has
-        its own. Without islands it is the scalar itself.
+        Stages use it for decisions that depend on gradients, because inside `OuterOptimizer` each
+        island has gradients of its own. Without islands the result is `holds`.
         """
         return holds if self.agree is None else self.agree(holds, by_any)
 
     def when_finite_is_known(self, then: Callable[[mtf.Tensor, mtf.Tensor | None], object]) -> None:
-        """Registers a function to call with the answers of a later `tell_finite`.
+        """Registers a function that is called with what a later `tell_finite` tells.
 
-        The stage that calls it knows which shards it skips.
+        That are two boolean scalars, whether gradients are finite and whether there are data. A
+        stage further inside calls `tell_finite`, as it knows which shards it skips.
         """
         self._if_finite.append(then)
 
     def tell_finite(self, make: Callable[[], tuple[mtf.Tensor, mtf.Tensor | None]]) -> None:
         """Tells outer stages whether gradients are finite, and whether there are data.
 
-        `make` makes these boolean scalars; None in place of the second if it always has some.
-        Gradients of skipped shards do not count, unless all shards are skipped. Call it before the
-        branch of the update is opened.
+        `make` returns these two boolean scalars; the second may be None if there always are data.
+        The first leaves out gradients of skipped shards, unless all shards are skipped. A stage
+        calls this method before it opens the branch of the update.
         """
         if self._if_finite:
             finite, has_data = make()
@@ -126,15 +129,16 @@ class StepConditions:
         as_call: bool = False,
         at_end: Callable[[], Sequence[mtf.Operation]] = list,
     ) -> Iterator[None]:
-        """Adds operations that are made inside the block to a branch that some steps skip.
+        """Adds a branch to the step, with the operations that are made inside the block.
 
         Args:
-          due: a boolean scalar, the same on all processors.
-          gate: the point of the step that the branch waits for; None inside another branch.
+          due: a boolean scalar, the same on all processors: whether a step runs the branch.
+          gate: the gate (which holds back writes) that the branch waits for; None inside another
+            branch.
           behind: operations of the step that the branch waits for, too.
           as_call: as for `Conditional`.
-          at_end: makes the last operations of the branch, which run even if the condition of a
-            branch inside does not hold.
+          at_end: a function that makes the last operations of the branch. They run even if the
+            condition of a branch inside this one does not hold.
         """
         branch = Branch(self.plan)
         self._lists.append(branch.updates)
@@ -147,16 +151,19 @@ class StepConditions:
     def run_when(
         self, due: mtf.Tensor, gate: Gate | None, make: Callable[[], Sequence[mtf.Operation]]
     ) -> None:
-        """Adds operations that run on some steps only, without a branch for later ones."""
+        """Adds the operations that `make` makes, and runs them only if `due`; later ones always."""
         with self.branch_when(due, gate):
             self.add(make())
 
     def gate(self, tensors: Sequence[mtf.Tensor]) -> Gate | None:
-        """Makes a gate for tensors and all reads; None inside a branch, which waits itself."""
+        """Returns a gate, which holds back writes until tensors exist and all variables are read.
+
+        None inside a branch, which waits as a whole.
+        """
         return None if self.plan.is_in_branch else Gate(self.plan, tensors)
 
     def write(self, writes: Sequence[mtf.Operation], gate: Gate | None) -> None:
-        """Adds assignments that wait for a gate."""
+        """Adds assignments to the step, which wait for the gate if there is one."""
         if gate is not None:
             gate.hold(writes)
         self.add(writes)
@@ -166,25 +173,28 @@ class StepBuilder(StepConditions):
     """A training step that is being built.
 
     Attributes:
-      received: for each wrapper, from the outside in, the gradients that it received.
-      passed_on: for each wrapper, in the same order, the gradients that it passed on.
+      received: the gradients that each wrapper received, from the outermost wrapper to the
+        innermost.
+      passed_on: the gradients that each wrapper passed on, in the same order.
       per_shard: per-shard gradients that a stage has recovered; None if there are none.
       stack: the stack that the step is made of.
-      reduced_first: the first reduction; None before.
+      reduced_first: the first reduction of gradients in the step; None before it.
       compressions: the reports of compressing strategies on the bytes that they save.
-      counts_without_data: the variable that counts updates without data; None without weights.
-      without_data: int32 scalar, updates that were skipped so far as their weights were 0, after
-        the step; None without weights.
+      counts_without_data: the variable that counts updates that were skipped because their weights
+        were 0; None without weights.
+      without_data: int32 scalar, the value of that variable after the step; None without weights.
     """
 
     def __init__(self, stack: Stack, slots: SlotBook, arguments: OwnArguments, keeper: Any):
         """Describes the step of a stack of wrappers; builds nothing.
 
         Args:
-          stack: the stack, completed.
+          stack: the completed stack.
           slots: records the variables that the step creates.
-          arguments: arguments of the inner `apply_grads` after gradients and variables.
-          keeper: the optimizer that keeps the slots: the stack's, or one inside it.
+          arguments: the arguments for `apply_grads` of the inner optimizer, without gradients and
+            variables.
+          keeper: the optimizer that owns the slots: the inner optimizer of the stack, or an
+            optimizer inside it.
         """
         super().__init__()
         self.stack = stack
@@ -210,7 +220,7 @@ class StepBuilder(StepConditions):
         self._shown_after: list[mtf.Operation] = []
 
     def build(self, gradients: GradientSet) -> list[mtf.Operation]:
-        """Returns the operations of the step, from the gradients for the outermost wrapper."""
+        """Builds the step for the gradients of the outermost wrapper; returns its operations."""
         self.plan = StepPlan.of(gradients.graph)
         before = set(gradients.graph.operations)
         segments = self.stack.segments
@@ -267,23 +277,23 @@ class StepBuilder(StepConditions):
 
     @property
     def names(self) -> list[str]:
-        """The names of the wrappers, from the outside in."""
+        """The names of the wrappers, the outermost first."""
         return [segment.reduction.name for segment in self.stack.segments]
 
     # For stages.
 
     def state(self, wrapper: Any, make: Callable[[], Any]) -> Any:
-        """Returns a wrapper's variables in this graph, which the first call makes.
+        """Returns a wrapper's variables in this graph, which `make` makes in the first call.
 
-        Raises a ValueError if another wrapper of its name has some in this graph.
+        Raises ValueError if another wrapper of the same name has variables in this graph.
         """
         return self.plan.state(wrapper, wrapper.name, make)
 
     def around_update(self, update: Callable[..., list[mtf.Operation]]) -> None:
-        """Registers a function to make the update.
+        """Registers a function that makes the update in place of the inner optimizer.
 
-        It is called with gradients and a function that makes the operations of the update inside
-        from gradients, and returns the operations of the update.
+        It is called as `update(gradients, make_inner)` and returns the operations of the update.
+        `make_inner(gradients)` returns those of the inner optimizer, or of the next such function.
         """
         self._around.append(update)
 
@@ -292,44 +302,52 @@ class StepBuilder(StepConditions):
     ) -> None:
         """Registers a function that makes operations for steps with an update, to run after it.
 
-        It is called with the operations of the update; `value_after` gives the new value of a
-        variable. The innermost wrapper's functions are called first. Functions that read values for
-        evaluation (`is_shown`) are called last, as others may replace these values (`show`).
+        `make` is called with the operations of the update, and gets the new value of a variable by
+        `value_after`. Functions of the innermost wrapper are called first. `is_shown` says that
+        `make` reads values that evaluation uses. Such functions are called last, because others may
+        replace the variables with these values (`show`).
         """
         self._after.append((is_shown, make))
 
     def at_end(self, make: Callable[[list[mtf.Operation]], Sequence[mtf.Operation]]) -> None:
-        """Registers a function that makes operations for every step from all others of the step."""
+        """Registers a function that makes the last operations of every step.
+
+        It is called with the other operations of the step, as far as they are made.
+        """
         self._at_end.append(make)
 
     def axes_now(self, grads: Sequence[mtf.Tensor]) -> ReplicaAxes | None:
-        """Returns `Stack.axes_now` for the wrapper whose stages are being built."""
+        """Returns the replica axes of the wrapper that is being built (`Stack.axes_now`)."""
         return self.stack.axes_now(self._number, grads)
 
     def shards_to_name(self, grads: Sequence[mtf.Tensor]) -> tuple[ReplicaAxes | None, bool]:
-        """Returns `Stack.shards_to_name` for the wrapper whose stages are being built."""
+        """Returns how the log numbers shards in the stage that is being built.
+
+        See `Stack.shards_to_name`.
+        """
         return self.stack.shards_to_name(self._number, grads)
 
     def when_built(self, note: Callable[[], None]) -> None:
-        """Registers a function to call once the step was built without an error."""
+        """Registers a function that is called once the whole step was built without an error."""
         self._notes.append(note)
 
     def show(
         self, shown: Mapping[mtf.Variable, mtf.Variable], writes: Sequence[mtf.Operation]
     ) -> None:
-        """Makes `value_after` read other variables, after the operations `writes`.
+        """Makes `value_after` read other variables in place of some, as evaluation does.
 
-        `shown` has for each variable the variable to read instead.
+        `shown` has, for each replaced variable, the variable that is read instead. `writes` are the
+        operations that write these other variables: they are read after them.
         """
         self._shown = {**self._shown, **shown}
         self._shown_after += writes
 
     def write_state(self, when: Callable[[], mtf.Tensor] | None = None) -> None:
-        """Writes strategies' new state from the reductions since the last call.
+        """Writes the new state of reduction strategies, of all reductions since the last call.
 
-        The builder calls it for the update; a stage that adds up reduced gradients calls it itself.
-        `when` makes a boolean scalar, the same on all processors. Where it is false, the state does
-        not change; give it if some steps do not use the sums.
+        The builder calls it before the update. A stage that adds up reduced gradients calls it
+        itself. `when` makes a boolean scalar, the same on all processors, for steps that may not
+        use the reduced gradients: if it is false, the state does not change. None for always.
         """
         state, self._new_state = self._new_state, []
         if not state:
@@ -347,10 +365,11 @@ class StepBuilder(StepConditions):
     def reduced(
         self, gradients: GradientSet, reduction: Reduction, partition: Partition | None
     ) -> GradientSet:
-        """Reduces gradients over the mesh, divides them by their divisor and casts them.
+        """Returns gradients that are reduced over the mesh, divided by their divisor, and cast.
 
-        With a partition each replica gets its part. Without, parts are divided and then gathered.
-        `reduce_now` is for values that are not the gradients of the step.
+        With a partition each replica gets its part of a gradient. Without a partition, gradients
+        that are parts already are divided and then gathered. For other values than the gradients of
+        the step, use `reduce_now`.
         """
         given, unreduced = gradients.present, gradients
         if gradients.form is Form.PART:
@@ -385,10 +404,11 @@ class StepBuilder(StepConditions):
         extra: bool = False,
         is_mean: bool = False,
     ) -> GradientSet:
-        """Reduces gradients over the mesh, never to parts, without division and casts.
+        """Returns values that are reduced over the mesh in full, without division and casts.
 
-        `extra` is for values that are not the step's gradients: a strategy may keep state for both,
-        under names of their own. With `is_mean` their sum is divided by the number of shards.
+        `extra` says that the values are other values than the step's gradients. A strategy may keep
+        state for both, under different names. `is_mean` says that the caller divides the sums by
+        the number of shards (see `reduce_by_strategy`).
         """
         gradients = self._reduced_by_strategy(gradients, reduction, extra, is_mean)
         dims = dims_to_sum(gradients.present, gradients.owners)
@@ -402,7 +422,7 @@ class StepBuilder(StepConditions):
         extra: bool = False,
         is_mean: bool = False,
     ) -> GradientSet:
-        """Reduces pending gradients by a strategy with its own reduction, each once a step."""
+        """Reduces pending gradients by a strategy with `reduce_gradients`, each once a step."""
         if gradients.form.is_reduced or not reduction.reduces_gradients:
             return gradients
         before = set() if extra else self._by_strategy
@@ -419,9 +439,9 @@ class StepBuilder(StepConditions):
     def value_after(
         self, variables: Sequence[mtf.Variable], updates: Sequence[mtf.Operation]
     ) -> Sequence[mtf.Tensor]:
-        """Returns variables' values after operations; see `mtf_gradsync.step.values_after`.
+        """Returns the values of variables after operations (see `mtf_gradsync.step.values_after`).
 
-        For a variable that `show` replaced, it is the value of the replacement.
+        For a variable that `show` replaced, this is the value of its replacement.
         """
         shown = [self._shown.get(v, v) for v in variables]
         return values_after(shown, [*updates, *self._shown_after])
@@ -429,7 +449,7 @@ class StepBuilder(StepConditions):
     def split_by_shard(
         self, gradients: GradientSet, reduction: Reduction, request: PerShard
     ) -> GradientSet:
-        """Returns per-shard gradients; the request says what to do with mixed ones."""
+        """Returns one gradient per shard; `request` says what to do if shards are mixed in some."""
         grads, axes = gradients.grads, reduction.axes
         assert axes is not None  # wrappers with such stages know the mesh
         own = [None if g is None or shard_dims_in(g.shape, axes) else g for g in grads]
@@ -471,7 +491,10 @@ class StepBuilder(StepConditions):
     def _update(
         self, gradients: GradientSet, around: Sequence[Callable[..., list[mtf.Operation]]]
     ) -> list[mtf.Operation]:
-        """Makes the inner optimizer's update, inside all functions of `around_update`."""
+        """Returns the operations of the update, which the functions in `around` make (or change).
+
+        Without such functions, they are those of the inner optimizer.
+        """
         if around:
             first, *others = around
             return first(gradients, lambda given: self._update(given, others))

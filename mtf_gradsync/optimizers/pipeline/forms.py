@@ -1,4 +1,4 @@
-"""Sets of gradients on their way to an update, and the forms that the innermost optimizer takes."""
+"""Sets of gradients on their way to an update, and the forms in which gradients are."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Form(enum.Enum):
 
     @property
     def is_reduced(self) -> bool:
-        """Whether the sum over the replicas has run."""
+        """Whether gradients of this form are summed over the replicas."""
         return self in (Form.REDUCED, Form.PART)
 
 
@@ -41,17 +41,19 @@ class PerShard:
     """A stage's request for one gradient per shard; see `Stage.takes`.
 
     Attributes:
-      mixed: what to do about gradients in which shards are mixed: each shard takes an equal share,
-        or they are reduced (`GradientSet.already_reduced` has their positions), or it is an error.
-      or_else: for the error about a reducing wrapper around this one: a remedy besides turning the
-        two around. None if reduced gradients will do, of which each shard has an equal share.
-      warning: about gradients that are reduced, with fields for the wrapper's name, the variables
-        and the operations that mix shards; "" for none.
-      adds_up: whether the stage treats all shards alike, so that a shard may hold a part of the sum
-        that is not its own gradient, such as an expert's of all examples.
-      remakes: whether it makes gradients at `GradientSet.made_of_sums` again, without the shards
-        that it skips. They, and gradients that hold no shard's data but are split over a replica
-        axis, are then no error and are at `already_reduced`.
+      mixed: what to do about gradients in which shards are mixed, because the program has summed
+        over shards. "share": each shard takes an equal share. "reduce": they are reduced, and
+        `GradientSet.already_reduced` has their positions. "refuse": they are an error.
+      or_else: a remedy besides exchanging the two wrappers, for the error that a wrapper around
+        this one reduces gradients. None if the stage also takes reduced gradients, of which each
+        shard then has an equal share.
+      warning: the warning about mixed gradients that are reduced, with fields for the wrapper's
+        name, the variables and the operations that mix shards; "" for no warning.
+      adds_up: whether the stage only adds up the gradients of all shards. A shard may then hold a
+        term of the sum that is not its own gradient, such as an expert's for all examples.
+      remakes: whether the stage computes gradients in `GradientSet.made_of_sums` again, without the
+        shards that it skips. Such gradients are then no error, nor are gradients that depend on no
+        shard's data but are split over a replica axis; `already_reduced` has their positions.
     """
 
     mixed: Literal["share", "reduce", "refuse"] = "share"
@@ -66,19 +68,22 @@ class GradientSet:
     """The gradients of one call of `apply_grads`, at one stage of the pipeline.
 
     Attributes:
-      grads: for each variable its gradient, or None; at least one is not None.
-      variables: the mesh variables; `StepBuilder.reduce_now` with `extra` takes pieces, too.
+      grads: the gradient of each variable, or None; at least one is not None.
+      variables: the mesh variables; for `StepBuilder.reduce_now` with `extra`, also pieces of
+        variables (`VariablePiece`).
       form: the form of all gradients.
-      divisor: a scalar to divide the reduced gradients by; None for one.
-      dtypes: for each gradient the dtype to cast the reduced gradient to; None for its own.
-      already_reduced: in form `PER_SHARD`, and in sums of such gradients: positions of gradients
-        that are reduced, because shards are mixed in them.
-      made_of_sums: in form `PER_SHARD`, for some at `already_reduced`, how to make them without the
-        shards that a stage skips.
-      weights: the weights of the gradients, which are of a mean; None if none were given.
-      unreduced: in a reduced form, the set as it was before the reduction, which tells more about
-        shards; None if it is not known.
-      branch: the branch of the step that can use them; None if every step can.
+      divisor: a scalar by which the gradients are divided once they are reduced; None for 1.
+      dtypes: for each gradient, the dtype to which it is cast once it is reduced, or None for no
+        cast; None for no casts.
+      already_reduced: the positions of gradients that are reduced although the form is `PER_SHARD`,
+        because shards are mixed in them; also in sums of such gradients.
+      made_of_sums: by position, for some of the gradients in `already_reduced`, how to compute them
+        without the shards that a stage skips.
+      weights: the weights of the gradients, which are those of a weighted mean; None if no weights
+        were given.
+      unreduced: for reduced gradients, the set as it was before the reduction, from which shards
+        can be told apart; None if it is not known.
+      branch: the branch of the step in which the gradients exist; None if they exist in every step.
     """
 
     grads: tuple[mtf.Tensor | None, ...]
@@ -97,12 +102,12 @@ class GradientSet:
 
     @property
     def graph(self) -> mtf.Graph:
-        """The mtf graph."""
+        """The mtf graph of the variables."""
         return self.variables[0].graph
 
     @property
     def mesh(self) -> mtf.Mesh:
-        """The mesh of the first gradient, on which a step has its scalars."""
+        """The mesh of the first gradient; the scalars of a step are on it."""
         return self.present[0].mesh
 
     @property
@@ -112,24 +117,24 @@ class GradientSet:
 
     @property
     def owners(self) -> list[mtf.Variable]:
-        """The variables of `present`, in its order."""
+        """The variables of the gradients in `present`, in the same order."""
         return [v for g, v in zip(self.grads, self.variables) if g is not None]
 
     def with_grads(
         self, grads: Sequence[mtf.Tensor | None], form: Form | None = None, **others: Any
     ) -> GradientSet:
-        """Returns the set with other gradients and fields; its form is kept unless one is given."""
+        """Returns a copy of the set with other gradients, and other fields; None keeps the form."""
         form = form or self.form
         return dataclasses.replace(self, grads=tuple(grads), form=form, **others)
 
     def with_present(
         self, present: Sequence[mtf.Tensor], form: Form | None = None, **others: Any
     ) -> GradientSet:
-        """Does what `with_grads` does, with one gradient for each of `present`."""
+        """Returns a copy as `with_grads` does; `present` replaces gradients that are not None."""
         return self.with_grads(on_present(self.grads, lambda _: present), form, **others)
 
     def change_reduced(self, change: Callable[[mtf.Tensor], mtf.Tensor]) -> GradientSet:
-        """Returns the set with a function applied to the gradients at `already_reduced`."""
+        """Returns a copy with `change` applied to the gradients in `already_reduced`."""
         grads = enumerate(self.grads)
         return self.with_grads(
             [change(g) if g is not None and i in self.already_reduced else g for i, g in grads]
@@ -137,7 +142,7 @@ class GradientSet:
 
 
 def finished(gradients: GradientSet, opt: Any) -> GradientSet:
-    """Returns reduced gradients for an optimizer: divided by their divisor, in their dtypes."""
+    """Returns reduced gradients as `opt` takes them: divided by the divisor, and cast."""
     dtypes, divisor = gradients.dtypes, gradients.divisor
     if dtypes is None and divisor is None:
         return gradients
@@ -162,7 +167,7 @@ def finished(gradients: GradientSet, opt: Any) -> GradientSet:
 
 
 def gathered(gradients: GradientSet) -> GradientSet:
-    """Returns full gradients on each replica, gathered from the parts."""
+    """Returns full gradients on each replica, gathered from replicas' parts of them."""
     pairs = list(zip(gradients.present, gradients.owners))
     parts = [g for g, v in pairs if g.shape != v.shape]
     if not parts:
@@ -178,7 +183,7 @@ def without_frozen(
 ) -> list[mtf.Tensor | None]:
     """Returns gradients with None for variables that the optimizer does not update.
 
-    These variables then cost no reduction and no sums, and have no part in norms.
+    Gradients of such variables are then neither reduced nor accumulated, nor counted in norms.
     """
     return [None if optimizer_of(opt, v) is None else g for g, v in zip(grads, variables)]
 
@@ -193,9 +198,11 @@ def _inner_dtype(dtype: tf.DType, opt: Any) -> tf.DType:
 
 
 def in_dtypes_of(opt: Any, gradients: GradientSet) -> GradientSet:
-    """Casts gradients to the dtypes of the variables' values, for Mesh-TF's Momentum.
+    """Returns gradients in the dtypes that the innermost optimizer needs.
 
-    Raises ValueError for variables that Mesh-TF's Adam cannot decay.
+    Mesh-TF's MomentumOptimizer needs the dtypes of the variables' values. Other optimizers get the
+    gradients as they are. Raises ValueError for variables of a narrow dtype, which Mesh-TF's
+    AdamWeightDecayOptimizer cannot decay.
     """
     of = [optimizer_of(opt, v) for v in gradients.variables]
     for one in dict.fromkeys(of):
@@ -241,12 +248,12 @@ def _check_decay(opt: mtf.optimize.AdamWeightDecayOptimizer, variables: Iterable
 
 
 class Reduced(NamedTuple):
-    """The first reduction of a step.
+    """A record of the first reduction of gradients in a step.
 
     Attributes:
-      parts: the gradients before the reduction, not None, pending or per shard.
-      sums: the gradients after the reduction, reduced or in parts.
-      branch: the branch of the step that makes them; None if every step does.
+      parts: the gradients before the reduction, pending or per shard.
+      sums: the gradients after the reduction, in full or as replicas' parts.
+      branch: the branch of the step in which they are reduced; None if every step reduces them.
       strategy: the reduction strategy.
     """
 

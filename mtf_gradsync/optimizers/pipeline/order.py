@@ -20,7 +20,7 @@ def reduces(stages: Stages) -> bool:
 
 
 def needs_shards(stages: Stages) -> PerShard | None:
-    """Returns the request for per-shard gradients that no wrapper around may reduce, or None."""
+    """Returns a stage's request for gradients that no wrapper around it may reduce, or None."""
     requests = [s.takes for s in stages if isinstance(s.takes, PerShard)]
     return next((r for r in requests if r.or_else is not None), None)
 
@@ -31,7 +31,7 @@ def schedules_updates(stages: Stages) -> bool:
 
 
 def skips_not_finite(stages: Stages) -> bool:
-    """Returns whether these stages keep gradients that are not finite from those inside."""
+    """Returns whether these stages skip gradients that are not finite, before stages inside."""
     return any(s.finite == "skips" for s in stages)
 
 
@@ -41,7 +41,7 @@ def needs_not_finite(stages: Stages) -> bool:
 
 
 def shards_updates(stages: Stages) -> bool:
-    """Returns whether these stages give parts of variables to those inside."""
+    """Returns whether these stages give replicas' parts of variables to the stages inside."""
     return any(s._partition is not None for s in stages)
 
 
@@ -66,9 +66,12 @@ def counts_shards(stages: Stages) -> bool:
 
 
 class OrderRule(NamedTuple):
-    """A forbidden order: `forbids` gets the stages of the outer and of the inner wrapper.
+    """A rule that forbids some wrappers around others.
 
-    `why` is the error, with fields {outer}, {inner} and {or_else}.
+    Attributes:
+      forbids: a function of the stages of the outer wrapper and of the inner wrapper that returns
+        whether this order is forbidden.
+      why: the text of the error, with fields {outer}, {inner} and {or_else}.
     """
 
     forbids: Callable[[Stages, Stages], object]
@@ -145,12 +148,12 @@ RULES = (
 
 
 def why_not(outer: Stages, inner: Stages) -> str | None:
-    """Returns the error for a wrapper around another, with fields; None if it may be there."""
+    """Returns why `outer` must not be around `inner`, a text with fields; None if it may be."""
     return next((rule.why for rule in RULES if rule.forbids(outer, inner)), None)
 
 
 def check_order(outer: Any, inner_stack: Sequence[Any]) -> None:
-    """Raises ValueError if a wrapper must not be around an optimizer inside it."""
+    """Raises ValueError if a wrapper must not be around one of the optimizers inside it."""
     own = stages_of(outer)
     for inner in inner_stack:
         stages = stages_of(inner)
@@ -168,7 +171,7 @@ def check_order(outer: Any, inner_stack: Sequence[Any]) -> None:
 
 
 def _line_of(wrapper: Any) -> str:
-    """Returns the work of a wrapper alone, for an error; "" for other optimizers."""
+    """Returns a line on what a wrapper does, for an error; "" for other optimizers."""
     if not hasattr(wrapper, "_place"):
         return ""
     stages = stages_of(wrapper)

@@ -1,13 +1,13 @@
 """A stack of wrappers as a value: the work of its step on gradients, before anything is built.
 
-Each wrapper gives its stages, frozen values that say what they take and give. `completed` makes one
-value of them, of which `StepBuilder` makes the operations in order, and which
-`mtf_gradsync.describe` prints:
+Each wrapper gives its stages, frozen values that say which form of gradients they take and give.
+`completed` makes a `Stack` of them, from which `StepBuilder` makes operations in the order of the
+stages, and which `mtf_gradsync.describe` prints. It does so in three passes:
 
-1. From the outside in, each wrapper gives its stages for its place: its replica axes there, the
-islands around it, the stages around it. 2. Stages that depend on the stages inside (a loss scale's)
-are told these. 3. Where a stage takes another form of gradients than it gets, a converting stage is
-put before it.
+1. From the outermost wrapper to the innermost, each gives its stages for its place (`Place`: the
+replica axes, and the islands and stages around it). 2. Each stage gets to know those inside it,
+because some depend on them (a loss scale). 3. If a stage takes another form of gradients than the
+stage before it gives, a converting stage is inserted.
 """
 
 from __future__ import annotations
@@ -33,16 +33,17 @@ class Stage:
     operations of the step, and tells the builder what is to be made after the update or at the end.
 
     Attributes:
-      takes: the form of gradients for `apply`: `Form.REDUCED`, `Form.PART` for the parts of
-        `_parts`, or `PerShard` for one gradient of each shard. None takes any form.
-      gives: `Form.REDUCED` if the stages inside get reduced gradients; None for the form that
-        `apply` returns.
-      due: the steps on which the stages inside run, in words ("every 4th"); "" if other stages
-        decide that. Only one stage of a stack can.
-      finite: "skips" if the stage keeps gradients that are not finite from the stages inside,
-        "needs" if it needs to see such gradients.
-      squares: whether it squares gradients, which overflow before they do.
-      takes_parts: whether it works on parts of gradients and variables, too.
+      takes: the form of gradients that `apply` takes: `Form.REDUCED`, `Form.PART` for replicas'
+        parts of reduced gradients, or `PerShard` for one gradient of each shard. None takes any
+        form.
+      gives: `Form.REDUCED` if the stages inside get reduced gradients; None if they get gradients
+        in the form that `apply` returns.
+      due: the steps on which the stages inside run, as text ("every 4th"); "" if other stages
+        decide that. Only one stage of a stack can decide it.
+      finite: "skips" if the stage skips gradients that are not finite, so that stages inside do not
+        get them; "needs" if it needs to get such gradients; "" otherwise.
+      squares: whether the stage squares gradients: squares overflow before gradients do.
+      takes_parts: whether the stage also works on replicas' parts of gradients and variables.
     """
 
     takes: Form | PerShard | None = None
@@ -76,9 +77,10 @@ class Stage:
     _one_mesh: str = ""
 
     def within(self, inside: Sequence[Stage], others: Sequence[Stage]) -> Stage:
-        """Returns the stage for a stack that has certain stages inside.
+        """Returns this stage as it is for a stack with the stages `inside`.
 
-        `others` are the stages of that optimizer and inside it, if it is of another library.
+        If the inner optimizer is of another library, `others` are the stages of it and of all
+        optimizers inside it.
         """
         del inside, others
         return self
@@ -92,13 +94,13 @@ class Stage:
         """Raises ValueError for gradients that the stage cannot handle, before anything is built.
 
         Args:
-          grads: gradients as given to the outermost wrapper, or None.
-          variables: their variables.
+          grads: the gradients that the outermost wrapper was given; each may be None.
+          variables: the variables of these gradients.
           arguments: more arguments for `apply_grads` of the innermost optimizer.
         """
 
     def apply(self, gradients: GradientSet, step: Any) -> GradientSet:
-        """Returns the gradients for the next stage; may add operations and conditions to the step.
+        """Makes the stage's operations; returns the gradients for the next stage.
 
         Args:
           gradients: the gradients, in the form that the stage takes.
@@ -108,7 +110,7 @@ class Stage:
         return gradients
 
     def describe(self, about: About) -> list[Line]:
-        """Returns the stage's work in words, for `mtf_gradsync.describe`."""
+        """Returns lines on the stage's work, for `mtf_gradsync.describe`."""
         del about
         return []
 
@@ -121,8 +123,8 @@ class Reduction(NamedTuple):
       batch_dims: names of the dimensions that the batch is split along.
       axes: the replica axes; None if the wrapper does not know them.
       name: the wrapper's name.
-      other_axes: for per-shard gradients, the strategy for sums over mesh axes other than the
-        replica axes; None for `strategy`.
+      other_axes: the strategy for sums of per-shard gradients over mesh axes other than the replica
+        axes; None for `strategy`.
     """
 
     strategy: Strategy
@@ -133,7 +135,7 @@ class Reduction(NamedTuple):
 
     @property
     def reduces_gradients(self) -> bool:
-        """Whether the strategy reduces gradients by `reduce_gradients`."""
+        """Whether the strategy has its own method `reduce_gradients`."""
         return has_gradient_reduction(self.strategy)
 
 
@@ -142,10 +144,10 @@ _DEFAULT_BATCH_DIMS = ("batch",)
 
 
 def shard_names(reductions: Iterable[Reduction]) -> tuple[str, ...]:
-    """Returns the names of a stack's shard dims, from its wrappers' reductions.
+    """Returns the names of a stack's shard dims, from the reductions of its wrappers.
 
-    These are all names that any wrapper knows, by its replica axes or as batch_dims. The default
-    batch_dims count only if no wrapper knows any.
+    These are the batch dims of all wrappers that were given replica axes, or other batch_dims than
+    the default. If no wrapper was, they are the default batch_dims.
     """
     names = [(r.batch_dims if r.axes is None else r.axes.batch_dims, r.axes) for r in reductions]
     known = [some for some, axes in names if axes is not None or some != _DEFAULT_BATCH_DIMS]
@@ -153,10 +155,14 @@ def shard_names(reductions: Iterable[Reduction]) -> tuple[str, ...]:
 
 
 class Partition(NamedTuple):
-    """A sharding of updates or sums: the part of a variable that each replica has.
+    """The settings by which updates or sums are split, so that each replica has its part.
 
-    `shapes_of` gives the shapes of the parts of variables that get gradients in one step, except
-    variables that are not split. The name is the wrapper's.
+    Attributes:
+      axes: the replica axes.
+      strategy: the strategy that reduces gradients to parts.
+      shapes_of: a function of the variables that get gradients in one step. It returns the shapes
+        of the parts of those that are split.
+      name: the wrapper's name.
     """
 
     axes: ReplicaAxes
@@ -170,8 +176,8 @@ class IslandAxes(NamedTuple):
 
     Attributes:
       islands: the axes between islands.
-      inside: the replica axes inside of an island; None for one island without a known mesh.
-      axes: all replica axes.
+      inside: the replica axes inside an island; None for a single island without a known mesh.
+      axes: all replica axes; None for a single island without a known mesh.
     """
 
     islands: ReplicaAxes
@@ -180,11 +186,12 @@ class IslandAxes(NamedTuple):
 
 
 class Program(NamedTuple):
-    """The facts of a program, for which a stack is completed.
+    """What is known of the program that applies gradients, when a stack is completed for it.
 
     Attributes:
-      find_axes: returns the replica axes for names of batch dims; None if they are not known.
-      num_meshes: how many meshes the gradients are on.
+      find_axes: a function of names of batch dims that returns the replica axes; None if they are
+        not known.
+      num_meshes: the number of meshes that gradients are on.
     """
 
     find_axes: Callable[[Sequence[str]], ReplicaAxes | None]
@@ -192,7 +199,7 @@ class Program(NamedTuple):
 
     @classmethod
     def of(cls, grads: Sequence[mtf.Tensor]) -> Program:
-        """Returns the facts of the program that made gradients."""
+        """Returns what is known of a program from its gradients."""
         return cls(lambda names: find_axes(grads, names), len({g.mesh for g in grads}))
 
 
@@ -201,9 +208,10 @@ class Segment(NamedTuple):
 
     Attributes:
       wrapper: the wrapper's class name.
-      stages: its stages; in a completed stack also the stages that convert gradients for them.
-      reduction: how the wrapper reduces gradients.
-      islands: the islands that it is inside of; None outside of any.
+      stages: the wrapper's stages; in a completed stack also the stages that convert gradients for
+        them.
+      reduction: the settings by which the wrapper reduces gradients.
+      islands: the islands of an `OuterOptimizer` around the wrapper; None if there is none.
     """
 
     wrapper: str
@@ -216,11 +224,12 @@ class Place(NamedTuple):
     """The place of a wrapper in a stack.
 
     Attributes:
-      axes: its replica axes; inside islands, an island's. None if they are not known.
-      names: the names of its shard dims.
-      islands: the islands that it is inside of; None outside of any.
-      around: the wrappers around it, from the outside in.
-      program: the facts of the program; None while no gradients are applied.
+      axes: the replica axes of the wrapper; inside islands, those of an island. None if they are
+        not known.
+      names: the names of the wrapper's shard dims.
+      islands: the islands of an `OuterOptimizer` around the wrapper; None if there is none.
+      around: the wrappers around the wrapper, the outermost first.
+      program: what is known of the program; None while no gradients are applied.
     """
 
     axes: ReplicaAxes | None
@@ -231,15 +240,16 @@ class Place(NamedTuple):
 
 
 class Stack(NamedTuple):
-    """A stack, completed: what a step does, in order.
+    """A completed stack of wrappers: all stages of a step, in order.
 
     Attributes:
-      segments: the wrappers, from the outside in.
-      opt: the optimizer inside the innermost of them.
-      others: the replica axes of the first wrapper inside of `opt` that knows some.
-      islands: the islands that `opt` is inside of; None outside of any.
-      first: stages of no wrapper, before those of all wrappers.
-      last: stages of no wrapper, between those of all wrappers and the update.
+      segments: the wrappers with their stages, the outermost first.
+      opt: the optimizer inside the innermost of these wrappers.
+      others: if `opt` has wrappers inside, the replica axes of the first one that was given axes;
+        else None.
+      islands: the islands of an `OuterOptimizer` around `opt`; None if there is none.
+      first: stages that belong to no wrapper and come before those of all wrappers.
+      last: stages that belong to no wrapper and come between those of all wrappers and the update.
     """
 
     segments: tuple[Segment, ...]
@@ -255,7 +265,11 @@ class Stack(NamedTuple):
         return [stage for segment in self.segments for stage in segment.stages]
 
     def axes_now(self, number: int, grads: Sequence[mtf.Tensor]) -> ReplicaAxes | None:
-        """Returns the replica axes of a wrapper and those inside; None if they are not known."""
+        """Returns the replica axes that wrapper `number` uses; None if they are not known.
+
+        They are the axes that this wrapper, or the first wrapper inside it, was given, or else
+        those of the program.
+        """
         if len({g.mesh for g in grads}) > 1:
             return None
         reductions = [segment.reduction for segment in self.segments[number:]]
@@ -265,10 +279,11 @@ class Stack(NamedTuple):
     def shards_to_name(
         self, number: int, grads: Sequence[mtf.Tensor]
     ) -> tuple[ReplicaAxes | None, bool]:
-        """Returns the replica axes that number shards in the log, and `of_shards_only` for flags.
+        """Returns how the log numbers shards for wrapper `number`, as two values.
 
-        Inside of islands these are all shards of the mesh. Where each is an island, a gradient is
-        that of its shard.
+        The first are the replica axes that number the shards; inside islands, those of all shards
+        of the mesh. The second is `of_shards_only` of `not_finite_flags`. It is false if each shard
+        is an island: even a reduced gradient is then that of one shard.
         """
         around = self.segments[number].islands
         if around is None or around.inside is None:
@@ -277,14 +292,14 @@ class Stack(NamedTuple):
 
 
 class _SkipsNotFinite(Stage):
-    """A user's optimizer that says `skips_not_finite` (docs/training.md)."""
+    """The stage of a user's optimizer that has `skips_not_finite` (docs/training.md)."""
 
     finite = "skips"
     takes_parts = True
 
 
 def stages_of(opt: Any) -> tuple[Stage, ...]:
-    """Returns the stages of a wrapper alone; () for other optimizers."""
+    """Returns the stages of a wrapper without its stack; () for most other optimizers."""
     if hasattr(opt, "_place"):
         return tuple(opt.stages(opt._place(None, (), None)))
     return (_SkipsNotFinite(),) if getattr(opt, "skips_not_finite", False) else ()
@@ -292,9 +307,13 @@ def stages_of(opt: Any) -> tuple[Stage, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class Reduce(Stage):
-    """The stage that reduces gradients and divides them; to parts if there is a partition.
+    """The stage that reduces gradients and divides them.
 
-    `given` is the form of the gradients; sums of reduced gradients are reduced.
+    Attributes:
+      reduction: the settings of the reduction.
+      partition: how gradients are split, if each replica is to get its part; None for full ones.
+      divides: what the gradients are divided by, as text; "" for nothing.
+      given: the form of the gradients that it gets. Sums of reduced gradients are reduced already.
     """
 
     reduction: Reduction
@@ -304,7 +323,7 @@ class Reduce(Stage):
 
     @property
     def form(self) -> Form:
-        """The form of the reduced gradients."""
+        """The form of the gradients that this stage gives."""
         return Form.REDUCED if self.partition is None else Form.PART
 
     def apply(self, gradients: GradientSet, step: Any) -> GradientSet:
@@ -351,13 +370,13 @@ def completed(
     program: Program | None,
     islands: IslandAxes | None = None,
 ) -> Stack:
-    """Returns the completed stack of wrappers, given from the outside in.
+    """Returns the completed stack of wrappers, with all stages of a step in order.
 
     Args:
-      wrappers: the wrappers up to the first optimizer of another library.
-      inside: the optimizers inside the last wrapper, from the outside in.
-      program: the facts of the program; None if none are known.
-      islands: the islands that they are inside of; None outside of any.
+      wrappers: the wrappers around the first optimizer that is no wrapper, the outermost first.
+      inside: this optimizer, and the optimizers inside it, the outermost first.
+      program: what is known of the program; None if nothing is known.
+      islands: the islands of an `OuterOptimizer` around the wrappers; None if there is none.
     """
     # 1. Each wrapper's stages, for its place.
     segments: list[Segment] = []
@@ -382,10 +401,10 @@ def completed(
 
 
 def with_conversions(segments: Sequence[Segment], takes_pending: bool) -> tuple[Segment, ...]:
-    """Inserts a converting stage where a stage takes another form than it gets.
+    """Inserts a converting stage before each stage that takes another form than it would get.
 
-    `takes_pending` says whether the optimizer inside takes gradients that are not reduced: a
-    wrapper inside of an optimizer of another library reduces by itself.
+    `takes_pending` says whether the optimizer inside takes pending gradients (not yet reduced),
+    because it has a wrapper inside that reduces them.
     """
     left = [stage for segment in segments for stage in segment.stages]
     of_updates = next((s._partition for s in left if s._partition is not None), None)
@@ -430,7 +449,7 @@ ONE_FOR_EACH_MESH = "Make one for the variables of each mesh, each with a name= 
 def check_meshes(
     stack: Stack, grads: Sequence[mtf.Tensor | None], variables: Sequence[mtf.Variable]
 ) -> None:
-    """Raises ValueError if gradients are on several meshes and a wrapper needs one."""
+    """Raises ValueError if gradients are on several meshes and a wrapper needs a single mesh."""
     first: dict[mtf.Mesh, mtf.Variable] = {}
     for grad, variable in zip(grads, variables):
         if grad is not None:

@@ -25,16 +25,18 @@ from mtf_gradsync.reduce.strategy import Compression, GradientOfCores, StateMake
 class VariablePiece:
     """A range of the numbers in each core's slice of a variable.
 
-    It can be the owner of a gradient in a `GradientSet`. The errors that a strategy keeps for it
-    are a piece of those of the variable.
+    In a `GradientSet` it can stand in place of a variable. State of a strategy that has the shape
+    of the variable (errors of compression) is kept for the whole variable, and each piece uses its
+    range of it.
 
     Attributes:
       variable: the variable.
-      number: the number of the piece, part of names of state.
-      start: the position of its first number in a slice, in row-major order.
-      stop: the position after its last number.
+      number: the number of the piece, which is part of names of its other state.
+      start: the position in a slice of the piece's first number, in row-major order.
+      stop: the position after the piece's last number.
       slice_shape: the shape of a core's slice of the variable.
-      errors: state variables of the whole variable by name, which its pieces share.
+      errors: by name, the state variables of the whole variable. All pieces of the variable share
+        this dictionary.
     """
 
     variable: mtf.Variable
@@ -46,7 +48,7 @@ class VariablePiece:
 
     @property
     def shape(self) -> mtf.Shape:
-        """The shape as a mesh tensor: dims that the layout splits, then the numbers of a slice."""
+        """The piece's mesh shape: dims that the layout splits, then the numbers of a slice."""
         dims = zip(self.variable.shape.dims, self.slice_shape)
         split = [mtf.Dimension(d.name, d.size // n) for d, n in dims]
         size, columns = self.stop - self.start, self.slice_shape[-1] if self.slice_shape else 1
@@ -57,18 +59,18 @@ class VariablePiece:
         return mtf.Shape([*(d for d in split if d.size > 1), *own])
 
     def cut_out(self, x: tf.Tensor, shape: Sequence[int]) -> tf.Tensor:
-        """Returns the piece of a core's slice, in a shape."""
+        """Returns the piece's numbers from a core's slice x, reshaped to `shape`."""
         return tf.reshape(tf.reshape(x, [-1])[self.start : self.stop], shape)
 
     def put_back(self, x: tf.Tensor, value: tf.Tensor) -> tf.Tensor:
-        """Returns a core's slice with a new value of the piece."""
+        """Returns a core's slice x in which `value` replaces the piece's numbers."""
         flat = tf.reshape(x, [-1])
         new = tf.cast(tf.reshape(value, [-1]), x.dtype)
         return tf.reshape(tf.concat([flat[: self.start], new, flat[self.stop :]], 0), x.shape)
 
     @property
     def name(self) -> str:
-        """The name of the variable."""
+        """The variable's name."""
         return str(self.variable.name)
 
     @property
@@ -82,15 +84,16 @@ Owner = Union[mtf.Variable, VariablePiece]
 
 
 def variable_of(owner: Owner) -> mtf.Variable:
-    """Returns the variable that a gradient's owner is, or is a piece of."""
+    """Returns the variable of an owner, which is a variable or a piece of a variable."""
     return owner.variable if isinstance(owner, VariablePiece) else owner
 
 
 class PieceOfState:
-    """The piece of a state variable that belongs to a piece of a variable.
+    """The range of a strategy's state variable that belongs to a piece of a variable.
 
-    The state variable has the shape `[shard dims...] + variable dims`, and `value` the shape
-    `[shard dims...] + piece dims`.
+    Attributes:
+      variable: the state variable, of shape `[shard dims...] + variable dims`.
+      value: the piece's range of its value, of shape `[shard dims...] + piece dims`.
     """
 
     def __init__(
@@ -101,14 +104,14 @@ class PieceOfState:
         self.shape, self.activation_dtype = self.value.shape, variable.activation_dtype
 
     def put_back(self, value: mtf.Tensor) -> mtf.Tensor:
-        """Returns the state variable's value with a new value of the piece."""
+        """Returns the state variable's full value, in which `value` replaces the piece's range."""
         return PutBack([self.variable.value], [value], [self._piece]).outputs[0]
 
 
 class CutOut(GradientOperation):
-    """Pieces of tensors `[shard dims...] + variable dims`, cut without communication.
+    """Pieces of tensors `[shard dims...] + variable dims`, which each core cuts from its slices.
 
-    The mesh splits the shard dims to size 1.
+    The mesh splits the shard dims, if there are any, so that a slice has size 1 along them.
     """
 
     def __init__(
@@ -133,7 +136,7 @@ class CutOut(GradientOperation):
 
 
 class PutBack(GradientOperation):
-    """Tensors with pieces replaced by values of `CutOut`'s shapes, without communication."""
+    """Tensors in which each core replaces pieces by new values, of the shapes that `CutOut` has."""
 
     def __init__(
         self,
@@ -155,7 +158,7 @@ _logger = logging.getLogger("mtf_gradsync")
 
 
 class _Maker(StateMaker):
-    """A maker of a strategy's state variables, which records them."""
+    """The maker of state variables that a strategy is given; it records which were made."""
 
     def __init__(
         self, gradients: GradientSet, name: str, slots: SlotBook, if_taken: str, is_mean: bool
@@ -222,9 +225,9 @@ class ReducedByStrategy(NamedTuple):
     """The results of a strategy's own reduction of gradients.
 
     Attributes:
-      sums: for each variable the reduced gradient.
-      new_state: pairs of a variable of the strategy's state and its new value, not written yet.
-      compressions: the strategy's reports of bytes.
+      sums: the reduced gradient of each variable.
+      new_state: pairs of a state variable of the strategy and its new value, not written yet.
+      compressions: reports of the strategy, with the bytes of gradients and the bytes it sends.
     """
 
     sums: dict[mtf.Variable, mtf.Tensor]
@@ -240,24 +243,25 @@ def reduce_by_strategy(
     extra: bool,
     is_mean: bool,
 ) -> ReducedByStrategy:
-    """Reduces gradients that are pending over replica axes by `Strategy.reduce_gradients`.
+    """Returns pending (not yet reduced) gradients as `Strategy.reduce_gradients` reduces them.
 
-    On a mesh of one shard it reduces all gradients, so that checkpoints of state can be moved there
-    and back.
+    On a mesh of one shard all gradients pass through it, although there is nothing to reduce: the
+    strategy's state then exists there, too, and checkpoints can be moved to such a mesh and back.
 
     Args:
       gradients: the gradients, not reduced yet.
       reduction: how to reduce them, by a strategy that reduces gradients.
       reduced_before: the variables whose gradients the step has reduced like this already.
       slots: records the state.
-      extra: whether the values are not the step's gradients. A strategy may keep state for both:
-        names of state end with the wrapper's where they are taken.
-      is_mean: whether sums are divided by the number of shards: state for each then keeps its mean
-        on another number.
+      extra: whether the values are other values than the step's gradients (outer steps reduce
+        differences). A strategy may keep state for both; a name of state that is taken already then
+        gets the wrapper's name at its end.
+      is_mean: whether sums are divided by the number of shards. In a run with another number of
+        shards, state that each shard has then keeps its mean; otherwise it keeps its sum.
 
     Raises:
-      ValueError: the mesh is not known, there are several, or the graph has a variable of a state's
-        name.
+      ValueError: the mesh is not known, there are several meshes, or the graph has another variable
+        of the name of a state variable.
       TypeError: the strategy's state is not a structure of variables that its maker made.
     """
     strategy, axes = reduction.strategy, reduction.axes
@@ -318,7 +322,7 @@ def reduce_by_strategy(
 def _sets(
     gradients: GradientSet, axes: ReplicaAxes, reduced_before: Collection[mtf.Variable]
 ) -> dict[tuple[mtf.Dimension, ...], list[tuple[mtf.Variable, mtf.Tensor]]]:
-    """Returns the gradients to reduce, with variables, by the shard dims to reduce over."""
+    """Returns pairs (variable, gradient to reduce) by the shard dims to reduce over."""
     found: dict[tuple[mtf.Dimension, ...], list[tuple[mtf.Variable, mtf.Tensor]]] = {}
     pending = pending_over_shards(gradients.present, axes)
     for grad, variable, is_pending in zip(gradients.present, gradients.owners, pending):

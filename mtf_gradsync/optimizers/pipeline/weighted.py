@@ -1,4 +1,4 @@
-"""The stages that weights of gradients add to a stack, whichever wrappers it has."""
+"""The stages that are added to a stack of any wrappers if gradients have weights."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from mtf_gradsync.reduce import Strategy
 
 
 def with_weights(stack: Stack, axes: ReplicaAxes | None, slots: SlotBook) -> Stack:
-    """Returns a stack for gradients that have weights.
+    """Returns a stack with the stages that gradients with weights need, first and last.
 
     Args:
       stack: a completed stack.
-      axes: the replica axes that weights of shards are for; None if they are not known.
-      slots: where the counter of skipped updates is recorded.
+      axes: the replica axes of the shards that have weights; None if they are not known.
+      slots: records the counter of updates without data.
     """
     outermost = stack.segments[0].reduction
     first = _WeighShards(outermost.strategy, axes)
@@ -30,7 +30,7 @@ def with_weights(stack: Stack, axes: ReplicaAxes | None, slots: SlotBook) -> Sta
 
 @dataclasses.dataclass(frozen=True)
 class _WeighShards(Stage):
-    """Makes the gradients of shards with weights those of their weighted losses."""
+    """The first stage: it fits the gradients of shards to weights (see `weighted_shards`)."""
 
     strategy: Strategy
     axes: ReplicaAxes | None
@@ -46,9 +46,9 @@ class _WeighShards(Stage):
 
 @dataclasses.dataclass(frozen=True)
 class _OnlyWithData(Stage):
-    """Makes an update where gradients have a weight, and counts the others.
+    """The last stage: it lets only gradients with a weight above 0 make an update.
 
-    State: `<name of the outermost wrapper>/without_data`.
+    It counts the updates that it skips. State: `<name of the outermost wrapper>/without_data`.
     """
 
     name: str

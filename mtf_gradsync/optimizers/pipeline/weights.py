@@ -21,15 +21,16 @@ class Weights(NamedTuple):
     """The weights of a set of gradients.
 
     Attributes:
-      total: float32 scalar; inside islands, the island's total.
-      of_shards: float32 `[shard dims...]`, each shard's part of it; None for equal parts.
+      total: float32 scalar, the weight of all shards together; inside an island of
+        `OuterOptimizer`, of all shards of the island.
+      of_shards: float32 `[shard dims...]`, the weight of each shard; None for equal weights.
     """
 
     total: mtf.Tensor
     of_shards: mtf.Tensor | None = None
 
     def by_shard(self, axes: ReplicaAxes) -> mtf.Tensor:
-        """Returns `of_shards`, or equal parts of the total."""
+        """Returns the weight of each shard, `[shard dims...]`."""
         if self.of_shards is not None:
             return self.of_shards
         return mtf.broadcast(self.total * (1.0 / axes.num_shards), mtf.Shape(list(axes.shard_dims)))
@@ -39,8 +40,8 @@ class Recorded(NamedTuple):
     """The weights given to `compute_gradients` for a gradient.
 
     Attributes:
-      weights: the weights; None for losses of shards, which it joined with equal weights.
-      in_loop: whether that was in the body of a loop.
+      weights: the weights; None for losses of shards that were averaged with equal weights.
+      in_loop: whether `compute_gradients` was called in the body of a loop.
     """
 
     weights: Any
@@ -48,10 +49,10 @@ class Recorded(NamedTuple):
 
 
 class WeightsOfGradients(PlanExtension):
-    """A plan's record of the weights of gradients and of shards' losses.
+    """The record of a graph's plan of which gradients and losses were given weights.
 
     Attributes:
-      weighted: the losses that `weighted_loss` returned, by the losses it was given.
+      weighted: for each loss given to `weighted_loss`, the loss that it returned.
     """
 
     def __init__(self) -> None:
@@ -59,16 +60,16 @@ class WeightsOfGradients(PlanExtension):
         self.weighted: dict[mtf.Tensor, mtf.Tensor] = {}
 
     def record(self, grads: MaybeGradients, weights: Any) -> None:
-        """Records weights of gradients; None for losses of shards with equal weights."""
+        """Records the weights that gradients were computed with; None for shards' equal weights."""
         own = {g: weights for g in grads if g is not None}
         self._given = {**self._given, **own}  # a plan that is undone has the one before
 
     def record_loss(self, loss: mtf.Tensor, weighted: mtf.Tensor) -> None:
-        """Records the loss that `weighted_loss` returned."""
+        """Records the loss `weighted` that `weighted_loss` returned for `loss`."""
         self.weighted = {**self.weighted, loss: weighted}
 
     def behind(self, grads: Sequence[mtf.Tensor]) -> list[list[Recorded]]:
-        """Returns, for each gradient, the records of the gradients that it was computed from."""
+        """Returns, for each of `grads`, the records of the gradients from which it was computed."""
         found: list[list[Recorded]] = [[] for _ in grads]
         if not self._given or not grads:
             return found
@@ -103,15 +104,15 @@ def _key(weights: Any) -> Any:
 def agreed_weights(
     weights: Any, found: Sequence[Sequence[Recorded]], variables: Sequence[mtf.Variable]
 ) -> Any:
-    """Returns the weights that all gradients of a step share; None for none.
+    """Returns the weights that all gradients of a step share; None if they have none.
 
     Args:
-      weights: the weights that the step was given, checked; None for none.
-      found: what `WeightsOfGradients.behind` returns for its gradients.
-      variables: their variables.
+      weights: checked weights that were given to `apply_grads`; None if none were given.
+      found: what `WeightsOfGradients.behind` returns for the step's gradients.
+      variables: the variables of these gradients.
 
     Raises:
-      ValueError: there is no one weight for all of them.
+      ValueError: gradients have different weights, or only some of them have weights.
     """
     first: dict[Any, tuple[Any, str]] = {}  # by key: weights, and a variable that has them
     equal, without = "", ""  # a variable with losses of shards of equal weights; with none
@@ -158,7 +159,7 @@ def check_weights(weights: Any, names: Sequence[str]) -> Any:
     """Returns checked weights; `names` are the names of the stack's shard dims.
 
     Raises:
-      TypeError: they are no number and no scalar or mtf tensor.
+      TypeError: weights are no number, no tf scalar and no mtf tensor.
       ValueError: a number is negative, or a tensor has other dimensions than shard dims.
     """
     wanted = (
@@ -187,7 +188,7 @@ def check_weights(weights: Any, names: Sequence[str]) -> Any:
 
 
 def weights_of(weights: Any, mesh: mtf.Mesh, axes: ReplicaAxes | None) -> Weights:
-    """Returns checked weights for the gradients of a mesh, with replica axes if they are known."""
+    """Returns `Weights` on a mesh; each shard's only if `axes`, the replica axes, are known."""
     tensor = _as_tensor(weights, mesh)
     if not tensor.shape.dims:
         return Weights(on_mesh(tensor, mesh))
@@ -210,7 +211,7 @@ def _as_tensor(weights: Any, mesh: mtf.Mesh) -> mtf.Tensor:
 
 
 def _by_shard(weights: mtf.Tensor, axes: ReplicaAxes) -> mtf.Tensor:
-    """Returns the sum of weights of each shard; shards with one common weight get equal parts."""
+    """Returns the weight of each shard: a sum over its examples, or its part of a common weight."""
     by_name = {d.name: d for d in weights.shape.dims}
     kept = [d for d in axes.shard_dims if d.name in by_name]
     for dim in kept:
@@ -231,15 +232,16 @@ def _by_shard(weights: mtf.Tensor, axes: ReplicaAxes) -> mtf.Tensor:
 
 
 def _summed_to(x: mtf.Tensor, shape: mtf.Shape) -> mtf.Tensor:
-    """Returns a tensor, summed over the dimensions that `shape` does not have."""
+    """Returns x, summed over its dimensions that `shape` does not have."""
     names = shape.dimension_names
     return mtf.reduce_sum(x, output_shape=mtf.Shape([d for d in x.shape.dims if d.name in names]))
 
 
 def weighted_loss(loss: mtf.Tensor, weights: Any, names: Sequence[str]) -> mtf.Tensor:
-    """Returns shards' losses times weight over mean weight: their mean is the weighted mean.
+    """Returns the losses of shards, each times its weight over the mean weight.
 
-    A loss without shard dims, and weights without, change nothing: the loss is a mean already.
+    The mean of the returned losses is the weighted mean of the given losses. If the loss or the
+    weights have no shard dims, the loss is returned unchanged, as it is a mean already.
     """
     if not isinstance(weights, mtf.Tensor) or not weights.shape.dims:
         return loss
@@ -263,9 +265,9 @@ def weighted_loss(loss: mtf.Tensor, weights: Any, names: Sequence[str]) -> mtf.T
 
 
 def mean_loss(loss: mtf.Tensor) -> mtf.Tensor:
-    """Returns the loss of a step to show, a scalar: the mean over its elements.
+    """Returns the loss of a step as one number to show: the mean over its elements.
 
-    If `compute_gradients` was given weights with shards' losses, it is the weighted mean.
+    It is the weighted mean if `compute_gradients` was given the losses of shards with weights.
     """
     plan = StepPlan.of_graph(loss.graph)
     known = plan.known_extension(WeightsOfGradients) if plan else None
@@ -273,12 +275,12 @@ def mean_loss(loss: mtf.Tensor) -> mtf.Tensor:
 
 
 def nonzero(x: tf.Tensor) -> tf.Tensor:
-    """Returns a divisor, or 1 in place of 0."""
+    """Returns x with 1 in place of 0, to divide by."""
     return tf.where_v2(tf.equal(x, 0), tf.ones_like(x), x)
 
 
 def divided(grad: mtf.Tensor, by: mtf.Tensor) -> mtf.Tensor:
-    """Divides a gradient by a scalar, in float32 at least; a divisor of 0 counts as 1."""
+    """Divides a gradient by a scalar in at least float32; a divisor of 0 changes nothing."""
     wide = grad.dtype if grad.dtype.size >= 4 else tf.float32
 
     def divide(x: tf.Tensor, divisor: tf.Tensor) -> tf.Tensor:
@@ -290,12 +292,14 @@ def divided(grad: mtf.Tensor, by: mtf.Tensor) -> mtf.Tensor:
 def weighted_shards(
     grads: MaybeGradients, weights: Weights, axes: ReplicaAxes | None, strategy: Strategy
 ) -> list[mtf.Tensor | None]:
-    """Returns weighted shards' gradients; zeros for shards with a weight of 0.
+    """Returns gradients with zeros for shards of weight 0, and penalties shared by weight.
 
-    The loss of a shard without data may have been 0 / 0. Gradients without data, such as a
-    penalty's on weights, are shared in proportion to the weights, and then have shard dims.
-    Gradients from which shards' own are not recoverable stay as they are, and so do all gradients
-    if the weights are not per shard.
+    A shard with a weight of 0 gets zeros, because its loss may have been 0 / 0. A term of the loss
+    that depends on no data, such as weight decay, has a gradient of which each shard has a part:
+    these parts become proportional to the weights. What depends on data stays as it is, because
+    `weighted_loss` has weighted it. The returned gradients have shard dims. Gradients whose terms
+    of shards cannot be recovered stay as they are, and so do all gradients if shards have no
+    weights of their own.
     """
     of_shards = weights.of_shards
     if axes is None or of_shards is None or axes.num_shards == 1:

@@ -1,4 +1,4 @@
-"""Words for stages: lines of `mtf_gradsync.describe`, and settings in them."""
+"""Texts about stages: lines of `mtf_gradsync.describe`, and settings as text."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ class Line(NamedTuple):
     """The work of a stage, in words.
 
     Attributes:
-      what: for example "clip to a global norm of 1".
-      when: the steps, if they are not those of the stage's place; "" if they are.
-      after: whether it comes after the update.
-      first: whether it comes before all stages, on every step.
+      what: the work, for example "clip to a global norm of 1".
+      when: the steps on which the work is done; "" for the steps on which the stage runs.
+      after: whether the work is done after the update.
+      first: whether the work is done before that of all stages, on every step.
     """
 
     what: str
@@ -31,8 +31,8 @@ class About(NamedTuple):
     Attributes:
       axes: the replica axes of the stage; None if they are not known.
       variables: the variables that get gradients; () if they are not known.
-      num_bytes: returns the bytes of a core's gradients of these variables, in a dtype or in their
-        own, and the number of groups in which they are reduced; None if they are not known.
+      num_bytes: a function of a strategy that returns how many bytes of gradients a core sends by
+        it, and the number of groups in which gradients are reduced; None if these are not known.
     """
 
     axes: ReplicaAxes | None
@@ -41,7 +41,7 @@ class About(NamedTuple):
 
 
 def over(axes: ReplicaAxes | None) -> str:
-    """Returns the shards of a reduction, in words."""
+    """Returns the shards that a reduction is over as text, such as "batch, 4 shards"."""
     if axes is None:
         return "the replica axes"
     if not axes.shard_dims:
@@ -51,7 +51,7 @@ def over(axes: ReplicaAxes | None) -> str:
 
 
 def told(value: Any) -> str:
-    """Returns a setting in words: a number, or a tensor's name."""
+    """Returns a setting as text: a number, or a tensor's name."""
     if value is None or isinstance(value, (bool, str)):
         return str(value)
     if is_number(value):
@@ -60,7 +60,7 @@ def told(value: Any) -> str:
 
 
 def strategy_told(strategy: Any) -> str:
-    """Returns a strategy's way to reduce, in words."""
+    """Returns a reduction strategy as text, such as "fused"."""
     name, inner = type(strategy).__name__, getattr(strategy, "reducer", None)
     narrow = getattr(strategy, "compressed_dtype", None)
     if narrow is not None:
@@ -74,7 +74,7 @@ def strategy_told(strategy: Any) -> str:
 
 
 def nth(count: Any) -> str:
-    """Returns the steps of something that happens once in `count` steps, in words."""
+    """Returns "every step", "every 4th" and so on, for something done once in `count` steps."""
     if not isinstance(count, int):
         return "when due"
     if count == 1:
@@ -84,7 +84,7 @@ def nth(count: Any) -> str:
 
 
 def bytes_told(count: int) -> str:
-    """Returns a number of bytes in words, such as "12.3 MB"."""
+    """Returns a number of bytes as text, such as "12.3 MB"."""
     for unit, size in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
         if count >= size:
             return (

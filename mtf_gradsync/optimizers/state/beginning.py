@@ -1,10 +1,11 @@
-"""The beginning of wrappers' state in a new run, also with values of another run.
+"""The first values of wrappers' state in a new run, even if variables come from another run.
 
-State that a wrapper derives from a variable begins with the variable's value when training begins;
-counters and sums begin at zero. A derived variable's initial value is a mark: NaNs of a certain bit
-pattern, which no arithmetic makes. Where its master has the mark, its slices are copied from the
-master of the other variable, by the operation that copies masters to slices before every training,
-so that a step has nothing to do with it. Slices that are copied back replace the mark.
+Counters and sums begin at zero. A derived variable, such as a moving average, begins with the value
+that its source variable has when training begins. Its initial value is a mark: NaNs of a certain
+bit pattern, which no arithmetic makes. Before every training, Mesh-TF copies masters (values as in
+checkpoints) to slices. If a derived variable's master has the mark, its slices are copied from the
+master of the source variable, so that training steps need not care. When slices are copied back to
+masters, they replace the mark.
 """
 
 from __future__ import annotations
@@ -43,11 +44,12 @@ class Beginning(NamedTuple):
     """The record of a derived variable in a tf graph.
 
     Attributes:
-      name: its name.
-      source_name: the name of the other variable.
-      value: the value that its slices get: the master's, or the other variable's.
-      source: the value of the other variable's master, in the shape and dtype of `value`.
-      dtype: the dtype of the other variable's slices.
+      name: the name of the derived variable.
+      source_name: the name of the source variable.
+      value: the value that the derived variable's slices get: that of its own master, or of the
+        source variable.
+      source: the value of the source variable's master, in the shape and dtype of `value`.
+      dtype: the dtype of the source variable's slices.
     """
 
     name: str
@@ -58,16 +60,16 @@ class Beginning(NamedTuple):
 
 
 class DerivedVariable(mtf.Variable):
-    """A variable whose slices begin with another variable's values; see `derived_variable`."""
+    """A variable that begins with another variable's value; made by `derived_variable`."""
 
     _source: mtf.Variable
     _own_master: Callable[[], Any]
     _is_alone = False
 
     def get_master(self) -> Any:
-        """Returns the tensor that slices are copied from; on one processor the master itself.
+        """Returns the tensor from which slices are copied; on one processor the master itself.
 
-        It is the master's value or, if the master has the mark, the other variable's.
+        It has the master's value or, if the master has the mark, the source variable's value.
         """
         return self._own_master() if self._is_alone else self._beginning().value
 
@@ -100,15 +102,15 @@ class DerivedVariable(mtf.Variable):
 def derived_variable(
     source: mtf.Variable, make: Callable[[Callable[..., Any]], mtf.Variable]
 ) -> mtf.Variable:
-    """Makes a variable that begins with another variable's value at the start of training.
+    """Makes a variable that begins with the value that `source` has when training begins.
 
     Args:
-      source: the other variable, of the last dimensions of the new one.
-      make: finds or makes the new one, with the initializer that it is given.
+      source: the source variable, whose dimensions are the last dimensions of the new variable.
+      make: a function of an initializer that finds or makes the new variable with it.
 
     Returns:
-      The new variable. It is an ordinary one with the initial value of the other where the new one
-      is not of floating point.
+      The new variable. If it is not of floating point, it begins with the initial value of `source`
+      instead.
     """
 
     def initial(shape: Any, dtype: Any = None, **_: Any) -> tf.Tensor:
@@ -128,15 +130,16 @@ def derived_variable(
 
 
 class Beginnings:
-    """A graph's derived variables, for sessions that set other variables before the first step.
+    """A graph's derived variables, for sessions that set source variables before the first step.
 
     Attributes:
-      are_equal: by name, a boolean scalar: whether a derived variable has the value of the other
-        one, as masters have them. Where no step was made, it has not begun then.
+      are_equal: for each derived variable, by name, a boolean scalar: whether its master has the
+        value of the source variable's master. If so, and if no step was made, the derived variable
+        can begin anew with another value.
     """
 
     def __init__(self, graph: tf.Graph):
-        """Adds operations to the default graph, in which everything is lowered."""
+        """Adds the operations of `are_equal` to the default graph, whose mtf graph is lowered."""
         self._found: dict[str, Beginning] = {x.name: x for x in graph.get_collection(_BEGINNINGS)}
         self.are_equal: dict[str, tf.Tensor] = {}
         for one in self._found.values():
@@ -145,10 +148,11 @@ class Beginnings:
             self.are_equal[one.name] = tf.reduce_all(tf.equal(*pair))
 
     def marks(self, are_equal: Mapping[str, Any], written: Iterable[str]) -> dict[str, np.ndarray]:
-        """Returns values for masters that make derived variables begin when slices are copied.
+        """Returns the marks to write into masters of derived variables, by name.
 
+        With them the variables begin with their sources' new values when slices are copied.
         `are_equal` are the values of the tensors in the attribute `are_equal`, and `written` are
-        the names of variables that the session sets.
+        the names of the variables that the session sets.
         """
         written = set(written)
         return {
@@ -164,7 +168,7 @@ class Beginnings:
 
 
 def is_marked(value: np.ndarray) -> bool:
-    """Returns whether a derived variable's value in a checkpoint is from before training."""
+    """Returns whether a derived variable's value in a checkpoint is the mark, not yet replaced."""
     dtype = tf.as_dtype(value.dtype)
     if dtype not in _MARKS or not value.size:
         return False
@@ -173,9 +177,9 @@ def is_marked(value: np.ndarray) -> bool:
 
 
 def begin_anew(graph: tf.Graph) -> set[str]:
-    """Returns the names of wrappers' state that a new run never takes from another run.
+    """Returns the names of wrappers' variables that a new run never takes from another run.
 
-    The inner optimizer's slots, and their counters, do not count as wrappers' state.
+    Slots of the inner optimizer, and counters that belong to them, are not among these.
     """
     notes: Iterable[StateNote] = graph.get_collection(STATE_COLLECTION)
     derived = graph.get_collection(_DERIVED)
@@ -184,7 +188,7 @@ def begin_anew(graph: tf.Graph) -> set[str]:
 
 
 def keep_state_where_values_come_from_checkpoints() -> None:
-    """Keeps `tf.train.init_from_checkpoint` and `warm_start` away from wrappers' state."""
+    """Makes `tf.train.init_from_checkpoint` and `warm_start` leave wrappers' state as it is."""
 
     def initialize_others(initialize: Any) -> Any:
         def init_from_checkpoint(*args: Any, **kwargs: Any) -> None:

@@ -1,8 +1,9 @@
 """Adapts checkpoints to a graph with another mesh, other islands, or another stack.
 
-A value is read as `[islands..., shards...] + its own dims`. Values of an island's shards add up.
-Values of islands stand for the whole batch each, so that one island goes on with their mean; but
-weights, and sums of gradients times weights, are each island's own and add up, too.
+A value is read as `[islands..., shards...] + its own dims`. The values of an island's shards are
+terms of a sum. The value of each island is an estimate for the whole batch, so that a run with one
+island continues with the mean over islands. But weights, and sums of gradients times weights, are
+those of the island's own part of the batch, and are added up over islands.
 """
 
 from __future__ import annotations
@@ -33,15 +34,16 @@ _MANY_UPDATES = 2**30
 
 
 def reshard(value: np.ndarray, num_shard_dims: int, new_shape: Sequence[int]) -> np.ndarray:
-    """Distributes values of S shards over T shards, so that their sum stays the same.
+    """Returns values of S shards, distributed over T shards so that their sum stays the same.
 
-    Shards are numbered in row-major order over the shard dims; the values of shard j go to shard
-    j * T // S and are added up there. On fewer shards each one gets a contiguous group. On more,
-    some shards get zeros and no value is changed, so that nothing is rounded.
+    Shards are numbered in row-major order over the shard dims. The value of shard j goes to shard
+    j * T // S, which adds up all values that it gets. If T is less than S, each new shard gets the
+    values of consecutive shards. If T is greater, some new shards get zeros, and no value is
+    changed, so that nothing is rounded.
 
-    `value` has the shape `[shard dims...] + rest`, where a reduced sum has no shard dims, and
-    `new_shape` has shard dims of any number and sizes and the same rest, or it is a ValueError. The
-    dtype does not change.
+    `value` has the shape `[shard dims...] + rest`; a reduced sum has no shard dims. `new_shape` has
+    shard dims of any number and sizes, and the same rest; otherwise it is a ValueError. The dtype
+    does not change.
     """
     value, new_shape = np.asarray(value), tuple(new_shape)
     rest = value.shape[num_shard_dims:]
@@ -70,14 +72,16 @@ class Change(NamedTuple):
     """A wrapper's variable that a checkpoint has in another form, or not at all.
 
     Attributes:
-      saved_name: its name in the checkpoint; None if it is missing, or another wrapper's.
-      saved_shape: its shape there.
+      saved_name: the variable's name in the checkpoint; None if it is missing there, or belongs to
+        another wrapper.
+      saved_shape: the variable's shape in the checkpoint.
       num_shard_dims: how many dims of the saved value, after those of islands, number the shards;
-        None if it differs in more than its shards and islands.
-      shape: the shape in the graph.
-      dtype: the dtype in the graph.
-      note: the graph's note on the variable.
-      looks_alike: whether a saver that knows no wrappers would take the value as it is.
+        None if the shapes differ in more than shards and islands.
+      shape: the variable's shape in the graph.
+      dtype: the variable's dtype in the graph.
+      note: the graph's note on how to read the variable.
+      looks_alike: whether name, shape and dtype are the same in both, although the value means
+        something else, so that a plain saver would restore a wrong value without an error.
     """
 
     saved_name: str | None
@@ -90,7 +94,7 @@ class Change(NamedTuple):
 
     @property
     def fits(self) -> bool:
-        """Whether the variable can be restored."""
+        """Whether the variable can be restored from the checkpoint, or begin without it."""
         return self.saved_name is None or self.num_shard_dims is not None
 
 
@@ -98,15 +102,16 @@ class Saved:
     """A checkpoint, with its differences from a graph's variables.
 
     Attributes:
-      path: the path.
-      shapes: the shapes of its variables by name.
-      dtypes: their dtypes.
-      read: returns the value of a variable.
-      islands: the dims in front of the values that islands have; () without islands.
+      path: the path of the checkpoint.
+      shapes: the shapes of the checkpoint's variables by name.
+      dtypes: the dtypes of the checkpoint's variables by name.
+      read: a function of a variable's name that returns its value.
+      islands: the sizes of the dims that number islands in variables with a value for each island;
+        () without islands.
     """
 
     def __init__(self, path: str, graph: tf.Graph | None = None):
-        """Opens a checkpoint; `graph` is the default graph if it is None."""
+        """Opens a checkpoint, to compare it with `graph`; None for the default graph."""
         self.path, self._graph = path, graph or tf.get_default_graph()
         self._reader = tf.train.load_checkpoint(path)
         self.shapes = {n: tuple(s) for n, s in self._reader.get_variable_to_shape_map().items()}
@@ -120,9 +125,10 @@ class Saved:
             self.islands = of_islands[: len(of_islands) - len(self.shapes[name])]
 
     def find(self, name: str | None, of_islands: bool = False) -> str | None:
-        """Returns a variable's name in the checkpoint, with or without islands.
+        """Returns the name of a variable in the checkpoint; None if it is missing.
 
-        With `of_islands` the name with islands is preferred, else the other name.
+        It may be `<name>/island`, with a value for each island. `of_islands` says whether this name
+        is preferred if the checkpoint has both.
         """
         names = [name, f"{name}/{ISLAND}"]
         return next((n for n in names[:: -1 if of_islands else 1] if n in self.shapes), None)
@@ -138,9 +144,9 @@ class Saved:
 
     @functools.cached_property
     def changes(self) -> dict[str, Change]:
-        """The variables that the checkpoint has in another form, or not at all, by name.
+        """The graph's variables that the checkpoint has in another form, or not at all, by name.
 
-        They are wrappers' state, and variables with a value for each island.
+        Only wrappers' state, slots, and variables with a value for each island are compared.
         """
         notes = {note.name: note for note in self._graph.get_collection(STATE_COLLECTION)}
         found = {}
@@ -156,10 +162,11 @@ class Saved:
 
     @functools.cached_property
     def _new_slots(self) -> dict[str, Change]:
-        """The slots of variables of which it has no slot, by name, if it has others of the graph.
+        """The graph's slots that the checkpoint does not have, by name, if it has others of them.
 
-        That is a run in which another optimizer, or none, updated some variables. Where it has some
-        slots of a variable, the others must not begin anew beside them.
+        Such a checkpoint is from a run in which other optimizers, or none, updated some variables.
+        These are slots of variables of which the checkpoint has no slot: if it has one slot of a
+        variable, the variable's other slots must not begin anew beside that one.
         """
         state = {note.name for note in self._graph.get_collection(STATE_COLLECTION)}
         notes = self._graph.get_collection(SLOTS_COLLECTION)
@@ -179,7 +186,7 @@ class Saved:
         return found
 
     def _change(self, variable: Any, note: StateNote) -> Change | None:
-        """Returns a variable's change; None if the checkpoint has it in the graph's form."""
+        """Returns how the checkpoint's variable differs from the graph's; None if it does not."""
         name, shape = variable.op.name, tuple(variable.shape.as_list())
         dtype = variable.dtype.base_dtype
         source = self.find(note.held or name, of_islands=note.held is not None)
@@ -204,35 +211,35 @@ class Saved:
         return self.shapes.get(ring.values, (ring.size,)) != (ring.size,)
 
     def _newest(self, ring: Ring) -> np.ndarray:
-        """Returns the newest values of a ring, the oldest of them first."""
+        """Returns the newest `ring.size` values of a ring in the checkpoint, the oldest first."""
         values, count = self.read(ring.values), int(self.read(ring.num_values))
         if count >= len(values):
             values = np.roll(values, -(count % len(values)))
         return values[: min(count, len(values))][-ring.size :]
 
     def _islands_of(self, name: str, note: StateNote | None = None) -> tuple[int, ...]:
-        """Returns the sizes of a variable's first dims, which are islands."""
+        """Returns the sizes of those first dims of a saved variable that number islands."""
         is_own = note is not None and note.held is None and note.num_island_dims > 0
         return self.islands if is_own or name.endswith(f"/{ISLAND}") else ()
 
     def _had_weights(self, note: StateNote) -> bool:
-        """Returns whether the checkpoint's islands have sums: weights, and weighted sums."""
+        """Returns whether the saved values of islands add up, as sums with weights do."""
         return note.is_total if note.weight is None else self.find(note.weight) is not None
 
     def _total(self, name: str | None) -> float:
-        """Returns the sum of a scalar over the islands; 0.0 where it is missing."""
+        """Returns the sum over the islands of a saved scalar; 0.0 if it is missing."""
         found = name and self.find(name)
         return float(np.sum(self.read(found), dtype=np.float64)) if found else 0.0
 
     def _weights(self, name: str | None, islands: int) -> np.ndarray | None:
-        """Returns the islands' weights; None if they are equal, or several per island."""
+        """Returns the saved weights of islands; None if there is not one for each, or all are 0."""
         if name not in self.shapes or math.prod(self.shapes[name]) != islands:
             return None
         weights = self.read(name).reshape(islands).astype(np.float64)
         return weights if weights.sum() > 0 else None
 
     def _updates(self) -> int | None:
-        """Returns the number of the innermost optimizer's updates; None if nothing counts them."""
+        """Returns how many updates the innermost optimizer had made; None if not counted."""
         for last in ("update_step", "inner_step"):
             ends = (f"/{last}", f"/{last}/{ISLAND}")
             counts = [int(np.max(self.read(n))) for n in self.shapes if n.endswith(ends)]
@@ -241,7 +248,7 @@ class Saved:
         return int(self._total("global_step")) if "global_step" in self.shapes else None
 
     def value(self, name: str) -> np.ndarray:
-        """Returns the value that a variable of `changes` begins with."""
+        """Returns the value to restore for a variable in `changes`."""
         change = self.changes[name]
         note = change.note
         if note.ring and change.looks_alike and self._has_other_size(note.ring):
@@ -263,9 +270,9 @@ class Saved:
         return np.broadcast_to(np.asarray(value).astype(change.dtype.as_numpy_dtype), change.shape)
 
     def _value_of(self, name: str) -> Any:
-        """Returns a variable's value for the graph; 0 if the checkpoint has none.
+        """Returns the value for the graph of a variable that a note names; 0 if it is missing.
 
-        Of the global step that is the number of updates, None if nothing is known of it.
+        For "global_step" it is the number of updates, or None if nothing counts them.
         """
         if name == "global_step":
             return self._updates()
@@ -281,7 +288,7 @@ class Saved:
         return np.mean(value, tuple(range(islands)), np.float64) if islands else value
 
     def _moved(self, change: Change) -> np.ndarray:
-        """Returns a value of the checkpoint for the graph's islands, shards and weights."""
+        """Returns a saved value, converted to the islands, shards and weights of the graph."""
         note, name, dims = change.note, change.saved_name, change.num_shard_dims
         assert name is not None
         assert dims is not None, "it does not fit"
@@ -314,7 +321,7 @@ class Saved:
         return np.broadcast_to(values, (new, *of_island)).reshape(change.shape)
 
     def sums_lost(self) -> dict[str, tuple[int, str]]:
-        """Returns the counters of sums that the graph would lose, with counts and remedies."""
+        """Returns counts and remedies, by counter, of sums that the graph has no place for."""
         noted = self._graph.get_collection(SUMS_NOT_KEPT)
         counts = {c: (int(self.read(c)), remedy) for c, remedy in noted if c in self.shapes}
         return {counter: found for counter, found in counts.items() if found[0]}
@@ -329,9 +336,10 @@ class Saved:
             )
 
     def warn_of_changes(self) -> None:
-        """Warns of missing state, and of an islands' round that the graph ends.
+        """Warns of missing state, and of values of islands that the graph drops.
 
-        A graph without islands ends the round in the middle of which it begins.
+        A graph without islands begins with the outer values, so that updates of islands since the
+        last outer step are lost.
         """
         new = [
             name
@@ -378,7 +386,7 @@ class Saved:
 
 
 def _begins_with(variable: Any) -> float | None:
-    """Returns the number that a variable begins with everywhere; None if it has several."""
+    """Returns the number that all elements of a variable begin with; None if they differ."""
     value = variable.initial_value
     if value.op.type == "Fill":
         value = value.op.inputs[1]
@@ -391,21 +399,27 @@ def _begins_with(variable: Any) -> float | None:
 def adapt_checkpoint(path: str, directory: str, drop_sums: bool = False) -> str:
     """Makes a checkpoint of another run restorable into the default graph.
 
-    If that run had another mesh, sums of the shards are distributed anew by `reshard`, and every
-    replica of a SyncReplicasOptimizer begins with the step of the last update. If it had other
-    islands (`OuterOptimizer`), or none, sums keep the mean over the batch, and slots begin with the
-    mean over the islands. Sums of gradients times weights are divided by the weights where the
-    graph has none. If that run had no wrapper, sums and counts begin at zero, moving averages at
-    the variables, and counters of updates at the number of updates. All other values are copied.
-    The checkpoint itself is only read. Call it when the graph has its optimizer's state (after
-    `apply_grads`), in programs that make their own Saver; `ReshardingSaver` calls it itself.
+    The checkpoint itself is only read, and an adapted copy is written:
+
+    - If the other run had another mesh, sums of the shards are distributed anew by `reshard`, and
+      every replica of a SyncReplicasOptimizer begins with the step of the last update.
+    - If it had other islands (`OuterOptimizer`), or none, sums keep the mean over the batch, and
+      slots begin with the mean over the islands.
+    - If it had weights and the graph has none, sums of gradients times weights are divided by the
+      weights.
+    - If it had no wrapper, sums and counts begin at zero, moving averages with the values of their
+      variables, and counters of updates with the number of updates of that run.
+    - All other values are copied.
+
+    Call it once the graph has its optimizer's state (after `apply_grads`), in programs that make
+    their own Saver. `ReshardingSaver` calls it itself.
 
     Args:
       path: a checkpoint.
       directory: a directory to write to, made if it is missing. The new checkpoint has the name of
-        the old one; in the directory of path itself, "<name>-resharded".
-      drop_sums: whether to make sums of gradients zero that the graph does not keep, in place of an
-        error.
+        the old one, or "<name>-resharded" if directory is that of path.
+      drop_sums: whether to drop sums of gradients for which the graph has no accumulators, by
+        zeros in their place. If not, such sums are an error.
 
     Returns:
       The checkpoint to restore: path itself if everything fits, or the one that was written.
@@ -413,7 +427,7 @@ def adapt_checkpoint(path: str, directory: str, drop_sums: bool = False) -> str:
     Raises:
       ValueError: state of an optimizer differs in more than its shards and islands (TensorFlow's
         own Saver would restore a resource variable of another shape without an error); or the
-        checkpoint has sums of microbatch steps, but the graph's accumulation has none, as its
+        checkpoint has sums of microbatch steps, but the graph has no accumulators, because its
         backward_passes_per_step is 1.
     """
     saved = Saved(path)
@@ -464,9 +478,9 @@ def adapt_checkpoint(path: str, directory: str, drop_sums: bool = False) -> str:
 def write_changed(
     path: str, target: str, new: Mapping[str, np.ndarray], only: Iterable[str] | None = None
 ) -> None:
-    """Writes a copy of a checkpoint to `target`, with new values by name.
+    """Writes a copy of a checkpoint to `target`, in which `new` has some values, by name.
 
-    It copies all other values, or those named in `only`.
+    All other values are copied; if `only` is given, only the values of these names.
     """
     dtypes = tf.train.load_checkpoint(path).get_variable_to_dtype_map()
     copied = sorted(set(dtypes if only is None else only) - set(new))

@@ -1,4 +1,4 @@
-"""Savers that read checkpoints of other runs, and errors of TensorFlow's savers."""
+"""A saver that restores checkpoints of other runs, and errors of plain savers about these."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class ReshardingSaver(tf.train.Saver):
     """A `tf.train.Saver` that also restores checkpoints of other runs.
 
     Such runs may have another number of shards, or no wrapper; see `adapt_checkpoint`. To restore
-    such a checkpoint it writes an adapted copy for a moment: to a directory for temporary files, or
-    next to the checkpoint if another machine restores it. It raises ValueError where sums of
-    gradients in a checkpoint would be lost; see there, too.
+    such a checkpoint the saver writes an adapted copy and deletes it afterwards. The copy is in a
+    directory for temporary files, or next to the checkpoint if another machine restores it.
+    `restore` raises ValueError if sums of gradients in a checkpoint would be lost.
     """
 
     _checks_sums = True
@@ -58,10 +58,11 @@ def _is_checkpoint(path: str) -> bool:
 
 
 def check_what_savers_restore() -> None:
-    """Makes TensorFlow's savers raise errors with a remedy about wrappers' state.
+    """Makes TensorFlow's savers raise errors that name a remedy if wrappers' state does not fit.
 
-    A ValueError where sums of gradients in the checkpoint would be lost, and a NotFoundError, in
-    place of TensorFlow's, where the checkpoint has no state of a wrapper.
+    A saver then raises ValueError if sums of gradients in the checkpoint would be lost, or if state
+    of other islands or shards would be restored as it is. It raises a NotFoundError of this
+    package, in place of TensorFlow's, if the checkpoint lacks state of a wrapper.
     """
 
     def check_and_restore(restore: Any) -> Any:
@@ -106,12 +107,12 @@ def check_what_savers_restore() -> None:
 
 
 def restore_in_pipelines() -> None:
-    """Makes Mesh-TF's pipelines restore checkpoints of other runs, for graphs with state.
+    """Makes Mesh-TF's training programs restore checkpoints of other runs by `ReshardingSaver`.
 
-    Pipelines make a plain saver, add it to the collection of savers (or leave that to the session),
-    and copy the masters after it restored them; `mtf.MtfRestoreHook` asks for that copy before a
-    session begins. They advance the global step at the same time as it is read: the increment then
-    waits for the reads.
+    Such a program makes a plain saver and adds it to the collection of savers, or leaves this to
+    the session. Masters are copied to slices after the saver has restored them; this copy is where
+    plain savers are replaced, if the graph has wrappers' state. Such programs also advance the
+    global step while others read it: the increment is made to wait for the reads.
     """
 
     def adapt_and_copy(copy: Any) -> Any:
@@ -140,9 +141,9 @@ def restore_in_pipelines() -> None:
 
 
 def _checks_of_shapes() -> list[tf.Operation]:
-    """Returns operations that fail if a plain saver has restored another mesh's sums.
+    """Returns operations that fail if a plain saver has restored sums of another mesh.
 
-    TensorFlow does not compare the shapes of resource variables.
+    Such sums have another shape, and TensorFlow does not compare the shapes of resource variables.
     """
     graph = tf.get_default_graph()
     notes = graph.get_collection(STATE_COLLECTION)

@@ -17,8 +17,8 @@ from mtf_gradsync.step import PlanExtension, StepPlan
 class SlotBook:
     """A record of the slots of optimizers without `get_slot`, such as Mesh-TF's.
 
-    A slot is a variable named after the one that it belongs to: "w/adam_m" and "w_slot_v" are the
-    slots "adam_m" and "slot_v" of "w".
+    A slot is found by its name, which begins with the name of the variable that it belongs to:
+    "w/adam_m" and "w_slot_v" are the slots "adam_m" and "slot_v" of the variable "w".
     """
 
     def __init__(self) -> None:
@@ -28,7 +28,7 @@ class SlotBook:
     def record(
         self, created: Sequence[mtf.Variable], variables: Sequence[mtf.Variable], scope: str = ""
     ) -> None:
-        """Adds the variables that an update of `variables` created in a variable scope."""
+        """Adds the variables that an update of `variables` created in variable scope `scope`."""
         owners = {v.name: v for v in variables}
         for variable in created:
             if variable in self._variables:
@@ -42,7 +42,7 @@ class SlotBook:
 
     @contextlib.contextmanager
     def undone_on_error(self) -> Iterator[None]:
-        """Forgets the block's records if the block raises an error."""
+        """Forgets what was recorded inside the block if the block raises an error."""
         before = dict(self._slots), list(self._variables)
         try:
             yield
@@ -51,7 +51,7 @@ class SlotBook:
             raise
 
     def get(self, variable: mtf.Variable, name: str) -> mtf.Variable | None:
-        """Returns the slot of a variable, or None."""
+        """Returns the slot `name` of a variable, or None."""
         return self._slots.get((variable, name))
 
     def names(self) -> list[str]:
@@ -64,16 +64,16 @@ class SlotBook:
 
 
 def optimizer_of(opt: Any, variable: mtf.Variable) -> Any:
-    """Returns the optimizer that updates a variable, `opt` or that of a group (`ByVariable`).
+    """Returns the optimizer that updates a variable: `opt`, or the group's if it has groups.
 
-    It is None for a variable that stays as it is.
+    With `ByVariable`, it is None for a variable that nothing updates.
     """
     of = getattr(opt, "optimizer_of", None)
     return opt if of is None else of(variable)
 
 
 def optimizers_of(opt: Any) -> tuple[Any, ...]:
-    """Returns the optimizers that update variables: `opt` alone, or those of its groups."""
+    """Returns the optimizers that update variables: `opt`, or those of `ByVariable`'s groups."""
     return opt.optimizers if hasattr(type(opt), "optimizer_of") else (opt,)
 
 
@@ -83,23 +83,23 @@ _OF_ONE = (
 
 
 class _Keeper(NamedTuple):
-    """An optimizer that keeps a slot, and whether it has no wrapper around it."""
+    """The optimizer that writes a slot; `is_bare` says that no wrapper is around it."""
 
     optimizer: Any
     is_bare: bool
 
 
 class SlotOwners(PlanExtension):
-    """The keepers of a graph's slots: optimizers or wrappers.
+    """A record of the keeper of each slot in a graph: the optimizer or wrapper that writes it.
 
-    Slots are found by their names, so that two optimizers with one variable would share them.
+    Slots are found by their names, so that two optimizers of the same variable would share slots.
     """
 
     def __init__(self) -> None:
         self._keepers: dict[mtf.Variable, _Keeper] = {}
 
     def slots(self) -> list[mtf.Variable]:
-        """Returns the variables that optimizers and wrappers keep for themselves."""
+        """Returns all slots that have a keeper."""
         return list(self._keepers)
 
     def check(
@@ -110,15 +110,16 @@ class SlotOwners(PlanExtension):
         cure: str = _OF_ONE,
         is_bare: bool = False,
     ) -> None:
-        """Raises ValueError if another keeper has one of the slots of `variables` already.
+        """Records the keeper of slots; raises ValueError if a slot has another keeper already.
 
-        Where neither has a wrapper of this package around it, that is a warning.
+        If neither keeper has a wrapper of this package around it, the error is a warning.
 
         Args:
-          keeper: the optimizer or wrapper that writes them.
-          slots: the variables that it writes besides `variables`.
-          variables: the variables that it updates.
-          cure: the error's remedy.
+          keeper: the optimizer or wrapper that writes the slots.
+          slots: the variables that the keeper writes; slots of other variables than `variables` are
+            not checked.
+          variables: the variables that the keeper updates.
+          cure: the remedy that the error names.
           is_bare: whether no wrapper is around the keeper.
         """
         owners = {v.name for v in variables}
@@ -142,9 +143,10 @@ class SlotOwners(PlanExtension):
 def check_bare_update(
     optimizer: Any, updates: Sequence[mtf.Operation], variables: Sequence[mtf.Variable]
 ) -> None:
-    """Makes an optimizer the keeper of the slots that it writes, unless a wrapper calls it.
+    """Records an optimizer as the keeper of the slots that `updates` write, if it has no wrapper.
 
-    Raises ValueError as `SlotOwners.check` does.
+    If a wrapper calls the optimizer, the wrapper does so. Raises ValueError as `SlotOwners.check`
+    does.
     """
     plan = StepPlan.of(variables[0].graph) if updates else None
     if plan is not None and not plan.is_held:  # or the wrapper checks itself
@@ -181,7 +183,10 @@ def note_slots(written: Sequence[mtf.Variable], variables: Sequence[mtf.Variable
 
 
 def tell_of_names_and_dtypes(optimizer: Any, variables: Sequence[mtf.Variable]) -> None:
-    """Warns once of an optimizer's patterns that match no name, and of narrow variables."""
+    """Warns once of an optimizer's patterns that match no variable, and of narrow variables.
+
+    Variables stored in a dtype narrower than float32 lose small updates.
+    """
     names = {v.name for v in (*variables, *variables[0].graph.trainable_variables)}
     for argument, patterns in patterns_of(optimizer).items():
         what = f"{type(optimizer).__name__}: {argument}"
@@ -216,14 +221,14 @@ def tell_of_names_and_dtypes(optimizer: Any, variables: Sequence[mtf.Variable]) 
 
 
 def _draws(optimizer: Any, variable: mtf.Variable) -> bool:
-    """Returns whether a variable's optimizer, maybe its group's, rounds it by chance."""
+    """Returns whether the optimizer of a variable rounds it stochastically (by chance)."""
     of = getattr(optimizer, "optimizer_of", None)
     optimizer = optimizer if of is None else of(variable)
     return is_rounded(variable) and getattr(optimizer, "rounding", None) == STOCHASTIC
 
 
 def check_bare_optimizers() -> None:
-    """Makes Mesh-TensorFlow's optimizers keepers of their slots, also without a wrapper."""
+    """Makes Mesh-TF's optimizers check, also without a wrapper, that no other has their slots."""
 
     def check_and_apply(apply: Any) -> Any:
         def apply_grads(
@@ -245,7 +250,7 @@ def _without_scope(name: str, scope: str) -> str:
 
 
 def owner_of(name: str, owners: Collection[str]) -> str | None:
-    """Returns the longest of the owners' names that `name` extends by a "/" or "_"."""
+    """Returns the longest of `owners` that, with "/" or "_" after it, begins `name`; or None."""
     for end in range(len(name) - 1, 0, -1):
         if name[end] in "/_" and name[:end] in owners:
             return name[:end]

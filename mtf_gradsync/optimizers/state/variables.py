@@ -32,7 +32,7 @@ _NAME = re.compile(r"[A-Za-z0-9.][A-Za-z0-9_./-]*\Z")
 
 
 def check_name(name: Any) -> str:
-    """Returns a name; raises ValueError if TensorFlow does not accept it for a variable."""
+    """Returns the name; raises ValueError if TensorFlow takes no such name for a variable."""
     if not isinstance(name, str) or not _NAME.match(name):
         raise ValueError(f"name must be of letters, digits and any of . _ / -, got {name!r}.")
     return name
@@ -45,12 +45,12 @@ def check_mesh(mesh: Any) -> None:
 
 
 class Ring(NamedTuple):
-    """The last values of something, in turn, and how many were written.
+    """Two variables that keep the last `size` values of a series, the newest over the oldest.
 
     Attributes:
       values: the name of the variable with the values, `[size]`.
-      num_values: the name of the variable with their number.
-      size: how many are kept.
+      num_values: the name of the variable with the number of values written.
+      size: how many values are kept.
     """
 
     values: str
@@ -63,28 +63,31 @@ class StateNote(NamedTuple):
 
     Attributes:
       name: the variable's name.
-      num_shard_dims: how many of its dims number the shards, after those of islands; 0 if shards
-        share it.
-      num_island_dims: how many of its first dims number islands.
-      held: the name of the variable whose value on each island it holds; None if it is not a
-        holder.
-      is_share: whether each shard's value is 1/num_shards of its own, as in the gradient of a mean
-        over all shards. Where the sums have weights, it is not.
-      is_total: whether the values of islands add up to that of the whole batch.
-      is_mean: whether shards of another number keep the mean of their values, and not the sum: what
-        the shards have is averaged over them.
-      mean_weight: the variable with the weights of islands, by which other islands begin with the
-        weighted mean; None for equal weights.
-      one_shape: whether its dims in checkpoints are the same but for those of islands.
-      fill: the value for every shard if the checkpoint has other shards, a number or the name of a
-        scalar variable; None for sums, which keep their total.
-      start: the value if the checkpoint does not have the variable: a number, or the name of a
-        variable of its shape or of a scalar; None if only the program knows.
-      follows: a variable; if the checkpoint lacks it, this one begins at zero.
-      counter: the variable that counts additions, or None. A checkpoint without it has the sums of
-        another wrapper.
-      weight: the variable with the weights of the additions, in a graph where they have some.
-      ring: what it is one of the two variables of, which another size keeps the newest values of.
+      num_shard_dims: how many of the variable's dims number shards, after the dims that number
+        islands; 0 if shards share the variable.
+      num_island_dims: how many of the variable's first dims number islands.
+      held: the name of another variable, if this one holds that variable's value on each island;
+        else None.
+      is_share: whether each shard's value is 1/num_shards of what the shard would have by itself,
+        as a shard's term in the gradient of a mean over all shards is. Not so in sums with weights.
+      is_total: whether the values of islands add up to the value for the whole batch.
+      is_mean: whether the mean of the shards' values is kept if the number of shards changes, and
+        not their sum.
+      mean_weight: the name of the variable with the weights of islands. If the number of islands
+        changes, islands begin with the mean by these weights; None for equal weights.
+      one_shape: whether only the dims of islands may differ between a checkpoint and the graph.
+      fill: the value of every shard if the checkpoint has another number of shards: a number, or
+        the name of a scalar variable. None for sums, which keep their total.
+      start: the value if the checkpoint does not have the variable: a number, or the name of
+        another variable, a scalar or one of the same shape. None if only the program knows it.
+      follows: the name of another variable: if the checkpoint lacks that one, this variable begins
+        at zero.
+      counter: the name of the variable that counts additions to this sum, or None. If a checkpoint
+        does not have the counter, its sum belongs to another wrapper and is not used.
+      weight: the name of the variable with the total weight of the additions to this sum, if they
+        have weights.
+      ring: the ring of last values of which this is one of the two variables, or None. If the size
+        of the ring changes, the newest values are kept.
     """
 
     name: str
@@ -118,28 +121,29 @@ class SlotNote(NamedTuple):
 
 
 def note_state(variable: mtf.Variable, note: StateNote | None = None, **how: Any) -> None:
-    """Records how a variable is read from other runs' checkpoints.
+    """Records, in the default graph, how a variable is read from checkpoints of other runs.
 
-    `how` are fields of `StateNote` other than the name, or a `note` has them.
+    The fields of `StateNote` are given by `note`, or one by one in `how`.
     """
     note = note or StateNote(variable.name, **how)
     tf.add_to_collection(STATE_COLLECTION, note._replace(name=variable.name))
 
 
 def note_sums_not_kept(counter: str, remedy: str) -> None:
-    """Records that the default graph lacks sums that a counter in checkpoints counts.
+    """Records that the default graph has no variables for sums that a checkpoint may have.
 
-    `remedy` says what to do about a checkpoint with such sums.
+    A checkpoint has such sums if its variable `counter` is greater than 0. `remedy` says, for an
+    error, what to do about it.
     """
     tf.add_to_collection(SUMS_NOT_KEPT, (counter, remedy))
 
 
 class UncheckpointedVariable(mtf.Variable):
-    """A mesh variable without a master: zeros in every new session, in no checkpoint.
+    """A mesh variable without a master copy: it is in no checkpoint, and begins with zeros.
 
-    Mesh-TF keeps a master copy of each variable on the host; a local accumulator's is as large as
-    all shards' slices together. On a mesh of one processor the master is the only copy, and is
-    kept as a local variable.
+    Mesh-TF keeps a master copy of each variable on the host. For a local accumulator the master
+    would be as large as the slices of all shards together. On a mesh of one processor the master is
+    the only copy, and is kept as a local variable.
     """
 
     _master: Any
@@ -177,24 +181,27 @@ class UncheckpointedVariable(mtf.Variable):
         super().lower(lowering)
 
     def get_master(self) -> Any:
-        """Returns zeros to fill the slices with; on one processor the variable itself."""
+        """Returns zeros, from which slices are filled; on one processor the variable itself."""
         if self._alone:
             return self._master
         with tf.device(self._stand_in.device):
             return tf.zeros(self._whole_shape, self.master_dtype)
 
     def assign_to_master(self, val: tf.Tensor) -> tf.Operation:
-        """Does nothing: the slices are the only copy."""
+        """Does nothing, because there is no master: the slices are the only copy."""
         del val
         return tf.no_op()
 
 
 def unstacked(dtype: Any, activation_dtype: tf.DType | None = None) -> mtf.VariableDType:
-    """Returns dtypes with which Mesh-TF's autostack leaves a variable alone.
+    """Returns a `mtf.VariableDType` with which Mesh-TF's autostack leaves a variable alone.
 
-    `dtype` is a `mtf.VariableDType`, or that of master and slices, and without `activation_dtype`
-    of the value, too. Stacked variables need masters; autostack (0.1.21) compares the attributes of
-    dtypes.
+    Autostack puts several variables into one, and such a variable needs a master. It compares the
+    attributes of dtypes (0.1.21), and the returned object has one more.
+
+    Args:
+      dtype: a `mtf.VariableDType`, or the dtype of master and slices.
+      activation_dtype: the dtype of the value; None for `dtype`.
     """
     is_one = not isinstance(dtype, mtf.VariableDType)
     given = mtf.VariableDType(dtype, dtype, activation_dtype) if is_one else dtype
@@ -215,12 +222,13 @@ def scalar_state(
 
     Args:
       mesh: the mesh.
-      name: its full name, the same in any variable scope; by it checkpoints know the scalar.
-      dtype: its dtype.
+      name: the scalar's full name, the same in any variable scope and in checkpoints.
+      dtype: the scalar's dtype.
       checkpointed: whether savers of global variables write it; if not, it is zero again in every
         new session.
-      stacked: whether Mesh-TF's autostack may put it into one variable with others.
-      start: its first value; or the name of a variable in older checkpoints that has its value.
+      stacked: whether Mesh-TF's autostack may join the scalar with other variables into one.
+      start: the scalar's first value. Or the name of a variable, with whose value in a checkpoint
+        it begins if the checkpoint does not have the scalar.
 
     Raises:
       TypeError: mesh is no mesh, dtype no dtype of numbers, or start neither a number nor a name.
@@ -261,15 +269,15 @@ def named_state(
 
     Args:
       mesh: the mesh.
-      name: its full name, so that code in any variable scope finds the same variable.
-      shape: its shape; None for a scalar.
-      dtype: its dtype, of master, slices and activations.
+      name: the variable's full name, so that code in any variable scope finds the same variable.
+      shape: the variable's shape; None for a scalar.
+      dtype: the dtype of the variable's master, slices and activations.
       checkpointed: whether savers of global variables write it. If not, it is zero again in
         every new session and has no master copy on the host.
-      stacked: whether Mesh-TF's autostack may put it into one variable with others.
-      start: its first value if that is a number, else zero; and its value after a checkpoint that
-        does not have it, see `StateNote`.
-      in_scope: whether `name` is a name in the current variable scope instead.
+      stacked: whether Mesh-TF's autostack may join the variable with others into one.
+      start: the variable's first value if it is a number; else the first value is zero. A
+        checkpoint that does not have the variable is read with `start` as in `StateNote`.
+      in_scope: whether `name` is not a full name, but a name in the current variable scope.
       **note: other fields of `StateNote`.
     """
     shape = mtf.Shape([]) if shape is None else shape
@@ -301,10 +309,10 @@ def named_state(
 def get_update_step(mesh: mtf.Mesh, name: str = "GradientAccumulationOptimizer") -> mtf.Tensor:
     """Returns the number of updates made so far, for schedules of the inner optimizer.
 
-    It is the counter of the wrapper of that name, also before the wrapper exists, and in any
-    variable scope. If no wrapper has that counter, the first step that a wrapper builds in the
-    graph advances it. It counts the updates of the innermost optimizer, not the steps that only
-    accumulate or are skipped.
+    It is the value of the variable `<name>/update_step`, which a wrapper of that name uses as its
+    counter, even if the wrapper is made later or in another variable scope. If no wrapper has that
+    name, the first step that a wrapper builds in the graph advances the counter. Updates of the
+    innermost optimizer are counted, not steps that only accumulate or are skipped.
 
     In gin, for all schedules of `train`: `train.run.schedule_step = @get_update_step`.
 
@@ -326,7 +334,7 @@ def get_update_step(mesh: mtf.Mesh, name: str = "GradientAccumulationOptimizer")
 
 
 def update_counter(mesh: mtf.Mesh, name: str) -> mtf.Variable:
-    """Returns the counter of `get_update_step`; a graph may have it on another mesh."""
+    """Returns the variable `<name>/update_step`, which a graph may have on another mesh already."""
     # In a run without the wrapper every step was an update.
     counter = scalar_state(mesh, f"{name}/update_step", start="global_step")
     plan = StepPlan.of(mesh.graph)
@@ -347,7 +355,7 @@ class UpdateCounters(PlanExtension):
     wanted: tuple[mtf.Variable, ...] = ()
 
     def advances(self, graph: mtf.Graph, meshes: Collection[mtf.Mesh]) -> list[mtf.Operation]:
-        """Returns assignments that advance the counters that nothing advances yet."""
+        """Returns assignments that add one to counters on `meshes` that nothing else advances."""
         written = _written(graph)
         free = [v for v in self.wanted if v.name not in written and v.mesh in meshes]
         return [mtf.assign(v, v.value + 1) for v in free]
@@ -366,6 +374,6 @@ class UpdateCounters(PlanExtension):
 
 
 def _written(graph: mtf.Graph) -> dict[str, mtf.Variable]:
-    """Returns the variables that a graph assigns, by name; also by names in a stack."""
+    """Returns by name the variables that a graph assigns; stacks by the names of their members."""
     variables = {v for op in graph.operations if isinstance(op, mtf.Assign) for v in op.variables}
     return {name: v for v in variables for name in getattr(v, "original_names", [v.name])}
