@@ -5,13 +5,14 @@ versions/00000007.safetensors           values of version 7, and the decision th
 versions/00000008.soon                  version 8 is about to be decided
 momenta/00000007.safetensors            the outer momentum after version 7
 decisions/00000007.json                 what version 7 is made of
-contributions/00000007/NAME@3-1.safetensors   the first change of NAME's third life to version 7
-contributions/00000007/NAME@3-1.refused why that is not merged
-offers/NAME.safetensors                 values for version 0
-merger/00000002.json, .beat, .left      who merges; its signs of life; that it has left
-members/NAME@00000003.json, ...         the same of an island
-journal/NAME/00000003-000000.jsonl      what happened to an island in its third life
-damaged/                                what was in the way of an object that was made again
+contributions/00000007/NAME@3-1.safetensors   island NAME's first change to version 7, from the
+                                        third run (life) of its process
+contributions/00000007/NAME@3-1.refused why that change is not merged
+offers/NAME.safetensors                 values that an island offers for version 0
+merger/00000002.json, .beat, .left      which process merges; its signs of life; that it has left
+members/NAME@00000003.json, ...         the same for the process of an island
+journal/NAME/00000003-000000.jsonl      what happened to an island in the third run of its process
+damaged/                                damaged objects, moved away so that they can be made again
 """
 
 from __future__ import annotations
@@ -97,7 +98,7 @@ class Contribution(ContributionFacts, frozen=True, kw_only=True):
 
 
 class IslandTotal(msgspec.Struct, frozen=True):
-    """What became of all contributions of one island, up to a version.
+    """The totals of one island's contributions, up to a version.
 
     Attributes:
       merged: the number of merged contributions.
