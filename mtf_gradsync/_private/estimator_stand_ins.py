@@ -20,7 +20,7 @@ _LAST_WITH_ESTIMATOR = "2.15"
 
 
 class ModeKeys:
-    """Estimator's names of modes, with which model functions compare strings."""
+    """The names of Estimator's modes, with which model functions compare their argument `mode`."""
 
     TRAIN = "train"
     EVAL = "eval"

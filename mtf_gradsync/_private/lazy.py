@@ -57,7 +57,7 @@ class _MovedPackage(ModuleType):
 
 
 class _EarlierNames(MetaPathFinder, Loader):
-    """An importer of modules by the names that they had before their folders moved."""
+    """An importer that finds modules by the names that they had before their folders moved."""
 
     def __init__(self, moved: Mapping[str, str]):
         self._moved = moved

@@ -1,4 +1,4 @@
-"""The libraries underneath, ``tf`` and ``mtf``: makes ``mesh_tensorflow`` importable.
+"""Imports the libraries ``tf`` and ``mtf``, and makes ``mesh_tensorflow`` importable.
 
 Mesh-TensorFlow 0.1.21 was written for the TensorFlow of 2022. Later versions moved or dropped names
 that it needs while it is imported:

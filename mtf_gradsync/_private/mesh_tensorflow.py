@@ -110,7 +110,10 @@ def give_copy_to_slices(laid_out_variable: Any, copy: tf.Operation) -> None:
 
 
 def keep_unstacked(variable: mtf.Variable, dtype: mtf.VariableDType) -> None:
-    """Sets the dtype of a variable that is not lowered yet to one that autostack does not stack."""
+    """Sets a dtype of a variable that keeps Mesh-TF's autostack from stacking the variable.
+
+    (Autostack stacks variables of one shape and dtype.) The variable must not be lowered yet.
+    """
     variable._dtype = dtype
 
 

@@ -189,11 +189,11 @@ _NOTHING = 1e-30
 
 
 def recompute_each_shard_by_itself() -> None:
-    """Makes `mtf.recompute_grad` wait for each example's gradient, not for their sum.
+    """Makes `mtf.recompute_grad` wait for each example's own gradient, not for a sum of them.
 
-    To keep XLA from merging a recomputation with the original, Mesh-TF adds a tiny part of the
-    incoming gradient's sum over all examples to the block's inputs. That is an all-reduce for each
-    block, by which a NaN of one shard reaches all gradients.
+    Without the patch, Mesh-TF adds a tiny part of the incoming gradient's sum over all examples to
+    the inputs of a block, so that XLA does not merge the recomputation with the original. This
+    takes an all-reduce for each block, and spreads a NaN of one shard to all gradients.
     """
 
     def each_shard_by_itself(unused_original: Any) -> Any:
@@ -440,7 +440,10 @@ _OF_GRAPH: weakref.WeakKeyDictionary[tf.Graph, _Numbers] = weakref.WeakKeyDictio
 
 
 def _words(counter: Any) -> tf.Tensor:
-    """Returns an int64 tensor: the number of runs since the global step changed, and this step."""
+    """Returns an int64 tensor ``[2]``: how many runs the global step has not changed, and the step.
+
+    `counter` is the global step.
+    """
     count = tf.cast(counter.read_value(), tf.int64)
     advance_step_after(counter, [count.op])
     raw = tf.raw_ops

@@ -1,4 +1,4 @@
-"""Checks of a program's arguments: gradients and variables at once, scalars in every step."""
+"""Checks a program's arguments: gradients and variables when given, tensors in every step."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def check_grads_and_variables(
     optimizers that take no gradients with shard dims.
 
     Raises:
-      TypeError: something is no gradient, no variable, or a gradient of integers.
+      TypeError: something is no gradient or no variable, or a gradient has an integer dtype.
       ValueError: lengths differ, a variable is listed twice, a gradient is on another mesh than
         its variable or (with `same_shapes`) of another shape, or there are several graphs.
     """
@@ -137,7 +137,10 @@ def check_one_mesh(grads: MaybeGradients, what: str) -> None:
 
 
 class OwnArguments(NamedTuple):
-    """Arguments of `apply_grads` after gradients and variables, for the innermost optimizer."""
+    """The arguments of `apply_grads` after gradients and variables.
+
+    Wrappers pass them on to the innermost optimizer.
+    """
 
     positional: tuple[Any, ...] = ()
     named: dict[str, Any] = {}  # noqa: RUF012  # never changed
@@ -186,7 +189,8 @@ def check_pairs(grads_and_vars: Any) -> GradsAndVars:
 
     Raises:
       TypeError: as `check_grads_and_variables`.
-      ValueError: it is not a list of pairs, or empty, or as `check_grads_and_variables`.
+      ValueError: the argument is not a list of pairs, or is empty, or as
+        `check_grads_and_variables`.
     """
     wanted = "a list of (gradient, variable) pairs as compute_gradients returns"
     pairs = elements(grads_and_vars)
@@ -234,8 +238,8 @@ class Bounds(NamedTuple):
     """The bounds of an argument.
 
     Attributes:
-      least: its least value.
-      below: a number above all values; None if a value may be infinite.
+      least: the least value that is allowed.
+      below: a number that all values have to be less than; None if a value may be infinite.
     """
 
     least: float

@@ -81,7 +81,7 @@ class ScaleGradients(GradientOperation):
 
 
 def check_clip_norm(clip_norm: Any) -> None:
-    """Raises ValueError or TypeError if clip_norm is neither a positive number nor a scalar."""
+    """Raises ValueError or TypeError unless clip_norm is a positive number or a scalar tensor."""
     if is_number(clip_norm):
         # A number too large for float32 limits nothing; one too small would make every gradient 0.
         check_number("clip_norm", min(clip_norm, FLOAT32_MAX), "greater than 0", above=True)
@@ -180,7 +180,7 @@ def clip_together(
 
 
 def _factor(norm: tf.Tensor, limit: Any) -> tf.Tensor:
-    """Returns the factor, at most 1, that scales gradients of a norm down to the limit.
+    """Returns the factor, at most 1, that scales gradients whose norm is `norm` down to `limit`.
 
     As in TensorFlow, the factor is NaN if the norm is not finite, or so large that the factor is no
     normal number of the dtype.

@@ -48,7 +48,7 @@ class Use(NamedTuple):
 
     @property
     def is_new_sum(self) -> bool:
-        """Whether the operation's results are reduced when they are needed, not its inputs."""
+        """Whether the operation's results are reduced when they are needed, and not its inputs."""
         return (bool(self.own_axes) or self.joins) and not self.first
 
 

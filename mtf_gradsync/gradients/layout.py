@@ -64,9 +64,10 @@ class Layout(NamedTuple):
         return bool(replica_axes) and self.split_over_shards(tensor).issuperset(replica_axes)
 
     def order(self, shape: mtf.Shape, mesh: mtf.Mesh) -> dict[int, int]:
-        """Returns the place in a shape of each mesh axis that splits it.
+        """Returns numbers that say where mesh axes split a shape, for comparing layouts.
 
-        The place is the product of the sizes of all dimensions before the one that is split.
+        For each mesh axis that splits a dimension of the shape, it is the product of the sizes of
+        all dimensions before this one. A reshape that keeps these numbers moves no data.
         """
         before, found = 1, {}
         for dim in shape.dims:
@@ -191,8 +192,8 @@ def used_axes(
     """Returns the mesh axes that the batch of a program is split over.
 
     `names` has for each wrapper the names of batch dimensions that it was given, or None. The
-    result has the mesh axes of all these dimensions. If no tensor of the graph has one of the
-    dimensions, or no names were given, it also has the axes that split inputs and losses.
+    result has the mesh axes of all these dimensions. If a name is not a dimension of any tensor, or
+    no names were given, it also has the axes that split inputs and losses.
     """
     names = list(names)
     given = list(dict.fromkeys(name for some in names for name in some or ()))
@@ -215,9 +216,9 @@ def used_axes(
 def find_axes(targets: Sequence[mtf.Tensor], names: Sequence[str]) -> ReplicaAxes | None:
     """Returns the replica axes of the program's only mesh, if the caller was given none.
 
-    The replica axes are the mesh axes that split the dimensions `names`. If no tensor of the graph
-    has such a dimension, they are the axes that split the inputs of `targets`, and a warning says
-    so. Returns None if the program has made no mesh or several, if the targets are on several
+    The replica axes are the mesh axes that split the dimensions `names`. If a name is not a
+    dimension of any tensor, the axes that split the inputs of `targets` are taken, and a warning
+    says so. Returns None if the program has made no mesh or several, if the targets are on several
     meshes, or if the mesh splits none of the dimensions.
     """
     made = meshes_made()
@@ -282,8 +283,8 @@ def check_batch_dims(targets: Sequence[mtf.Tensor], axes: ReplicaAxes) -> None:
 def names_of_batch(targets: Sequence[mtf.Tensor], axes: ReplicaAxes) -> set[str]:
     """Returns the names of the dimensions that the batch is split along.
 
-    These are `axes.batch_dims`. If no tensor has one of them, the dimensions that split the inputs
-    are added.
+    These are `axes.batch_dims`. If one of these is not a dimension of any tensor, the dimensions
+    that split the inputs are added.
     """
     graph, mesh = targets[0].graph, targets[0].mesh
     if not missing_names(graph, mesh, axes.batch_dims):

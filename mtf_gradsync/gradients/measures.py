@@ -284,7 +284,7 @@ def global_norm(grads: MaybeGradients, reducer: Strategy | None = None) -> mtf.T
       An mtf scalar on the first gradient's mesh, float32, or float64 if a gradient is.
 
     Raises:
-      TypeError: an argument is of the wrong type, or a gradient of whole numbers.
+      TypeError: an argument is of the wrong type, or a gradient has an integer dtype.
       ValueError: there is no gradient, or gradients are of several graphs.
     """
     return _norms(grads, reducer)

@@ -137,7 +137,7 @@ def reshaped(mesh_impl: Any, value: Any, shape: Sequence[int]) -> Any:
 def on_present(
     grads: MaybeGradients, make: Callable[[list[mtf.Tensor]], Sequence[mtf.Tensor]]
 ) -> list[mtf.Tensor | None]:
-    """Calls `make` with the gradients that are not None; returns its results, with the Nones."""
+    """Calls `make` with the gradients that are not None; returns its results and the Nones."""
     present = [g for g in grads if g is not None]
     if not present:
         return list(grads)

@@ -204,8 +204,8 @@ def scatter_gradients(
 def _undone(grad: mtf.Tensor) -> tuple[mtf.Tensor, list[mtf.Operation]]:
     """Returns the tensor before a gradient's casts and scalings, and these operations in order.
 
-    If they are made after the sum, results have the same bits as without parts. The sum is then
-    also sent in the dtype in which Mesh-TF sends it.
+    The caller repeats them on each part after the sum. Results then have the same bits as if
+    gradients were not cut into parts, and the sum is sent in the dtype in which Mesh-TF sends it.
     """
     operations: list[mtf.Operation] = []
     while _is_cast_or_scale(grad.operation):

@@ -1,6 +1,6 @@
 """A mesh's devices: their names, the memories they share, and variables kept once per memory.
 
-Processors that share a memory have one tf variable together for a slice, which is written once.
+Processors that share a memory and have equal slices of a variable share one tf variable.
 """
 
 from __future__ import annotations

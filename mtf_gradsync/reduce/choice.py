@@ -138,9 +138,9 @@ def _gpu_facts(
 
 
 def _joined(gpus: Sequence[Any]) -> bool:
-    """Returns whether links lead from the first of some GPUs to all others, if need be over others.
+    """Returns whether links connect the GPUs of one process, directly or through other GPUs.
 
-    The GPUs are those of one process.
+    They do if links lead from the first GPU to all others.
     """
     numbers = [tf.DeviceSpec.from_string(gpu.name).device_index for gpu in gpus]
     links = {

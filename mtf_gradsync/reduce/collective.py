@@ -72,11 +72,13 @@ class CollectiveAllReduce(OneLevel):
         """Sets the merging and the timeout.
 
         Args:
-          merge_scope: most tensors of one dtype in one collective; 1 merges nothing.
+          merge_scope: the largest number of tensors (of one dtype) that are summed by one
+            collective; 1 merges nothing.
           timeout_seconds: the seconds of waiting after which a collective fails with
-            DeadlineExceededError; 0 waits for ever. Use it to find what hangs, not to train:
-            TensorFlow starts two threads for each member of each collective, which sleep that long
-            in any case, and a training soon has more of them than the system allows.
+            DeadlineExceededError; 0 waits for ever. Use it to find out what hangs, not to train:
+            TensorFlow starts two threads for each member of each collective. These threads sleep
+            for that time in any case, so that a training soon has more threads than the system
+            allows.
 
         Raises:
           ValueError: merge_scope is not a whole number of 1 or more, or timeout_seconds is not a
@@ -91,7 +93,7 @@ class CollectiveAllReduce(OneLevel):
         self.timeout_seconds = float(timeout_seconds)
 
     def check(self, mesh_impl: Any, groups: ProcessorGroups) -> None:
-        """Checks as `Strategy.check` does, and that the devices can take part in collectives.
+        """Raises the errors of `Strategy.check`, and one if devices cannot run collectives.
 
         Raises:
           ValueError: two processors of a group have the same device, or devices of two kinds.

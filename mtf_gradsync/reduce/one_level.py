@@ -189,7 +189,7 @@ class ReductionToOneDevice(OneLevel):
         return group_sum
 
     def check(self, mesh_impl: Any, groups: ProcessorGroups) -> None:
-        """Checks as `Strategy.check` does, and that reduce_to_device is on the mesh.
+        """Raises the errors of `Strategy.check`, and one if reduce_to_device is not on the mesh.
 
         Raises:
           ValueError: reduce_to_device is not on the mesh.

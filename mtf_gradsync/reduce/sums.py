@@ -106,7 +106,7 @@ def sum_on_one_device(
 def add_n(slices: Sequence[Any], devices: Sequence[str], root: int) -> list[Any]:
     """Returns the sum of a group's slices for each member, added up on the member `root`.
 
-    It is a `GroupSum`; all members read the same tensor.
+    All members read the same tensor. The function is a `GroupSum`, as algorithms are.
     """
     return [sum_on_one_device(slices, devices[root])] * len(slices)
 
@@ -114,7 +114,7 @@ def add_n(slices: Sequence[Any], devices: Sequence[str], root: int) -> list[Any]
 def ring(slices: Sequence[Any], devices: Sequence[str], root: int) -> list[Any]:
     """Returns the sum of a group's slices for each member, made by Mesh-TF's ring.
 
-    It is a `GroupSum`. bfloat16 and float16 are summed as float32.
+    bfloat16 and float16 are summed as float32. The function is a `GroupSum`, as algorithms are.
     """
     del root  # every member adds
     dtype = slices[0].dtype
@@ -348,7 +348,7 @@ MESSAGE_BYTES = 32 * 1024
 
 
 def alone(sizes: Sequence[int], itemsize: int) -> Packs:
-    """Returns a plan in which each tensor is alone in its pack. It is a `Planner`."""
+    """Returns a plan in which each tensor is alone in its pack; the function is a `Planner`."""
     del itemsize
     return packs_of_groups([[i] for i in range(len(sizes))], sizes)
 

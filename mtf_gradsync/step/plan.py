@@ -1,20 +1,22 @@
 """The plan of an mtf graph, which decides how and in which order operations are lowered.
 
-Wrappers tell it, in any order, which operations wait for others, which variables are written in
-place, and which operations some steps skip. When the graph is lowered, the plan lowers every
-operation (see `Planned`). Nothing else changes how operations are lowered, rearranges the graph's
+Wrappers tell the plan, in any order, which operations wait for others, which variables are written
+in place, and which operations some steps skip. When the graph is lowered, the plan lowers every
+operation (see `Planned`). No other code changes how operations are lowered, rearranges the graph's
 list of operations, or keeps registries by graph.
 
 The rules:
 
-1. All variables are lowered first, and each is read there, once for the whole step; all later
-operations use that value. Variables that a wrapper writes in place, and variables that operations
-outside of the plan assign, are read wherever they are used, as Mesh-TF does it. 2. An operation
-that waits is lowered under control dependencies. 3. The operations of a branch keep their places in
-the graph's list but are not lowered there: the conditional of the branch lowers them, in order. 4.
-Extensions (`PlanExtension`) may lower operations in their own way. 5. An error while wrappers build
-leaves graph and plan as they were. A lowering does not change the plan, so that a graph can be
-lowered again.
+- All variables are lowered first. Each variable is read at this point, once for the whole step, and
+  all later operations use the value that was read. There are two exceptions: variables that a
+  wrapper writes in place, and variables that the program's own operations assign. Each operation
+  reads these again, as in Mesh-TF without this package.
+- An operation that waits for others is lowered under control dependencies.
+- The operations of a branch keep their positions in the graph's list, but are not lowered at these
+  positions: the conditional of the branch lowers them, in order.
+- Extensions (`PlanExtension`) may lower operations in their own way.
+- After an error in a wrapper that builds its update, graph and plan are as they were before. A
+  lowering does not change the plan, so that a graph can be lowered again.
 """
 
 from __future__ import annotations
@@ -226,7 +228,7 @@ class StepPlan:
     # What wrappers want.
 
     def wait(self, operations: Sequence[mtf.Operation], control_inputs: ControlInputs) -> None:
-        """Makes mtf operations wait for tf operations; the former must not be lowered yet.
+        """Makes mtf operations, which must not be lowered yet, wait for tf operations.
 
         `control_inputs` is a function of the lowering. It is called when one of `operations` is
         lowered, and returns the tf operations to wait for.

@@ -438,7 +438,7 @@ def _barriers(gates: Sequence[Gate], lowering: mtf.Lowering) -> list[tf.Operatio
 
 
 def before_lowering(graph: mtf.Graph) -> None:
-    """Prepares a graph for its lowering.
+    """Completes a graph before its lowering.
 
     Builds updates that are not built yet, and splits assignments that write a variable several
     times.
