@@ -58,8 +58,9 @@ def watch_copies(every: int = 100) -> CopiesHook:
     the session is opened, and `after_step` after each step.
 
     Args:
-      every: compare after every this many runs of the session. They are also compared before a
-        `tf.train.Saver`, or a session of this package, writes a checkpoint, and at the end.
+      every: the number of runs of the session between two comparisons. The copies are also compared
+        before a `tf.train.Saver`, or a session of this package, writes a checkpoint, and at the
+        end.
 
     Returns:
       The hook. If copies differ, it raises a `CopiesError` and no checkpoint of them is written.
@@ -208,7 +209,7 @@ class CopiesHook(tf.train.SessionRunHook):
         return [np.asarray(value) for value in values]
 
     def _attach(self, session: Any) -> None:
-        """Makes a SIMD program's session compare copies before each save."""
+        """Makes `session`, if it runs a SIMD program, compare copies before each save."""
         on_cores = _replica_session(session)
         if on_cores is not None:
             on_cores.check_before_save(lambda: self.check(on_cores))

@@ -262,7 +262,10 @@ def runtime_for(
 def program_session(
     name: str, program: simd.Program, lowering: Any, **settings: Any
 ) -> ReplicaSession:
-    """Opens a SIMD program's session, on XLA devices (with `settings`) or CPU replicas."""
+    """Opens a SIMD program's session on the runtime `name`: XLA devices or CPU replicas.
+
+    `settings` are further arguments of `xla.session`; CPU replicas take none.
+    """
     if name == "xla":
         return xla.session(program, lowering, **settings)
     return program.session(lowering)

@@ -29,10 +29,10 @@ class MemoryBytes(NamedTuple):
 
 
 def writes_over_arguments_well() -> bool:
-    """Returns whether results may be written over arguments.
+    """Returns whether, with this jaxlib, results may be written over arguments on CPU devices.
 
-    On CPU devices, deserialized executables of jaxlib 0.4.34 and 0.4.38 read values that they have
-    overwritten. 0.10.2 does not.
+    Deserialized executables of jaxlib 0.4.34 and 0.4.38 read values that they have overwritten.
+    Those of 0.10.2 do not.
     """
     import jaxlib
 

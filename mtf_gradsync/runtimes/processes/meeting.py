@@ -339,7 +339,7 @@ def _connected(place: MeetingAddress) -> Connection:
 
 
 def _messages_of_host(connection: Connection, end: float) -> Iterator[dict[str, Any]]:
-    """Yields the messages of process 0 until the time `end`."""
+    """Yields the messages of process 0 until the time `end`, by `time.monotonic`."""
     with selectors.DefaultSelector() as selector:
         selector.register(connection, selectors.EVENT_READ)
         while time.monotonic() < end:

@@ -29,9 +29,9 @@ def is_stopped(pid: int) -> bool:
 
 
 def main(pid: int, seconds: float, descriptors: list[int]) -> None:
-    """Sends a beat every `seconds` on the sockets `descriptors`, until the parent `pid` ends.
+    """Sends a sign of life every `seconds` on the sockets `descriptors`, until `pid` ends.
 
-    It sends none while the parent is stopped.
+    `pid` is the parent process. While it is stopped, no sign of life is sent.
     """
     sockets = [socket.socket(fileno=descriptor) for descriptor in descriptors]
     # The connections have to break soon after the parent's end.

@@ -67,8 +67,8 @@ class Watchdog:
         """Starts the thread.
 
         `me` is this process. `peers` are its connections: in process 0 to all other processes, in
-        any other process to process 0. A process is lost after `silence` seconds without a beat.
-        `alarm` reports a crash of this process.
+        any other process to process 0. A process is lost after `silence` seconds without a beat (a
+        sign of life). `alarm` reports a crash of this process.
         """
         global _running
         self._me = me

@@ -121,7 +121,10 @@ def _functions_named(node: tf.NodeDef) -> Iterator[str]:
 
 
 def _functions_with_collectives(functions: dict[str, tf.NodeDef]) -> dict[str, str]:
-    """Returns function name -> "'operation' of type T", for functions that reach a collective."""
+    """Returns name of a function that reaches a collective -> text about the collective.
+
+    The text is like "'operation' of type T".
+    """
     calls: dict[str, list[str]] = {}
     talking: dict[str, str] = {}
     for name, function in functions.items():

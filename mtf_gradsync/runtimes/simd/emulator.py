@@ -52,7 +52,7 @@ class EmulatedGraph:
     Attributes:
       graph_def: the rewritten graph. It has no TPU operations and no device names.
       num_replicas: name of each TPU program -> its number of cores.
-      done: name of each TPU program -> the operation that runs all of it, on all cores.
+      done: name of each TPU program -> the operation that runs the whole program, on all cores.
       agreements: name of each operation that compares a predicate over cores -> the agreement that
         it checks.
       random_steps: the operations that tell random operations the step; None if there are no random

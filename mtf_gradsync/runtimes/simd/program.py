@@ -35,7 +35,7 @@ from mtf_gradsync.runtimes.simd.replica_session import (
 
 
 def cpu_config() -> tf.ConfigProto:
-    """Returns the session configuration in which emulated programs run.
+    """Returns the default configuration of sessions on CPU replicas.
 
     Returns:
       A configuration with one CPU device and without graph rewriting, so that the program runs as
@@ -270,7 +270,7 @@ _Prepared = TypeVar("_Prepared")
 
 
 class Program:
-    """A TPU program: it is built inside the block, and makes sessions afterwards.
+    """A TPU program that is built inside the block of `tpu_program`; afterwards it makes sessions.
 
     Attributes:
       graph: the ``tf.Graph`` that holds it.

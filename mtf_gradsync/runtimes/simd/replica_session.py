@@ -25,7 +25,8 @@ class MasterOps:
     Attributes:
       masters: name of each global variable -> the tensor that holds its value.
       saver_def: SaverDef of the global variables; None if there are none.
-      are_equal: names of the tensors in `Beginnings.are_equal`.
+      are_equal: name of each derived variable -> the tensor that says whether it still equals the
+        variable from which it is derived.
       beginnings: the variables whose initial values wrappers derive from other variables.
       watches: reads after each step what optimizers have skipped.
     """

@@ -70,7 +70,7 @@ def default_cache_dir() -> str | None:
 
 
 class Cache:
-    """A cache in a folder. With a folder that cannot be used, or None, nothing is cached.
+    """A cache in a folder. If the folder is None or cannot be used, nothing is cached.
 
     Cached entries are run as programs. So the folder and each entry must belong to this user (or
     root), and no other user may be able to write them. If others can write the folder, it is not
@@ -153,7 +153,7 @@ _COMPILING_VERSION = 2
 
 
 class CoreModule(NamedTuple):
-    """A core's program as the text of a StableHLO module. The other fields are those of `Hlo`."""
+    """A core's program as the text of a StableHLO module. The other fields are as in `Hlo`."""
 
     module: str
     num_fetches: int
@@ -279,6 +279,6 @@ class PreparedProgram:
 
 
 def _order(program: LoadedProgram) -> bytes:
-    """Returns the collectives of a compiled program, in the order in which they begin."""
+    """Returns text that lists a compiled program's collectives in the order in which they begin."""
     found = find_hlo_collectives(compiled_hlo(program.executable))
     return repr([(c.operation, c.bytes_per_core, c.groups, c.inside) for c in found]).encode()

@@ -81,7 +81,7 @@ class _Host:
         unknown = sorted(set(names) - set(access.read))
         if unknown:
             raise ValueError(
-                f"The session lacks {counted(unknown, 'variable')}; give one of this program."
+                f"The session lacks {counted(unknown, 'variable')}; give a session of this program."
             )
         return session.run({name: access.read[name] for name in names})
 

@@ -15,7 +15,7 @@ from mtf_gradsync.runtimes.xla.runner.loaded_program import wait_for_turn
 
 
 class ExchangeError(ProcessesError):
-    """The error of processes that could not exchange values; perhaps one is lost."""
+    """The error of processes that could not exchange values; perhaps a process is lost."""
 
 
 class OtherProcessError(ProcessesError):

@@ -116,7 +116,7 @@ class HostGraph:
         if others or node_name in self._of_other_programs:
             raise ValueError(
                 f"{name!r} cannot be fetched in a session of the program {self._program!r}: it "
-                "needs another program of the graph. Make a session of that one."
+                "needs another program of the graph. Make a session of that program."
             )
         node = facts.node[node_name]
         position = {core: p for p, core in enumerate(cores.local)}

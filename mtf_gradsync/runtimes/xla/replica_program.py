@@ -101,7 +101,7 @@ class _Cut:
         )
 
     def _after(self, name: str) -> set[str]:
-        """Returns the nodes that have to run before a node because both use a variable."""
+        """Returns the nodes that must run before a node because both use the same variable."""
         effects = self._effects
         return effects.after.get(name, set()) | effects.after_all_cores.get(name, set())
 

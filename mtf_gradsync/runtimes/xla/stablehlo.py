@@ -199,7 +199,7 @@ class Artifact(NamedTuple):
 
 
 def to_artifact(module: str) -> Artifact:
-    """Returns StableHLO as a portable artifact, which versions of jax as old as possible can read.
+    """Returns StableHLO as a portable artifact, in a format that old versions of jax can read.
 
     A program with operations that artifacts cannot hold is returned as text.
     """
