@@ -22,7 +22,10 @@ def bindings() -> dict[tuple[str, str, str], Any]:
 
 
 def called_in(name: str) -> list[str]:
-    """Returns the keys of the bindings whose value contains ``@name()``, with parentheses."""
+    """Returns the keys of the bindings that call a configurable.
+
+    Their values contain the reference ``@name()``, with parentheses.
+    """
     return [
         f"{scope}/{gin.config._REGISTRY.minimal_selector(selector)}.{parameter}".lstrip("/")
         for (scope, selector, parameter), value in bindings().items()

@@ -93,9 +93,9 @@ class Estimator(_TensorFlows):
         """Takes a model_fn; builds nothing before `train`, `evaluate` or `predict`.
 
         Args:
-          model_fn: takes features and, where it names them, labels, mode, params and config;
+          model_fn: takes features and, if it names them, labels, mode, params and config;
             returns an EstimatorSpec or a TPUEstimatorSpec.
-          model_dir: directory of checkpoints and summaries; None is config's, or a temporary one.
+          model_dir: directory of checkpoints and summaries; None takes config's or a temporary one.
           config: a RunConfig of Estimator or TPUEstimator; None for its defaults. Read are
             model_dir, session_config, tf_random_seed, save_checkpoints_steps and
             save_checkpoints_secs, save_summary_steps, log_step_count_steps, keep_checkpoint_max,
@@ -108,8 +108,8 @@ class Estimator(_TensorFlows):
             tf.estimator.WarmStartSettings, for those that they choose. Slots and counters begin as
             in a new run.
           use_tpu: whether the model_fn builds a SIMD program, as for a TPU.
-          runtime: "placement_mesh", "cpu_replicas" or "xla". None is "xla", the devices that jax
-            has, with use_tpu, and "placement_mesh" without.
+          runtime: "placement_mesh", "cpu_replicas" or "xla". None takes "xla" (the devices that
+            jax has) if use_tpu is set, and "placement_mesh" otherwise.
           num_cores: cores of a SIMD program; None takes config.tpu_config.num_shards.
           train_batch_size: params["batch_size"] in training; None does not set it.
           eval_batch_size: the same for evaluation.
@@ -119,7 +119,8 @@ class Estimator(_TensorFlows):
           export_to_cpu: ignored, likewise.
           evaluate_with_averages: whether `evaluate`, `predict` and `export_saved_model` take the
             moving averages that the optimizer keeps (`mtf_gradsync.AverageOptimizer`) in place of
-            the variables; those without one keep their values. Training goes on with the variables.
+            the variables; variables without an average keep their values. Training goes on with the
+            variables.
           skip_damaged_checkpoint: whether, if the newest checkpoint is damaged, training moves its
             files to "damaged" in model_dir and goes on from an older one; otherwise it raises.
 
@@ -185,7 +186,7 @@ class Estimator(_TensorFlows):
 
     @property
     def model_fn(self) -> Callable[..., Any]:
-        """A function of features, labels, mode and config that returns the model_fn's spec."""
+        """The model_fn as a function of features, labels, mode and config: params are filled in."""
 
         def call(features: Any, labels: Any, mode: str, config: Any) -> Any:
             return self._model.call(features, labels, mode, self.params, config)

@@ -103,7 +103,7 @@ class ModelFn(NamedTuple):
 
 
 class _InitializeIterator(tf.train.SessionRunHook):
-    """A hook that initializes an iterator in every new session."""
+    """A hook that initializes the iterator of a step's input in every new session."""
 
     def __init__(self, initializer: tf.Operation):
         self._initializer = initializer

@@ -105,7 +105,10 @@ def innermost_of(optimizer: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _list(job: TrainingJob, with_transfers: bool) -> tuple[ComparedStep, bool]:
-    """Returns the exchanges of a job's step, and whether its optimizer is a wrapper."""
+    """Builds a job's training step and lists what it exchanges.
+
+    The second result is whether the step's optimizer is a wrapper.
+    """
     with tf.Graph().as_default():
         graph, program = build_simd(job)
         description = describe(graph.optimizers[0])

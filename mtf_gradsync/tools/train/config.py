@@ -40,7 +40,10 @@ def _import(name: str) -> ModuleType:
 
 
 def check_positive(name: str, value: Any, optional: bool = False) -> None:
-    """Raises ConfigError unless a binding of ``train.run`` is a positive integer."""
+    """Raises ConfigError unless the binding `name` of ``train.run`` is a positive integer.
+
+    With `optional` None is allowed, too.
+    """
     if (optional and value is None) or is_whole_number(value):
         return
     raise ConfigError(
@@ -70,7 +73,10 @@ def check_flags_and_seed(config: RunConfig) -> None:
 
 
 def check_callable(name: str, value: Any, example: str, optional: bool = False) -> None:
-    """Raises ConfigError unless a binding of ``train.run`` is a class or function."""
+    """Raises ConfigError unless the binding `name` of ``train.run`` is a class or function.
+
+    `example` is a value that the message names. With `optional` None is allowed, too.
+    """
     if callable(value) or (optional and value is None):
         return
     raise ConfigError(
@@ -80,7 +86,10 @@ def check_callable(name: str, value: Any, example: str, optional: bool = False) 
 
 
 def check_vocabulary(vocabulary: Any) -> None:
-    """Raises ConfigError unless a vocabulary, or an (inputs, targets) pair of them, can be used."""
+    """Raises ConfigError unless an object can be used as a vocabulary.
+
+    It may also be a pair of vocabularies, for inputs and for targets.
+    """
     pair = vocabulary if vocabulary and isinstance(vocabulary, tuple) else (vocabulary,)
     for one in pair:
         missing = [name for name in ("vocab_size", "encode", "decode") if not hasattr(one, name)]

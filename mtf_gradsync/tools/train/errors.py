@@ -29,7 +29,10 @@ _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
 
 @contextlib.contextmanager
 def writing_to(directory: Path) -> Iterator[None]:
-    """Turns an OSError of the block into a TrainingError that says what to do about it."""
+    """Turns an OSError of the block into a TrainingError that says what to do about it.
+
+    `directory` is that of the run.
+    """
     try:
         yield
     except BrokenPipeError:  # raised when the reader of the output has gone

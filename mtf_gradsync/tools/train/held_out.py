@@ -27,7 +27,7 @@ _BASELINE_BATCHES = 100
 
 
 class Improvement:
-    """The progress of a run's held-out losses, from the lines of its metrics file."""
+    """The lowest held-out loss of a run so far, and the rule that ends a run without a new one."""
 
     def __init__(self, rows: Sequence[Mapping[str, Any]], most_steps: int | None):
         """Begins with the lines that a metrics file has so far.
@@ -178,7 +178,7 @@ class HeldOut:
     ) -> Score | None:
         """Scores a checkpoint while the run goes on, if there are held-out data.
 
-        Writes "held_out_nats" and shows the perplexity.
+        The recorder gets the loss as "held_out_nats", and the progress shows the perplexity.
         """
         if not self._held_out:
             return None
@@ -193,8 +193,8 @@ class HeldOut:
     def finish(self, path: str | None, writes: bool = True, **result: Any) -> Score | None:
         """Evaluates the finished model; writes samples, and the result file with `result` in it.
 
-        `path` is the last checkpoint. Returns the held-out score of that checkpoint. Without
-        held-out data `path` may be None, and so is the result. Without `writes` the scores are only
+        `path` is the last checkpoint, and the returned score is that of this checkpoint. Without
+        held-out data `path` may be None, and None is returned. Without `writes` the scores are only
         reported.
         """
         self.result = dict(result)

@@ -102,8 +102,8 @@ class Progress:
 class _Rate:
     """The tokens per second in the last seconds, without pauses, and the time left in the run.
 
-    The time left is computed from all steps and pauses, except the first step, which may have been
-    compiled.
+    The time left is computed from all steps and pauses, but for the first step, which may have
+    included compilation.
     """
 
     _SECONDS = 5.0
@@ -294,7 +294,10 @@ class MetricsRecorder:
     """A context manager that writes measurements of steps to the metrics and event files."""
 
     def __init__(self, directory: Path, metrics_file: str, first_step: int):
-        """Begins a session of a run, after first_step steps; its files are in `directory`."""
+        """Begins a session (one start) of a run, after first_step steps.
+
+        The files are in `directory`.
+        """
         self._metrics = MetricsFile(directory / metrics_file, first_step)
         self.left_means = self._metrics.left_means
         self._events = EventFile(directory, first_step)

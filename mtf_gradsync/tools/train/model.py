@@ -244,7 +244,7 @@ class TrainingJob(NamedTuple):
         return self.model.batch_size * self.model.sequence_length["targets"]
 
     def batches(self) -> TrainingBatches:
-        """Returns the training batches, in a graph of their own."""
+        """Returns the training batches; their data set is in a graph of its own."""
         dataset = functools.partial(
             self.train_dataset_fn,
             sequence_length=self.model.sequence_length,

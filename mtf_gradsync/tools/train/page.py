@@ -23,7 +23,7 @@ _UNPRINTABLE = re.compile(
 class Ended(NamedTuple):
     """The end of a run: its last step, the train_steps it was to make, and how it ended.
 
-    `how` is "finished", or says why the run ended before. `result` is the content of the result
+    `how` is "finished", or says why the run ended early. `result` is the content of the result
     file, empty for a run that ended early.
     """
 
@@ -156,7 +156,11 @@ def _tiles(
 
 
 def _replicas(rows: Sequence[dict[str, Any]]) -> list[tuple[int, int, int]]:
-    """Returns for each replica its number, its contributions, and its steps without one."""
+    """Returns for each replica its number, its contributions, and its steps without one.
+
+    A contribution is the gradients of a replica in a step. The result is empty if the optimizers do
+    not count contributions.
+    """
     made = series_of(rows, "sync_replicas/contributions")
     dropped = series_of(rows, "sync_replicas/dropped")
     if made is None or dropped is None or made.values.ndim != 2:

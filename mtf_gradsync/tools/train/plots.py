@@ -75,7 +75,7 @@ _SHORTEST_BAR = 0.01
 
 
 class Plot(NamedTuple):
-    """A plot with its texts: an ``svg`` element that has a description, a title and a caption.
+    """A plot: a title, an ``svg`` element that includes a description, and a caption.
 
     `wide` is the same plot, as wide as two columns; "" if it is not needed.
     """
@@ -215,7 +215,7 @@ def kilobytes(size: int) -> str:
 
 
 def draw_islands(status: Status) -> Plot | None:
-    """Draws the history of islands, a row for each; None if none has joined."""
+    """Draws the history of islands, a line for each; None if no island has joined."""
     if not status.rows:
         return None
     with figures.style():

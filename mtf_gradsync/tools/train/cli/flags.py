@@ -182,7 +182,7 @@ def whole_number(least: int = 1, below: int | None = None) -> Callable[[str], in
 
 
 def number(text: str) -> float:
-    """Parses a number of 0 or more, as an argument type; argparse reports an error."""
+    """Parses a number of 0 or more for argparse, which reports other texts as errors."""
     try:
         value = float(text)
     except ValueError:

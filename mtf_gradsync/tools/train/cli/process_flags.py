@@ -76,7 +76,7 @@ def add_cluster_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def is_alone(args: argparse.Namespace) -> bool:
-    """Returns whether neither the flags nor TF_CONFIG name several processes."""
+    """Returns whether a run has one process: neither flags nor TF_CONFIG name several."""
     flags = any(getattr(args, name) is not None for name in (*_TASK, *_PROCESS))
     return not flags and not os.environ.get("TF_CONFIG")
 

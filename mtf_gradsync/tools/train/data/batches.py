@@ -41,7 +41,8 @@ _SKIPPING = (
 class TrainingBatches:
     """The batches of a run, one for each step. Use it as a context manager.
 
-    A data set is repeated when it ends, or one of its functions raises StopIteration.
+    A data set is repeated when it has ended; it also ends if one of its functions raises
+    StopIteration.
 
     Attributes:
       targets: how many targets of the newest batch count in the loss: the targets that are not

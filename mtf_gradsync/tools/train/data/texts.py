@@ -101,7 +101,10 @@ def check_length(documents: Mapping[str, bytes], held_out_every: int, sequence_l
 def too_short(
     split: str, tokens: int, sequence_length: int, documents: Mapping[str, bytes] | None = None
 ) -> str:
-    """Returns the error text for a split with less than one sequence of tokens."""
+    """Returns the error text for a split with less than one sequence of tokens.
+
+    `tokens` is how many tokens the split has, and `documents` are the texts that were split.
+    """
     of = f" of {_named(documents)}" if documents else ""
     return (
         f"The {split} split{of} has {tokens} tokens, less than one window of "
