@@ -177,7 +177,10 @@ class IslandHook(tf.train.SessionRunHook):
         return tf.train.SessionRunArgs(fetched)
 
     def _new_checkpoint(self) -> str | None:
-        """Returns the newest checkpoint if it was not seen yet, or if the island has to begin."""
+        """Returns the path of the newest checkpoint if the hook has not handled it yet; else None.
+
+        Before the island begins, the newest checkpoint is returned in any case.
+        """
         if self._model_dir is None:
             return None
         before = self._newest if self._has_begun else None

@@ -114,9 +114,9 @@ class Exchange:
                 raise IslandError(" ".join(self.reminders.said()))
             if not fails and (is_late or self.lease.has_changed()):
                 raise IslandError(
-                    f"The island {self._island!r} of {self.folder.url} lives: {holder} has its "
-                    "name. Each island needs one of its own (ElasticIslands.name, by default the "
-                    "last part of model_dir)."
+                    f"The island {self._island!r} of {self.folder.url} is running: {holder} has "
+                    "its name. Each island needs a name of its own (ElasticIslands.name, by "
+                    "default the last part of model_dir)."
                 )
             if not fails:
                 self.reminders.lasts("name", f"waiting whether {holder} still has the name of the "

@@ -111,7 +111,10 @@ class Folder:
         return os.path.join(self._root, name)
 
     def _is_there(self, creates: bool = False) -> bool:
-        """Returns whether the local folder exists; raises FolderError if it was replaced."""
+        """Returns whether the folder exists, which a store always does; `creates` makes it.
+
+        Raises FolderError if a folder on a disk is gone or was replaced by another.
+        """
         if not self.is_local:
             return True
         import obstore.store
@@ -143,7 +146,11 @@ class Folder:
 
     @contextlib.contextmanager
     def _asking(self, name: str, what: str) -> Iterator[None]:
-        """Turns the store's errors inside the block into FolderErrors."""
+        """Turns the store's errors inside the block into FolderErrors.
+
+        `name` is the object of the operation, and `what` is a participle for the message, as in
+        "cannot be read".
+        """
         _check_not_forked()
         if name and any(part in ("", ".", "..") for part in name.split("/")):
             raise DamagedObjectError(f"{name!r} is no name of an object of {self.url}.")

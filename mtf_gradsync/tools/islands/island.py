@@ -176,7 +176,7 @@ class Island:
         )  # fmt: skip
 
     def _note(self, event: str, **fields: Any) -> None:
-        """Adds an event to the journal; does nothing in a replay of the journal."""
+        """Adds an event to the island's journal; does nothing in a replay."""
         if not self._replay:
             given = {"step": self._at, "version": self.version, **fields}
             self._exchange.journal.write(event, **given)

@@ -62,7 +62,7 @@ _VERSIONS_OF_LENGTHS = 8
 
 
 class MergerError(RuntimeError):
-    """The error of a merger that cannot go on."""
+    """The error of a merger that cannot go on; base class of `FolderTakenError`."""
 
 
 class FolderTakenError(MergerError):
@@ -142,9 +142,9 @@ class Merger:
         self.settings.check()
         if there is not None and there != self.settings:
             raise ValueError(
-                f"{folder.url} was begun with {there}, and {self.settings} was given: islands that "
-                "are on the way would be merged otherwise than they began. Give the same, or begin "
-                "in another folder."
+                f"{folder.url} was begun with {there}, and {self.settings} was given: "
+                "contributions that are on their way would be merged by other settings than those "
+                "with which they began. Give the same settings, or begin in another folder."
             )
         if waiting.max_staleness and self.settings.fragments > 1:
             raise ValueError(
@@ -224,7 +224,11 @@ class Merger:
         return not holder
 
     def _go_on(self, place: Lease, on_version: Callable[[Decision], None]) -> bool:
-        """Makes the next version if it is due; returns whether anything was done."""
+        """Makes the next version if it is due; returns whether anything was done.
+
+        The first call reads the folder's newest version instead, and finishes one that was decided
+        but not made. `place` is the lease to merge.
+        """
         if not self._has_begun:
             self._folder.remove_half_written()
             self._keep_settings()

@@ -147,7 +147,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
     arrivals: dict[str, float] = {}
 
     def __post_init__(self) -> None:
-        """Raises ValueError for a decision that merges nothing."""
+        """Raises ValueError if the contributions have no weight, so that nothing is merged."""
         if self.version < 0 or not sum(one.weight for one in self.contributions) > 0.0:
             raise ValueError(
                 f"Version {self.version} of {len(self.contributions)} contributions merges nothing."
@@ -188,7 +188,7 @@ def soon_object(version: int) -> str:
 
 
 def momentum_object(version: int) -> str:
-    """Returns the name of the object with the momentum after a version."""
+    """Returns the name of the object with the momenta of the outer step that made a version."""
     return f"momenta/{version:08d}{SUFFIX}"
 
 
@@ -259,5 +259,7 @@ def read_decision(folder: Folder, version: int) -> Decision | None:
     name = decision_object(version)
     found = folder.read_json(name, Decision)
     if found is not None and found.version != version:
-        raise DamagedObjectError(f"{name} in {folder.url} is that on version {found.version}.")
+        raise DamagedObjectError(
+            f"{name} in {folder.url} holds the decision on version {found.version}."
+        )
     return found

@@ -57,7 +57,7 @@ class ReceivedContributions:
         self._looked = {}
 
     def forget_before(self, version: int) -> None:
-        """Forgets contributions to versions before this one."""
+        """Removes contributions to versions before `version` from the cache."""
         self._looked = {key: x for key, x in self._looked.items() if not x or x.pair[1] >= version}
         self.arrived = {key: x for key, x in self.arrived.items() if key[1] >= version}
 

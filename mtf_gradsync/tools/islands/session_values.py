@@ -105,7 +105,7 @@ class Values:
         if whole:
             raise ValueError(
                 f"{whole[0]!r} is of {self.specs[whole[0]].dtype}: islands exchange numbers of "
-                "floating point. Give the names of those that they shall as variables=."
+                "floating point. Name the variables to exchange, without this one, as variables=."
             )
         # Variables that are reset when values are not finite: all that are not exchanged.
         exchanged = {v.op.name for v in self._variables.values()}
@@ -160,8 +160,9 @@ class Values:
         """
         if names and not self._lowerings:
             raise ValueError(
-                f"Optimizers of this step count in {sorted(names)[0]!r} which steps they apply, by "
-                "which islands weight: give the step's lowering, Island(..., lowering=lowering)."
+                f"Optimizers of this step count applied steps in {sorted(names)[0]!r}, and islands "
+                "need these counts for the weights of contributions: give the step's lowering, "
+                "Island(..., lowering=lowering)."
             )
         reads = {}
         for lowering in self._lowerings:

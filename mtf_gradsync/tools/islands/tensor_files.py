@@ -45,12 +45,12 @@ class TensorSpec(NamedTuple):
 
     @classmethod
     def of(cls, value: np.ndarray) -> TensorSpec:
-        """Returns the spec of an array."""
+        """Returns the shape and dtype of an array."""
         return cls(tuple(map(int, value.shape)), str(value.dtype))
 
     @property
     def nbytes(self) -> int:
-        """The bytes of a tensor of this spec."""
+        """The number of bytes of a tensor with this shape and dtype."""
         return int(np.prod(self.shape)) * dtype_of(self.dtype).itemsize
 
 

@@ -226,7 +226,7 @@ def read_version(
 
 
 def read_values(folder: Folder, version: int, fragments: int) -> dict[str, np.ndarray]:
-    """Returns the values of all variables as of a version; see `read_version`."""
+    """Returns name -> value for all variables as of a version; see `read_version`."""
     return read_version(folder, version, fragments)[0]
 
 

@@ -327,7 +327,7 @@ class Predictor:
         return [tuple(group) for group in groups.values()]
 
     def predict(self, stack: Stack) -> Predicted:
-        """Returns the predicted cost of an update of the whole batch, by a stack of wrappers."""
+        """Returns the predicted cost of an update of the whole batch with a stack of wrappers."""
         steps, costs = stack.steps, self._costs
         peak = self._machine.peak_flops_per_core or math.inf
         bandwidth = self._machine.bytes_per_second_per_core or math.inf

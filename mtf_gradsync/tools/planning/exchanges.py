@@ -23,7 +23,7 @@ Groups = Sequence[Sequence[int]]
 
 
 class Exchange(NamedTuple):
-    """A collective of a step."""
+    """A collective operation in which cores exchange data in a step."""
 
     operation: str  # HLO's name of it, as in "all-reduce"
     axis: str  # the mesh axes along which cores exchange data, joined by "+"; or "other groups"

@@ -77,7 +77,7 @@ Place = Sequence[int]
 
 
 class Links(NamedTuple):
-    """The links that one group of cores uses."""
+    """The links between chips that one group of cores uses in a collective."""
 
     chips: int  # the number of chips of the group's cores; one chip needs no link
     cores_per_chip: float  # the group's cores on a chip, on average
@@ -158,7 +158,7 @@ class StepCost(NamedTuple):
 
 
 class Compiled(NamedTuple):
-    """The answer of a machine's compiler for one program."""
+    """The answer of a machine's compiler for one program: memory and estimates, or an error."""
 
     error: str = ""  # why the program was refused
     bytes_per_core: int = 0
@@ -191,7 +191,7 @@ class Machine(Protocol):
     def seconds(self, operation: str, groups: Sequence[Sequence[int]], size: float) -> float:
         """Returns the seconds of a collective on the links; see `Torus.seconds`.
 
-        They come on top of the estimate of the step's operations.
+        These seconds are added to the estimated time of the step's operations.
         """
 
 
@@ -299,7 +299,7 @@ def factorizations(cores: int, axes: Sequence[str]) -> list[str]:
       axes: names of the mesh axes.
 
     Returns:
-      Mesh shapes as text, as in "batch:4;model:2", those with most cores on the first axis first.
+      Mesh shapes as text, such as "batch:4;model:2"; most cores on the first axis come first.
 
     Raises:
       ValueError: when there is no axis, a name appears twice, or cores is not positive.

@@ -127,7 +127,10 @@ def plan(
 
 
 def _chip_hour(price: float | Mapping[str, float] | None, chip: str) -> float | None:
-    """Returns the price of a chip hour in dollars; raises a ValueError if it is not a price."""
+    """Returns the dollars for an hour of a `chip`, or None if no price was given.
+
+    Raises ValueError if `price` has no price of this generation, or is not a positive number.
+    """
     if isinstance(price, Mapping):
         if chip not in price:
             raise ValueError(f"price has {', '.join(price)}, and no {chip}; got {dict(price)!r}.")

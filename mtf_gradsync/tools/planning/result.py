@@ -233,7 +233,7 @@ class Plan:
         return "\n".join(wrapped(lines))
 
     def to_json(self) -> str:
-        """Returns the plan as JSON text, with the attributes' names."""
+        """Returns the plan as JSON text, whose keys are the names of attributes."""
         return json.dumps(dataclasses.asdict(self), indent=2)
 
     def plot(self, path: str) -> None:

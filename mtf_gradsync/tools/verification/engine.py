@@ -472,7 +472,10 @@ def _reason(division: Division, made: int, batches: int) -> str:
             "be put around: apply them by one apply_grads, or wrap the optimizer in "
             "gs.GradientAccumulationOptimizer(opt, backward_passes_per_step=...)"
         )
-    return f"The program made {made} updates of {batches} batches, of which it makes one."
+    return (
+        f"The program made {made} updates from {batches} batches, and it makes one from them as "
+        "configured."
+    )
 
 
 def _one_line(error: BaseException) -> str:

@@ -111,7 +111,10 @@ _WITH_DTYPES = (mtf.ops.OneHotOperation, mtf.ops.RangeOperation)
 
 @contextlib.contextmanager
 def in_precision(least: tf.DType) -> Iterator[None]:
-    """Makes floating-point tensors and variables inside the block at least as wide as `least`."""
+    """Widens floating-point dtypes of the model that is built inside the block to `least`.
+
+    Dtypes as wide as `least`, or wider, stay.
+    """
     make_tensor, make_dtypes = mtf.Tensor.__init__, mtf.VariableDType.__init__
     make_import = mtf.ops.ImportOperation.__init__
 

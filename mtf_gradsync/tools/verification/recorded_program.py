@@ -102,7 +102,7 @@ class RecordedProgram:
 
     @property
     def losses(self) -> list[mtf.Tensor]:
-        """The losses given to `compute_gradients`, or else to `mtf.gradients`."""
+        """The losses that were given to `compute_gradients`, or if none, to `mtf.gradients`."""
         return self._given or self._differentiated
 
     @property

@@ -296,7 +296,9 @@ def test_a_name_that_lives_elsewhere_is_refused(folder, monkeypatch):
     (one,) = begun(folder, ["one"])
     own = leases._host()
     monkeypatch.setattr(leases, "_host", lambda: f"elsewhere {own}")
-    with pytest.raises(IslandError, match=r"The island 'one' of .* lives: process .* has its name"):
+    with pytest.raises(
+        IslandError, match=r"The island 'one' of .* is running: process .* has its name"
+    ):
         Toy(folder, "one", 2).begin()
     for _ in range(2):
         one.step(1.0)
