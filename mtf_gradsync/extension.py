@@ -87,6 +87,7 @@ __all__ = [
     "ref_variables_explained",
     "reported",
     "schedules_updates",
+    "settings_by_global_step",
     "skips_not_finite",
     "some_lines",
     "some_of",
@@ -170,7 +171,11 @@ if TYPE_CHECKING:
     from mtf_gradsync.optimizers.pipeline.stack import stages_of
     from mtf_gradsync.optimizers.pipeline.weights import WeightsOfGradients, mean_loss
     from mtf_gradsync.optimizers.report import in_sums_now, weight_now
-    from mtf_gradsync.optimizers.schedules import rate_at, updates_before
+    from mtf_gradsync.optimizers.schedules import (
+        rate_at,
+        settings_by_global_step,
+        updates_before,
+    )
     from mtf_gradsync.optimizers.skips import ReportsSkips
     from mtf_gradsync.optimizers.state.beginning import Beginnings, begin_anew
     from mtf_gradsync.optimizers.state.checkpoints import Saved, adapt_checkpoint, write_changed

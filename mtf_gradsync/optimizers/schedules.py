@@ -145,15 +145,34 @@ def hint_if_micro_steps_are_counted(opt: Any, name: str) -> None:
     Learning-rate schedules, and Adafactor's default decay rate and learning rate, are functions of
     the global step. `name` is the wrapper's.
     """
+    for owner, found in settings_by_global_step(opt).items():
+        _logger.info(
+            "%s: %s of %s follow the TF global step, which counts microbatch steps, not updates. "
+            "Base them on the update step: see docs/accumulation.md, per_update and update_step.",
+            name,
+            " and ".join(found),
+            owner,
+        )
+
+
+def settings_by_global_step(opt: Any, passes: int | None = None) -> dict[str, list[str]]:
+    """Returns the names of the settings that follow the TF global step, by those of optimizers.
+
+    Args:
+      opt: an innermost optimizer.
+      passes: the number by which a step is divided that counts updates, as in `per_update`; None
+        for any whole number.
+    """
     global_steps = tf.get_collection(tf.GraphKeys.GLOBAL_STEP)
     if not global_steps:
-        return
+        return {}
     handle = getattr(global_steps[0], "handle", global_steps[0])
 
     def inputs(op: tf.Operation) -> list[tf.Operation]:
-        # A step divided by an integer, as in `per_update`, counts updates.
-        return [] if op.type == "FloorDiv" else [t.op for t in op.inputs]
+        is_count = op.type == "FloorDiv" and passes in (None, tf.get_static_value(op.inputs[1]))
+        return [] if is_count else [t.op for t in op.inputs]
 
+    names = {}
     for one in optimizers_of(opt):
         one = one.opt if isinstance(one, MeshOptimizer) else one
         found = [
@@ -161,15 +180,9 @@ def hint_if_micro_steps_are_counted(opt: Any, name: str) -> None:
             for key, value in sorted(getattr(one, "__dict__", {}).items())
             if isinstance(value, tf.Tensor) and handle.op in walk([value.op], inputs)
         ]
-        if not found:
-            continue
-        _logger.info(
-            "%s: %s of %s follow the TF global step, which counts microbatch steps, not updates. "
-            "Base them on the update step: see docs/accumulation.md, per_update and update_step.",
-            name,
-            " and ".join(found),
-            type(one).__name__,
-        )
+        if found:
+            names[type(one).__name__] = found
+    return names
 
 
 def check_passes(passes: Any) -> Passes:

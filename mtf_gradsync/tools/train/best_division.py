@@ -6,11 +6,12 @@ import contextlib
 import dataclasses
 import itertools
 import math
+import types
 from typing import Any, Callable, Iterator, NamedTuple, Sequence
 
 import gin
 
-from mtf_gradsync.extension import describe, mtf, tf
+from mtf_gradsync.extension import Wrapper, describe, mtf, settings_by_global_step, tf
 from mtf_gradsync.runtimes._common import ConfigError
 from mtf_gradsync.runtimes.simd.program import compiled_only
 from mtf_gradsync.tools import planning
@@ -24,7 +25,12 @@ from mtf_gradsync.tools.train import gin_files
 from mtf_gradsync.tools.train.config import RunConfig
 from mtf_gradsync.tools.train.mesh_settings import axes_of
 from mtf_gradsync.tools.train.model import MeshModel, placeholders, resolve_job
-from mtf_gradsync.tools.train.train_graph import build_simd, model_and_optimizer, steps_per_update
+from mtf_gradsync.tools.train.train_graph import (
+    build_simd,
+    model_and_optimizer,
+    optimizer_and_rate,
+    steps_per_update,
+)
 from mtf_gradsync.tools.train.verifying import verify_config
 from mtf_gradsync.tools.verification import Verification
 
@@ -42,6 +48,9 @@ _KNOWN = {
     _SHARDS: {"opt", "mesh_shape", "layout"},
 }
 _K = "backward_passes_per_step"
+_AVERAGES, _SCALES = "AverageOptimizer", "LossScaleOptimizer"
+# No schedule has this number by chance: what divides steps by it, once it is K, counts updates.
+_UNLIKELY_K = 7919
 # Settings for lengths of a run, which count each microbatch step as a step.
 _LENGTHS = ("train_steps", "total_run_steps", "save_checkpoints_steps", "log_steps")
 # The largest sizes of a model, mesh, number of steps and sequence in a proof on this machine.
@@ -65,12 +74,14 @@ class _Stack(NamedTuple):
       dividing: class names of the wrappers that divide an update, which the search replaces.
       around: references to the wrappers that have to stand around a sharded update.
       inside: references to the other wrappers, and to the innermost optimizer.
+      outside: class names of the wrappers around the accumulation that it may not be put around.
     """
 
     scope: str
     dividing: tuple[str, ...]
     around: tuple[str, ...]
     inside: tuple[str, ...]
+    outside: tuple[str, ...]
 
 
 class _Value(NamedTuple):
@@ -133,9 +144,14 @@ def _stack_of_config() -> _Stack:
         value = following
     dividing = tuple(kind for kind in wrappers if kind in _KNOWN)
     kept = [name for name, kind in zip(names, [*wrappers, ""]) if kind not in _KNOWN]
-    around = tuple(name for name in kept if name.endswith("LossScaleOptimizer"))
+    # A loss scale stands around a sharded update, and with it what is around the scale. Averages
+    # are the same wherever they stand.
+    last = max((i + 1 for i, name in enumerate(kept) if name.endswith(_SCALES)), default=0)
+    around = tuple(name for name in kept[:last] if not name.endswith(_AVERAGES))
     inside = tuple(name for name in kept if name not in around)
-    return _Stack(f"{scope}/" if scope else "", dividing, around, inside)
+    before = wrappers[: wrappers.index(_JOINS)] if _JOINS in wrappers else []
+    outside = tuple(kind for kind in before if kind not in _KNOWN and kind != _AVERAGES)
+    return _Stack(f"{scope}/" if scope else "", dividing, around, inside, outside)
 
 
 def _check_wrapper(kind: str, scope: str, selector: str) -> None:
@@ -191,36 +207,49 @@ class BestDivision:
             raise ConfigError(
                 f"--best needs a fixed number of microbatch steps, and {_JOINS}.{_K} is {count!r}"
             )
+        if count > 1 and self._stack.outside:
+            raise ConfigError(
+                f"--best puts {_JOINS} around all other wrappers, and {self._stack.outside[0]} "
+                f"stands around it, where it gets the gradients of each of {count} microbatch "
+                "steps and not their sum: put it inside, or compare meshes by plan without --best"
+            )
         return count
 
     def _why_steps_are_fixed(self) -> str:
         """Returns why the config's number of microbatch steps has to stay; "" if it may change."""
-        if self._own_steps == 1:
-            return ""
         selector, scope = self._selector(_JOINS), self._stack.scope.rstrip("/")
-        if not _bound(scope, selector, "average_aggregated_gradients"):
+        if self._own_steps > 1 and not _bound(scope, selector, "average_aggregated_gradients"):
             return "it adds up gradients (average_aggregated_gradients is not set)"
-        counts = any(s.endswith(".per_update") for _, s, _ in bindings())
-        is_constant = not callable(self._config.learning_rate_schedule) and not isinstance(
-            self._config.learning_rate_schedule, (list, tuple)
-        )
-        if not (counts or self._config.schedule_step or is_constant):
-            return "its learning rate follows microbatch steps"
+        counts = _counts(_UNLIKELY_K)
+        if self._config.schedule_step and counts:
+            return f"train.run.schedule_step and {counts[0].split()[0]} both count updates"
+        with bound([*self._alone(), *counts, *self._schedule_step()]), tf.Graph().as_default():
+            job = resolve_job(_on_one_core(gin_files.bound_run_config()))
+            with gin_files.bound_to_mesh("all:1", ""):
+                step = tf.identity(tf.train.get_or_create_global_step().read_value())
+                opt, rate = optimizer_and_rate(job, step, mtf.Mesh(mtf.Graph(), "mesh"))
+            innermost = opt.innermost() if isinstance(opt, Wrapper) else opt
+            if settings_by_global_step(types.SimpleNamespace(rate=rate), _UNLIKELY_K):
+                return "its learning rate follows microbatch steps"
+            for owner, names in settings_by_global_step(innermost, _UNLIKELY_K).items():
+                return f"{names[0]} of {owner} follows microbatch steps"
         return ""
+
+    def _schedule_step(self) -> list[str]:
+        """Returns the gin line for schedules to count updates, as they do without accumulation."""
+        is_there = self._own_steps > 1 or self._config.schedule_step or _counts(1)
+        return [] if is_there else ["train.run.schedule_step = @get_update_step"]
+
+    def _alone(self) -> list[str]:
+        """Returns the gin lines for the stack without the wrappers that divide an update."""
+        first = (*self._stack.around, *self._stack.inside)
+        return [f"train.run.optimizer = {self._scoped(first[0])}", *self._chain(first)]
 
     def costs(self) -> StepCosts:
         """Returns what a step on the whole batch costs, read from an mtf graph for one core."""
-        stack = self._stack
-        first = (*stack.around, *stack.inside)
-        lines = [f"train.run.optimizer = {self._scoped(first[0])}", *self._chain(first)]
-        lines += [f"train.run.batch_size = {self._batch}", *_counts(1)]
+        lines = [*self._alone(), f"train.run.batch_size = {self._batch}", *_counts(1)]
         with bound(lines), tf.Graph().as_default():
-            config = gin_files.bound_run_config()
-            job = resolve_job(
-                dataclasses.replace(
-                    config, mesh_shape="all:1", layout_rules="", mesh_devices=None, mesh_impl=None
-                )
-            )
+            job = resolve_job(_on_one_core(gin_files.bound_run_config()))
             with gin_files.bound_to_mesh("all:1", ""):
                 model = MeshModel(job.model)
                 step = tf.identity(tf.train.get_or_create_global_step().read_value())
@@ -283,9 +312,8 @@ class BestDivision:
             lines.append(f"{own.scope}{whole[0][1:]}.reducer = @HierarchicalAllReduce()")
         if stack.inner_steps:
             lines.append(f"{own.scope}{_OUTER}.inner_steps = {stack.inner_steps}")
-        if self._own_steps == 1 and stack.steps > 1 and not self._config.schedule_step:
-            # Each step was an update: schedules have to go on counting updates.
-            lines.append("train.run.schedule_step = @get_update_step")
+        if stack.steps > 1:
+            lines += self._schedule_step()
         return [*lines, *_counts(stack.steps), *_meshes(choice.mesh_shape, choice.layout)]
 
     @staticmethod
@@ -386,6 +414,12 @@ class BestDivision:
         with self._bound(choice._replace(mesh_shape=mesh_shape, stack=stack), lines):
             found = verify_config(divisions=())
         return ", ".join(filter(None, said)), found
+
+
+def _on_one_core(config: RunConfig) -> RunConfig:
+    return dataclasses.replace(
+        config, mesh_shape="all:1", layout_rules="", mesh_devices=None, mesh_impl=None
+    )
 
 
 def _candidate(choice: Choice, machine: Machine) -> Candidate:

@@ -202,12 +202,18 @@ def model_and_optimizer(
             f"train.run.variable_filter = {job.variable_filter!r} leaves no variable to train; "
             f"names look like {names[0]!r}{hint}"
         )
+    opt, rate = optimizer_and_rate(job, step, loss.mesh)
+    return loss, pairs, opt, rate
+
+
+def optimizer_and_rate(job: TrainingJob, step: tf.Tensor, mesh: mtf.Mesh) -> tuple[Any, Any]:
+    """Makes a job's optimizer, and its learning rate: None if the optimizer has its own."""
     stack: list[Any] = []  # filled once the optimizer exists, which is made with the rate
-    rate = rate_on_mesh(job.learning_rate, step, job.schedule_step, loss.mesh, stack)
-    with adafactor_counts(job.schedule_step, loss.mesh):
+    rate = rate_on_mesh(job.learning_rate, step, job.schedule_step, mesh, stack)
+    with adafactor_counts(job.schedule_step, mesh):
         opt = _make_optimizer(job.optimizer, rate)
     stack += (opt, *opt.inner_stack()) if isinstance(opt, Wrapper) else (opt,)
-    return loss, pairs, opt, rate
+    return opt, rate
 
 
 def build_simd(job: TrainingJob) -> tuple[TrainGraph, simd.Program]:

@@ -97,9 +97,80 @@ ACCUMULATES = [
 ]
 
 
+AVERAGE = "GradientAccumulationOptimizer.average_aggregated_gradients = True"
+COUNTS = "train.run.schedule_step = @get_update_step"
+SGD = "GradientAccumulationOptimizer.opt = @SgdOptimizer"
+OWN_DECAY = "AdafactorOptimizer.decay_rate = @adafactor_decay_rate_pow()"
+NOAM = "train.run.learning_rate_schedule = @learning_rate_schedules.learning_rate_schedule_noam"
+PER_UPDATE = [
+    "train.run.learning_rate_schedule = @per_update()",
+    "per_update.schedule = @learning_rate_schedules.learning_rate_schedule_noam",
+    "per_update.backward_passes_per_step = 4",
+]
+
+
+@pytest.mark.parametrize(
+    ("params", "why"),
+    [
+        ([], ""),
+        ([OWN_DECAY], "decay_rate of AdafactorOptimizer follows microbatch steps"),
+        (PER_UPDATE, "decay_rate of AdafactorOptimizer follows microbatch steps"),
+        ([COUNTS, *PER_UPDATE], "schedule_step and per_update.backward_passes_per_step both"),
+        ([*ACCUMULATES, AVERAGE, COUNTS], ""),
+        ([*ACCUMULATES, AVERAGE, COUNTS, OWN_DECAY], "decay_rate of AdafactorOptimizer follows"),
+        ([*ACCUMULATES, AVERAGE], "decay_rate of AdafactorOptimizer follows microbatch steps"),
+        ([*ACCUMULATES, AVERAGE, *PER_UPDATE], "decay_rate of AdafactorOptimizer follows"),
+        ([*ACCUMULATES, AVERAGE, SGD], ""),
+        ([*ACCUMULATES, AVERAGE, SGD, *PER_UPDATE], ""),
+        (
+            [*ACCUMULATES, AVERAGE, SGD, NOAM],
+            "its learning rate follows microbatch steps",
+        ),
+    ],
+)
+def test_steps_may_change_only_if_all_settings_count_updates(params, why):
+    best = loaded(*params)
+    assert why in best.fixed
+    assert bool(best.fixed) == bool(why) == (len(best.steps) == 1)
+
+
+@pytest.mark.parametrize("outside", [True, False], ids=["around", "inside"])
+def test_what_stands_around_the_accumulation_is_refused(outside):
+    """A clip of each microbatch's gradients does not become one of their average."""
+    order = ["ClipByGlobalNormOptimizer", "GradientAccumulationOptimizer"][:: 1 if outside else -1]
+    params = [
+        *(*ACCUMULATES, AVERAGE, "ClipByGlobalNormOptimizer.clip_norm = 1.0"),
+        'GradientAccumulationOptimizer.accumulate = "synced"',
+        "train.run.optimizer = @AverageOptimizer",
+        f"AverageOptimizer.opt = @{order[0]}",
+        f"{order[0]}.opt = @{order[1]}",
+        f"{order[1]}.opt = @AdafactorOptimizer",
+    ]
+    if not outside:
+        chain = loaded(*params).lines(choice_of(Stack(4, "local")))
+        assert "GradientAccumulationOptimizer.opt = @AverageOptimizer" in chain
+        assert "AverageOptimizer.opt = @ClipByGlobalNormOptimizer" in chain
+        return
+    with pytest.raises(ConfigError, match=r"ClipByGlobalNormOptimizer stands around it, .* of 4 "):
+        loaded(*params)
+    single = "GradientAccumulationOptimizer.backward_passes_per_step = 1"
+    assert loaded(*params, single).steps  # then both are the same
+
+
+def test_what_is_around_a_loss_scale_stays_around_it():
+    best = loaded(
+        "CrossShardOptimizer.opt = @ClipByGlobalNormOptimizer",
+        "ClipByGlobalNormOptimizer.clip_norm = 1.0",
+        "ClipByGlobalNormOptimizer.opt = @LossScaleOptimizer",
+        "LossScaleOptimizer.opt = @AdafactorOptimizer",
+    )
+    lines = best.lines(choice_of(Stack(sharded_updates=True)))
+    assert "train.run.optimizer = @ClipByGlobalNormOptimizer" in lines
+    assert "LossScaleOptimizer.opt = @ShardedUpdateOptimizer" in lines
+
+
 def test_a_config_that_accumulates_keeps_the_batch_of_an_update():
-    average = "GradientAccumulationOptimizer.average_aggregated_gradients = True"
-    best = loaded(*ACCUMULATES, average)
+    best = loaded(*ACCUMULATES, AVERAGE, COUNTS)
     assert best.steps == [1, 2, 4, 8]
     lines = best.lines(choice_of(Stack(2, "local")))
     assert "train.run.batch_size = 16" in lines
