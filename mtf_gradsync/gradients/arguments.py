@@ -89,7 +89,8 @@ def check_grads_and_variables(
     count = len({v.graph for v in variables})
     if count > 1:
         raise ValueError(
-            f"The variables are of several mtf graphs, {count}: apply those of each by itself."
+            f"The variables are of several mtf graphs, {count}: apply the gradients of each graph "
+            "by a call of its own."
         )
     grads = check_gradients(grads)
     if len(grads) != len(variables):
@@ -131,8 +132,8 @@ def check_one_mesh(grads: MaybeGradients, what: str) -> None:
     if len(first) > 1:
         raise ValueError(
             f"{what} needs gradients of one mesh, because shards are of one mesh, but "
-            f"{' and '.join(map(repr, first.values()))} are on different ones: call it for those "
-            "of each mesh."
+            f"{' and '.join(map(repr, first.values()))} are on different ones: call it once "
+            "for the gradients of each mesh."
         )
 
 

@@ -158,9 +158,9 @@ def _check_first_order(graph: mtf.Graph, seeds: set[Seed], owner: str) -> None:
         tensor = next((t for t in _before(call.losses) if t in outputs), None)
         if tensor is not None:
             raise ValueError(
-                f"{owner} scales losses of several calls of mtf.gradients, and a gradient by "
-                f"one, {tensor.name!r}, is part of the loss of another (a penalty on "
-                "gradients): that would be scaled twice. Add up the losses, and call "
+                f"{owner} scales losses of several calls of mtf.gradients, and the gradient "
+                f"{tensor.name!r} of one call is part of the loss of another call (a penalty on "
+                "gradients): it would be scaled twice. Add up the losses, and call "
                 "mtf.gradients for the variables once."
             )
 

@@ -217,9 +217,9 @@ def sum_shards(
     if has_gradient_reduction(strategy):
         warn_once(
             f"sum_shards {type(strategy).__name__}",
-            "sum_shards does not compress gradients by %s, whose state belongs to the variables of "
-            "an optimizer: they are reduced as all other sums. Give it to a wrapper, such as "
-            "CrossShardOptimizer(opt, reducer=...).",
+            "sum_shards does not compress gradients by %s, because the state of this strategy "
+            "belongs to the variables of an optimizer: the gradients are reduced as all other sums "
+            "are. Give the strategy to a wrapper, such as CrossShardOptimizer(opt, reducer=...).",
             type(strategy).__name__,
         )
     batch_dims = None if axes is None else axes.batch_dims

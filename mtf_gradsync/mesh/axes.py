@@ -315,7 +315,7 @@ class ProcessorGroups:
         ):
             raise ValueError(
                 "groups must be equally long lists of processor numbers, in which each number from "
-                f"0 on stands once, such as [[0, 1], [2, 3]], got {groups!r}."
+                f"0 on is given once, such as [[0, 1], [2, 3]], got {groups!r}."
             )
         self.mesh_axes: tuple[int, ...] | None = (
             None if mesh_axes is None else tuple(sorted(mesh_axes))

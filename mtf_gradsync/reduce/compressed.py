@@ -1,4 +1,4 @@
-"""Base class of strategies with their own reduction of gradients; sums in a smaller dtype."""
+"""The base class of strategies that compress gradients, and a strategy that sends fewer bits."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def in_dtype_of(mesh_impl: Any, value: Any, other: Any) -> Any:
 
 
 class DType(Protocol):
-    """The protocol of `tf.DType`, which has no type hints."""
+    """A protocol, for type checkers, of what this package uses of `tf.DType`."""
 
     @property
     def as_datatype_enum(self) -> Any:
@@ -172,7 +172,8 @@ class CompressedAllReduce(Strategy):
 
         Args:
           reducer: the reduction strategy; None takes `FusedAllReduce()`.
-          wire_dtype: "bfloat16", "float16", or the tf dtype; None compresses nothing.
+          wire_dtype: the dtype of messages: "bfloat16", "float16", or the tf dtype; None compresses
+            nothing.
           prescale: the factor that values are multiplied by before they are rounded. Sums are
             divided by it. A power of two adds no rounding.
 

@@ -280,9 +280,10 @@ Spec = Union[_Entry, List[_Entry]]
 class HierarchicalAllReduce(Strategy):
     """A strategy of two levels: within inner groups, then over the slow links between them.
 
-    An inner group is the processors of one process if the mesh's devices are in several processes,
-    otherwise the processors that differ only along the inner mesh axes. On a placement mesh only
-    one member of each inner group sends and receives over the slow links; the others read its sum.
+    If the mesh's devices are in several processes, the processors of each process are an inner
+    group. Otherwise, the processors that differ only along the inner mesh axes are. (See
+    `outer_axes`.) On a placement mesh only one member of each inner group sends and receives over
+    the slow links; the others read its sum.
 
     A SIMD mesh has only the algorithm of its compiler, and all cores take part in the outer sum.
     All tensors of a range of sizes are summed at one level before the next level begins. The sums
@@ -291,8 +292,8 @@ class HierarchicalAllReduce(Strategy):
     then put together by another sum along the inner axes. This pays if the outer axes are slower.
     The number of parts is then the number of cores in an inner group, whatever shards is.
 
-    bfloat16 and float16 are summed in float32 on each level of a placement mesh, and rounded
-    after each.
+    On a placement mesh bfloat16 and float16 are summed in float32 on each level, and the sum of
+    each level is rounded.
 
     References:
       TensorFlow 1's `MultiWorkerAllReduce`, for the form of the specification.
@@ -316,11 +317,12 @@ class HierarchicalAllReduce(Strategy):
         """Sets the algorithms and the levels.
 
         Args:
-          spec: a list of `AllReduceSpec`s or of tuples (algorithm, shards, limit) with rising
-            limits, the last one unlimited: the first entry that a tensor fits applies. One tuple or
-            the name of an algorithm stands for a list of one; shards default to 1 and limits to
-            -1. [("ring", 1, 1024), ("add_n/add_n", 2, -1)] sums tensors of up to 1 KiB by
-            Mesh-TF's ring and others in two levels, cut in halves.
+          spec: a list of `AllReduceSpec`s or of tuples (algorithm, shards, limit). Limits rise from
+            entry to entry, and the last one is -1 (no limit); a tensor is summed by the first entry
+            whose limit it does not exceed. A single tuple, or the name of an algorithm, stands for
+            a list of one entry. Shards default to 1 and limits to -1. For example,
+            [("ring", 1, 1024), ("add_n/add_n", 2, -1)] sums tensors of up to 1 KiB by Mesh-TF's
+            ring. It cuts larger tensors in halves, and sums them in two levels.
           num_packs: as for `AllReduce`, within each range of sizes.
           agg_small_grads_max_bytes: as for `AllReduce`, within each range of sizes.
           agg_small_grads_max_group: as for `AllReduce`, within each range of sizes.

@@ -162,15 +162,20 @@ class _Matrix(NamedTuple):
 class LowRankAllReduce(GradientStrategy):
     """A strategy that sends gradients as low-rank factors of matrices: PowerSGD.
 
-    A gradient is reshaped to a matrix M whose numbers of rows and columns are as equal as possible.
-    With Q of `rank` orthonormal columns, the same on all cores, P is the sum of M Q over the cores;
-    its columns are made orthonormal, and Q becomes the sum of the transposed M times P. The sum of
-    the gradients is approximated by P times the transposed Q: rank * (rows + columns) numbers are
-    sent in place of rows * columns, in two reductions: all P's together with gradients that are
-    not compressed, then all Q's. With the full rank the sum is exact.
+    Each core reshapes its gradient to a matrix M whose numbers of rows and columns are as equal as
+    possible.
 
-    **Error feedback.** A core keeps M minus its part of the result, and adds it to its next
-    gradient: so all gradients are applied in the end, up to rounding.
+    1. Q is a matrix with `rank` orthonormal columns, the same on all cores.
+    2. P is the sum of M Q over the cores. The columns of P are then made orthonormal.
+    3. Q becomes the sum, over the cores, of the transposed M times P.
+    4. The sum of the gradients is approximated by P times the transposed Q.
+
+    So rank * (rows + columns) numbers are sent in place of rows * columns. There are two
+    reductions: one of all P's and of the gradients that are not compressed, and one of all Q's.
+    With the full rank the sum is exact.
+
+    **Error feedback.** A core keeps the error: M minus what it has added to the result. It adds the
+    error to its next gradient, so that all gradients are applied in the end, up to rounding.
 
     **Model parallel.** If the layout splits a variable over other mesh axes, each core compresses
     its own slice of the gradient as a matrix. Nothing is sent over those axes, and `rank` is the
@@ -184,8 +189,8 @@ class LowRankAllReduce(GradientStrategy):
     the log has the names of the gradients that are not compressed. `ShardedUpdateOptimizer` cuts
     each replica's part from the sums.
 
-    State, by name: `<variable>/low_rank_error`, a value for each core;
-    `<variable>/low_rank_factor`, which begins anew on a mesh with other slices;
+    The state is kept in these variables: `<variable>/low_rank_error`, with a value for each core;
+    `<variable>/low_rank_factor` (Q), which begins anew on a mesh with other slices;
     `<wrapper>/low_rank_step`, if start_step is given or warm_start is off.
 
     References:

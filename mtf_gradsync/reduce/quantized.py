@@ -243,7 +243,7 @@ class QuantizedAllReduce(GradientStrategy):
     `ShardedUpdateOptimizer` cuts each replica's part from the sums. float64 is sent with float32's
     precision.
 
-    State, by name: `<variable>/quantization_error`, a value for each core.
+    The state is kept in variables `<variable>/quantization_error`, with a value for each core.
 
     References:
       ZeRO++ (Wang et al. 2023) and EQuARX (2025) for the two exchanges; Seide et al. 2014, 1-bit

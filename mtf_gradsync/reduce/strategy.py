@@ -85,9 +85,10 @@ class StateMaker(abc.ABC):
             `<name of this maker>/<purpose>`.
           shape: the shape without shard dims.
           dtype: the dtype.
-          shard_dims: the shard dims of a gradient, for a variable with a value for each core. A
-            checkpoint restored on another mesh keeps the sum over the cores. Empty for a variable
-            that all replicas share: each has to compute the same new value.
+          shard_dims: the shard dims of a gradient, for a variable with a value for each core. If a
+            checkpoint is restored on another mesh, the sum of the values over the cores stays the
+            same. Empty for a variable that all replicas share, for which each replica has to
+            compute the same new value.
           start: the value in a new run, and after a checkpoint without the variable.
           begins_anew: what happens if a checkpoint has the variable in another shape, for example
             because it is from another mesh. If true, the variable is set to `start`; if false,
@@ -308,8 +309,8 @@ class Strategy(abc.ABC):
         self.check(mesh_impl, groups)
         if len(groups.groups) > 1 and any(devices is not None for devices in places):
             raise ValueError(
-                "destinations must be LaidOutTensors where groups has several groups, which have "
-                f"as many results; got devices and {groups.groups}."
+                "destinations must be LaidOutTensors if there are several groups, each of which "
+                f"has its own result; got devices for the groups {groups.groups}."
             )
         if is_mean:
             check_divisible(values)

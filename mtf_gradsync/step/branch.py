@@ -222,8 +222,8 @@ def _no_summaries() -> Iterator[None]:
     if summaries[before:]:
         warn_once(
             "summaries in a branch",
-            "The scalar summaries %s are not written: an update makes them that some steps skip. "
-            "Make them outside of the optimizer.",
+            "The scalar summaries %s are not written, because they are made by an update that some "
+            "steps skip. Make them outside of the optimizer.",
             some_of([name for name, _ in summaries[before:]]),
         )
         del summaries[before:]

@@ -68,8 +68,8 @@ def _check_no_refs(variable: mtf.Variable, held: Any) -> None:
     # Measured: with momentum inside, values of about 1 are off by up to 0.4 after 20 steps.
     if any(x.dtype != x.dtype.base_dtype for x in held.laid_out_tensor.all_slices):
         raise ValueError(
-            f"Islands of the mesh have values of their own of {variable.name!r}, but it is a "
-            "TensorFlow ref variable: reads and writes of ref variables race, and islands would "
+            f"Each island of the mesh has its own value of {variable.name!r}, but this variable is "
+            "a TensorFlow ref variable: reads and writes of ref variables race, and islands would "
             f"train on wrong values. {CURE}"
         )
 

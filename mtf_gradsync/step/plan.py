@@ -421,8 +421,8 @@ class StepPlan:
         """Returns the plan's state for a lowering; raises ValueError if it has not begun."""
         if not self.has_lowered(lowering):
             raise ValueError(
-                "A wrapper's operation is lowered before the wrapper has made all of its step, as "
-                "where a program lowers each operation when it is made: make the whole step, "
+                "A wrapper's operation is lowered before the wrapper has made its whole update. A "
+                "program must not lower each operation right after making it: make the whole step, "
                 "apply_grads(...) included, and then mtf.Lowering(graph, ...)."
             )
         return vars(lowering)[_LOWERED]
