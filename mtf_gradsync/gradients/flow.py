@@ -340,9 +340,9 @@ class Flow:
         return found
 
     def _gathers(self, tensor: mtf.Tensor) -> bool:
-        """Returns whether a tensor's operation takes shards' slices and loses their axis unsummed.
+        """Returns whether a tensor has values of all shards that were gathered and not summed.
 
-        Its output then has values that come from all shards, without a sum over them.
+        Its operation then has inputs that are split by shard, and its output is not.
         """
         operation = tensor.operation
         is_loop = isinstance(operation, mtf.WhileLoopOperation)

@@ -44,7 +44,8 @@ class ScaledLosses(PlanExtension):
 def _rounded_to(seeds: Iterable[Seed]) -> Callable[[tf.Tensor], tf.Tensor]:
     """Returns a function that rounds a scale to a number that the dtypes of all seeds can hold.
 
-    A scale that is too large for one of them becomes the largest power of two that it can hold.
+    A scale that is too large for a dtype becomes the largest power of two that the dtype can hold.
+    Seeds are the tensors of ones that `mtf.gradients` begins with.
     """
     dtypes = {seed.outputs[0].dtype for seed in seeds}
 
@@ -175,7 +176,7 @@ class _ScaleInGradient(NamedTuple):
     """The scaled losses that a gradient comes from, and whether their scale can be taken out.
 
     Attributes:
-      seeds: seeds of `mtf.gradients` whose scale is still in the gradient.
+      seeds: seeds (tensors of ones that `mtf.gradients` began with) whose scale is in the gradient.
       owners: names of the optimizers that already took a scale out of it.
       not_linear: an operation between `mtf.gradients` and the gradient that is not linear, so that
         the scale cannot be taken out behind it; None if there is none.
@@ -270,7 +271,7 @@ def _first_not_linear(
 
 
 def _keeps_scale(operation: mtf.Operation, positions: set[int]) -> bool:
-    """Returns whether an operation's outputs get a factor that its inputs at `positions` get."""
+    """Returns whether a factor of the inputs at `positions` becomes a factor of all outputs."""
     if isinstance(operation, (mtf.StopGradient, mtf.PrintOperation)):
         return True
     if getattr(operation, "is_linear", False):

@@ -112,7 +112,7 @@ def _flat(x: tf.Tensor) -> tf.Tensor:
 
 
 class SumOverGradients(GradientOperation):
-    """The sum over all gradients of a mesh of a measure, such as squares; per shard if wanted."""
+    """A sum of a measure, such as squares, over all gradients of a mesh; per shard if wanted."""
 
     def __init__(
         self,

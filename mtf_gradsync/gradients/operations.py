@@ -149,7 +149,10 @@ def each_mesh(
     grads: Sequence[mtf.Tensor],
     make: Callable[[mtf.Mesh, list[mtf.Tensor]], Sequence[mtf.Tensor]],
 ) -> list[mtf.Tensor]:
-    """Calls `make` once for each mesh, with its gradients; returns all results in order."""
+    """Calls `make` once for each mesh, with the gradients on it.
+
+    Returns a result for each gradient, in the order of the gradients.
+    """
 
     def of_mesh(mesh: mtf.Mesh, some: list[int]) -> Sequence[mtf.Tensor]:
         return make(mesh, [grads[i] for i in some])
@@ -237,7 +240,7 @@ class PendingSum(mtf.LazyAllreduceSum):
             self.add_counter_fn()
 
     def to_laid_out_tensor(self) -> Any:
-        """Returns the `LaidOutTensor` of the sum, made on the first call."""
+        """Returns the `LaidOutTensor` of the sum; the first call makes the sum."""
         if self._reduced_value is None:
             self._make_reduced(self)
         return self._reduced_value

@@ -140,8 +140,9 @@ def per_shard(
       axes: the replica axes.
       reducer: the reduction strategy for gradients that are pending over mesh axes other than the
         replica axes; None takes `FusedAllReduce()`.
-      accept_summed: whether to take equal shares, in place of an error, of gradients whose shards'
-        gradients are not recoverable (after a clip by the global norm, for example).
+      accept_summed: what happens if shards' own gradients are not recoverable from a gradient
+        (after a clip by the global norm, for example). If true, each shard takes an equal share of
+        the gradient; if false, it is an error.
 
     Returns:
       A list of tensors of shape `[shard dims...] + var dims`, in the dtypes of the gradients;

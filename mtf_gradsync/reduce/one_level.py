@@ -94,7 +94,7 @@ class AllReduce(OneLevel):
             the last one takes the rest.
           agg_small_grads_max_bytes: used if num_packs is 0: the size of the largest tensor that is
             packed with others, in bytes per processor.
-          agg_small_grads_max_group: most tensors in such a pack; 0 packs none.
+          agg_small_grads_max_group: the largest number of tensors in such a pack; 0 packs none.
 
         Raises:
           ValueError: there is no such algorithm, or a number is negative or not whole.
@@ -136,7 +136,7 @@ class RingAllReduce(OneLevel):
 
 @gin.configurable(module="mtf_gradsync")
 class ReductionToOneDevice(OneLevel):
-    """A strategy that adds up each tensor on one device, from which others read the sum.
+    """A strategy that adds up each tensor on one device, from which other devices read the sum.
 
     On a SIMD mesh each tensor is summed by the mesh's all-reduce instead, with a warning.
 

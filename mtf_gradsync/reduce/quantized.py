@@ -246,8 +246,8 @@ class QuantizedAllReduce(GradientStrategy):
     The state is kept in variables `<variable>/quantization_error`, with a value for each core.
 
     References:
-      ZeRO++ (Wang et al. 2023) and EQuARX (2025) for the two exchanges; Seide et al. 2014, 1-bit
-      Adam (Tang et al. 2021) for the errors of both.
+      ZeRO++ (Wang et al. 2023) and EQuARX (2025) for the two exchanges; Seide et al. 2014 and 1-bit
+      Adam (Tang et al. 2021) for keeping the errors of both.
 
     Examples:
       >>> reducer = gs.QuantizedAllReduce(bits=8)

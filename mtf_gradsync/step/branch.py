@@ -251,8 +251,9 @@ class DeferredUpdate:
     def build(self) -> list[mtf.Operation]:
         """Returns the operations of the update; the first call builds them.
 
-        In the graph's list they are put where the last stand-in is, or after everything that they
-        are computed from, if that is later. (Stand-ins are what callers got before.)
+        In the graph's list of operations they are put at the position of the last stand-in (what
+        callers got in place of the operations), or after all that they are computed from, if that
+        is later.
         """
         # An error may have undone the operations, together with what was being built around them.
         if self._operations is None or self in self.plan.deferred:
