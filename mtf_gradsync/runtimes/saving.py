@@ -47,6 +47,7 @@ class Differences(NamedTuple):
     dropped: tuple[str, ...]  # names that only the checkpoint has
     new: tuple[str, ...]  # names that only the graph has
     adapted: tuple[str, ...]  # names in `new` that a wrapper derives from other values
+    slots: tuple[str, ...]  # names in `new` of slots that begin as in a new run in every saver
     unfit: tuple[str, ...]  # sentences about variables in both that cannot be restored
 
 
@@ -75,7 +76,8 @@ def differences(path: str, variables: Sequence[Any]) -> Differences:
     return Differences(
         dropped=tuple(sorted(set(saved.shapes) - used)),
         new=tuple(sorted(new)),
-        adapted=tuple(name for name in sorted(new) if name in saved.changes),
+        adapted=tuple(n for n in sorted(new) if n in saved.changes and n not in saved.slots_anew),
+        slots=tuple(name for name in sorted(new) if name in saved.slots_anew),
         unfit=tuple(unfit),
     )
 
@@ -204,9 +206,8 @@ def check_configuration(
 def check_has(path: str, variables: Sequence[Any], model_dir: str) -> None:
     """Raises a ConfigError if a checkpoint lacks variables that wrappers cannot derive from it."""
     found = differences(path, variables)
-    missing = [
-        f"{name} is not in the checkpoint" for name in found.new if name not in found.adapted
-    ]
+    made = {*found.adapted, *found.slots}
+    missing = [f"{name} is not in the checkpoint" for name in found.new if name not in made]
     if missing or found.unfit:
         raise _error(
             f"The checkpoint {path} was made by another model than this config describes:",

@@ -11,6 +11,7 @@ import mtf_gradsync as gs
 from mtf_gradsync import simd
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.optimizers.state.checkpoints import write_changed
+from mtf_gradsync.runtimes import saving
 from tests import harness, models, reference, wrappers
 from tests.reference import AdamW, Sgd
 from tests.sessions import session_of, train
@@ -221,6 +222,38 @@ def test_a_slot_does_not_begin_anew_beside_others_of_its_variable(lacks, tmp_pat
         write_changed(path, cut, {}, names)
         with pytest.raises(tf.errors.NotFoundError, match=lacks):
             session.restore(cut)
+
+
+@pytest.mark.parametrize(
+    ("before", "slots", "others"),
+    [
+        (gs.ByVariable(ADAMW, FROZEN), {"w1/adam_m", "w1/adam_v", "w1/adam_t"}, set()),
+        (
+            mtf.optimize.SgdOptimizer(0.1),
+            {f"{name}/adam_t" for name in ("w1", "b1", "scale")},
+            {f"{name}/adam_{slot}" for name in ("w1", "b1", "scale") for slot in "mv"},
+        ),
+    ],
+    ids=["trained again", "trained by AdamW now"],
+)
+def test_train_says_that_slots_begin_anew(before, slots, others, tmp_path):
+    """And their counts with them; what wrappers derive from the checkpoint is something else."""
+    feed = models.mlp_batches(1)[0]
+    first, then = (
+        harness.built("placement", SHAPE, LAYOUT, models.train(make), feed)
+        for make in (
+            lambda: gs.CrossShardOptimizer(before),
+            lambda: gs.CrossShardOptimizer(ADAMW()),
+        )
+    )
+    with session_of(first) as session:
+        path = session.save(str(tmp_path / "model"))
+    with then.graph.as_default():
+        found = saving.differences(path, tf.global_variables())
+    assert found == saving.Differences((), tuple(sorted(slots | others)), (), (*sorted(slots),), ())
+    (says, *names) = saving.differences_text(found).splitlines()
+    assert "begins as in a new run" in says
+    assert {name.strip() for name in names} == slots | others
 
 
 def test_a_group_changes_to_an_optimizer_of_tensorflow_in_a_restart(tmp_path):

@@ -185,6 +185,17 @@ class Saved:
                 found[name] = Change(None, (), None, shape, dtype, StateNote(name, start=start))
         return found
 
+    @functools.cached_property
+    def slots_anew(self) -> set[str]:
+        """The names of `changes` that are slots, or their counts, and begin as in a new run."""
+        counts = {
+            name
+            for name, change in self.changes.items()
+            if change.saved_name is None and change.note.follows
+            if not self.find(change.note.follows)
+        }
+        return {*self._new_slots, *counts}
+
     def _change(self, variable: Any, note: StateNote) -> Change | None:
         """Returns how the checkpoint's variable differs from the graph's; None if it does not."""
         name, shape = variable.op.name, tuple(variable.shape.as_list())
