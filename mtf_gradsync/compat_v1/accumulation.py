@@ -128,7 +128,7 @@ class GradientAccumulationOptimizer(OffMesh, tf.train.Optimizer):
                     "GradientAccumulationOptimizer makes operations for sessions of tf.compat.v1: "
                     "use it in a tf.Graph, or after tf.compat.v1.disable_eager_execution()."
                 )
-        # In the conditional they would get names of it.
+        # Made inside the conditional, slots would get its name as a prefix.
         create_slots(self.opt, [v for g, v in pairs if g is not None])
         collected = list(tf.get_collection(tf.GraphKeys.TRAIN_OP))
         with tf.name_scope(name, self.get_name()) as scope:
@@ -139,7 +139,7 @@ class GradientAccumulationOptimizer(OffMesh, tf.train.Optimizer):
             else:
                 step = self._micro_step(grads, variables, global_step)
             step = tf.group(step, name=scope)
-        # What the inner optimizer put there is part of a conditional and cannot be fetched.
+        # The inner optimizer has put operations of a conditional there, which cannot be fetched.
         train_ops = tf.get_collection_ref(tf.GraphKeys.TRAIN_OP)
         train_ops[:] = [*collected, step]
         return step
@@ -243,7 +243,7 @@ class GradientAccumulationOptimizer(OffMesh, tf.train.Optimizer):
             wide = grad.dtype if grad.dtype.size >= 4 else tf.float32
             return tf.zeros(variable.shape, self._dtype or wide)
 
-        # A parameter server would share them among workers: they stand where this operation does.
+        # On a parameter server workers would share these: they are placed where this operation is.
         with tf.init_scope():
             here = tf.no_op(name="here")
             with here.graph.colocate_with(here):

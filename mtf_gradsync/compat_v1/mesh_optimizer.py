@@ -170,7 +170,7 @@ class MeshOptimizer(mtf.optimize.Optimizer):
         self, rule: Rule, pairs: Sequence[tuple[mtf.Tensor, mtf.Variable]]
     ) -> list[mtf.Operation]:
         mesh = pairs[0][1].mesh
-        # By the object: two optimizers of one name may train one graph.
+        # A name for each object, because two optimizers of the same name may train one graph.
         name = f"{type(self).__name__} {id(self)}"
         state = self._last = StepPlan.of(mesh.graph).state(self, name, lambda: _MeshState({}, {}))
         # Variables that an error has taken out of their graph again are forgotten.
@@ -182,7 +182,7 @@ class MeshOptimizer(mtf.optimize.Optimizer):
         for name, value in rule.powers:
             if name not in state.powers:
                 state.powers[name] = _make_power(mesh, name, value)
-        # Scalars are on one mesh, that of the powers, and their values on that of each variable.
+        # Scalars are made on the mesh of the powers, and moved to the mesh of each variable.
         mesh = next((power.mesh for power in state.powers.values()), mesh)
         scalars = {name: _scalar(mesh, value) for name, value in rule.scalars.items()}
         operations: list[mtf.Operation] = []
@@ -287,7 +287,7 @@ def _make_power(mesh: mtf.Mesh, name: str, value: Any) -> mtf.Variable:
 def _make(mesh: mtf.Mesh, name: str, shape: mtf.Shape, dtype: tf.DType, value: Any) -> mtf.Variable:
     """Returns a new variable, all of whose elements begin with `value`."""
     if isinstance(value, tf.Tensor):
-        # The initializer of a program for TPUs stands outside of it, where the tensor may not be.
+        # A TPU program is initialized outside of it, where the tensor may not exist.
         known = tf.get_static_value(value)
         value = value if known is None else known
 

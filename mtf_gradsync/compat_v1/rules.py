@@ -44,7 +44,7 @@ AllReduceFn = Callable[["list[tf.Tensor]", "list[Any]"], "Sequence[tf.Tensor]"]
 Reduction = Literal["weighted_sum", "weighted_mean"]
 # The default of learning_rate arguments: None is a learning rate that pipelines pass on.
 NOT_GIVEN = object()
-# Where the class of tf.compat.v1.train has another name than Keras's with "Optimizer" behind.
+# By name of a Keras class: the class of tf.compat.v1.train, if it is not called <name>Optimizer.
 _V1_NAMES = {"SGD": "MomentumOptimizer", "RMSprop": "RMSPropOptimizer"}
 
 

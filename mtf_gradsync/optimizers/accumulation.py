@@ -280,7 +280,7 @@ class GradientAccumulationOptimizer(ReportsSkips):
         return self._given_place or self._place_now
 
     def stages(self, place: Place) -> list[Stage]:
-        if not self._accumulates:  # it is the inner optimizer, which may be anywhere
+        if not self._accumulates:  # it does what the inner optimizer does, in any stack
             return []
         where, axes, why = self._given_place, place.axes, ""
         if where is None and place.program is not None:
@@ -552,7 +552,7 @@ class _Accumulate(Stage):
         if weight is not None:
             has_data = step.agreed(mtf.greater(weight, 0.0), by_any=True)
             has_update *= mtf.cast(has_data, tf.int32)
-        # The update itself advances `update_step`, as what is inside may skip it.
+        # The update itself advances `update_step`, because a wrapper inside may skip the update.
         now = _Counters(
             count * (1 - updated),
             None,
@@ -566,7 +566,7 @@ class _Accumulate(Stage):
             [mtf.assign(v, x) for v, x in (*counted_now, *kept)]
         )
         step.write(counts, gate)
-        # Before a reduction, they may say more about shards.
+        # As they were before a reduction, gradients may tell more about shards.
         received = step.received[-1]
         axes, of_shards_only = step.shards_to_name(received.present)
         if skip_fn is not None or before.waiting is not None:
@@ -583,7 +583,7 @@ class _Accumulate(Stage):
             )
         divisor = count if wrapper._average else None
         if weight is not None:
-            # A sum is as large as that of so many means.
+            # The result is as large as the sum of `count` mean gradients.
             divisor = None if wrapper._average else weight / mtf.cast(count, tf.float32)
 
         def at_end(operations: Sequence[mtf.Operation]) -> Sequence[mtf.Operation]:

@@ -87,7 +87,7 @@ class AdamWOptimizer(InnerOptimizer):
     def _update(self, grad: mtf.Tensor, var: mtf.Variable) -> list[mtf.Operation]:
         wide = wide_dtype(var)
         m, v = self._slot(var, "adam_m"), self._slot(var, "adam_v")
-        # One for each variable: it may be trained later than others, or apart from them.
+        # One counter for each variable, which may be trained later than others, or apart from them.
         t = named_state(
             var.mesh,
             f"{var.name}/adam_t",

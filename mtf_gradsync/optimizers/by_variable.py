@@ -142,7 +142,7 @@ class ByVariable(mtf.optimize.Optimizer):
         grads, variables = check_grads_and_variables(grads, variables, same_shapes=True)
         if variables:
             self._tell_of_empty_groups(variables)
-        # A group's gradients may still need variables of another one.
+        # Gradients of one group may still have to read variables of another group.
         updates = gated_update(functools.partial(self._update, grads, variables), grads)
         check_bare_update(self, updates, variables)
         return updates

@@ -33,11 +33,11 @@ class TrainOptimizerInterface:
     name: str
     step: Any  # StepBuilder | None
     loss_reduction: Reduction | None = None
-    # Shards that sum the gradients of their own copies of variables; None for all of them.
+    # Groups of shards that sum the gradients of their own copies of variables; None for one group.
     _groups: list[list[int]] | None = None
-    # Pairs gathered for it, or for a wrapper around it, whose steps are still to be built.
+    # The pairs given to `apply_grad` of this wrapper, or of one around it, without a step yet.
     _to_build: tuple[_Pairs, ...] = ()
-    # While `minimize` computes gradients, the arguments of the step that it makes then.
+    # While `minimize` computes gradients: the arguments of the step that it makes afterwards.
     _minimizing: OwnArguments | None = None
     apply_grads: Callable[..., list[mtf.Operation]]
     _checked: Callable[..., Any]

@@ -362,7 +362,7 @@ class _SkipNotFinite(Stage):
         given = step.received[-1]  # before they were reduced
         shards = step.shards_to_name(given.present)
         if self.is_told:
-            # What shards have that it skips does not count.
+            # Gradients of shards that a stage inside skips do not count.
             step.when_finite_is_known(
                 lambda finite, has_data: self._change_scale(
                     before, finite, has_data, [], gradients, gradients, shards, step

@@ -227,7 +227,7 @@ class StepsOfIslands:
         differ = [*(v.value for v in (*self._variables, *counts)), *self._gradients, *self._weights]
         self._slots = differing_variables(graph.operations, differ, made)
         if not self._islands.shard_dims:
-            # Nothing differs; slots have a value for each island all the same, counters have not.
+            # Nothing differs, but slots (not counters) get a value for each island, too.
             names = {v.name for v in self._variables}
             self._slots = [v for v in self._slots if owner_of(v.name, names)]
         hold_slots_by_islands(self._slots, self._islands.shard_dims)
@@ -485,5 +485,5 @@ def _at_pieces(
 
 
 def _where(skip: mtf.Tensor, new: mtf.Tensor, old: mtf.Tensor) -> mtf.Tensor:
-    # The result has the shape of the first one.
+    # The result has the shape of the first input.
     return mtf.cwise(lambda x, y, skip: tf.where_v2(skip, y, x), [old, new, skip], old.dtype)

@@ -137,7 +137,7 @@ class Agreed(GradientOperation):
         self.set_outputs(lowering, [mesh_impl.slicewise(lambda x: x > least, count)])
 
 
-# The outputs of these are the same on all islands.
+# Operations whose outputs are the same on all islands.
 _SAME_EVERYWHERE = (Agreed, NotFinite)
 
 
@@ -282,7 +282,7 @@ class LossesOfPeriod:
         self._period, last = period, self.variable.value
         losses = losses_behind(grads)
         if losses:
-            # A loss that islands share says of none of them that it is its own.
+            # A loss that is not finite and that islands share is not counted for any of them.
             found = NotFinite(losses, islands, strategy, of_shards_only=True).outputs[0]
             bad = mtf.greater(mtf.reduce_sum(found, output_shape=mtf.Shape(dims)), 0.0)
             bad = bad if has_data is None else mtf.logical_and(bad, has_data)

@@ -117,7 +117,7 @@ def check_of_replicas(name: str, kind: str, value: Any, axes: ReplicaAxes) -> No
     if value is None:
         return
     dims = list(axes.shard_dims)
-    # A flat list, or with the sizes of the shard dims.
+    # A flat list, or a tensor with the sizes of the shard dims.
     shapes = list(dict.fromkeys([(axes.num_shards,), tuple(d.size for d in dims)]))
     wanted = (
         f"{name} must have one {kind} for each of the {axes.num_shards} replicas: an mtf tensor "
@@ -183,7 +183,7 @@ def fresh_replicas(
     returned, and a gradient is stale if its step is less than `update_step`.
     """
     dims = mtf.Shape(list(axes.shard_dims))
-    # A processor has the whole of one, unless the layout splits it over a replica axis.
+    # A processor has a full reduced gradient, unless the layout splits it over a replica axis.
     split = [g for g in reduced if axes.free_shard_dims(g.shape) != axes.shard_dims]
     shards = [*own, *(g for g in reduced if g not in split)]
     found = [shards_not_finite(shards, axes, strategy)] if shards else []

@@ -212,8 +212,8 @@ class ShardedUpdateOptimizer(Wrapper):
     """
 
     axes: ReplicaAxes
-    # Of the steps that were built: the parts of variables, None for those that are not split, and
-    # the variables with partitioned slots, which are gathered for the update.
+    # In the steps that were built: the parts of variables (None for a variable that is not split),
+    # and the variables with partitioned slots, which are gathered for the update.
     _parts = OfStep[Mapping[mtf.Variable, Optional[PartOfVariable]]](MappingProxyType({}))
     _with_gathered_slots = OfStep[FrozenSet[mtf.Variable]](frozenset())
 

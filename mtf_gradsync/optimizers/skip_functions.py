@@ -13,10 +13,10 @@ from mtf_gradsync.gradients import global_norm, not_finite
 from mtf_gradsync.optimizers.state.variables import Ring, named_state
 from mtf_gradsync.reduce import Strategy
 
-# Called with the gradients of a microbatch step, and with `reducer=` if it has such an argument.
-# What keeps state has a method `decide` in place of that, as `skip_spikes`.
+# A function of the gradients of a microbatch step, and of `reducer=` if it has such an argument; or
+# an object with a method `decide`, if it keeps state (`skip_spikes`).
 SkipFn = Any
-# Variables with their values after the step.
+# Pairs of a variable and its value after the step.
 State = List[Tuple[mtf.Variable, mtf.Tensor]]
 
 
@@ -141,7 +141,7 @@ class skip_spikes:
             mean = tf.reduce_sum(is_kept * (kept / number))
             away = is_kept * (kept / tf.maximum(mean, 1e-30) - 1.0)
             deviation = tf.sqrt(tf.reduce_sum(tf.square(away)) / number)
-            # 2. Is it one? A NaN is not less than anything; no gradients at all say nothing.
+            # 2. Whether the step is a spike. A NaN is not less than anything. No gradients, no spike.
             is_usual = now / tf.maximum(mean, 1e-30) <= 1.0 + self.deviations * deviation
             is_finite = now < float("inf")
             is_spike = tf.logical_and(count >= few, tf.logical_not(is_usual))
@@ -150,11 +150,11 @@ class skip_spikes:
             skip = tf.logical_or(
                 tf.logical_not(is_finite), tf.logical_and(is_spike, tf.logical_not(begins))
             )
-            # 3. What is kept of it.
+            # 3. The new state.
             counts = tf.logical_and(tf.logical_not(skip), now > 0)
             count = tf.where_v2(begins, 0, count)
             here = tf.logical_and(counts, tf.equal(places, tf.math.floormod(count, self.window)))
-            # Beyond the window, what matters is the place.
+            # Once the window is full, only the position in it matters.
             count = tf.where_v2(count >= 2 * self.window, count - self.window, count)
             count += tf.cast(counts, tf.int32)
             return tf.where_v2(here, now, kept), count, tf.where_v2(begins, 0, row), skip

@@ -29,7 +29,7 @@ from mtf_gradsync.optimizers.wrapper import OfStep, Wrapper
 from mtf_gradsync.reduce import Strategy
 from mtf_gradsync.step import Watched, WatchHook, values_after
 
-# What rows are called that are no shard's: of sums of finite gradients, and of reduced gradients.
+# Names of rows for no single shard: sums of finite gradients, and gradients reduced before.
 _OF_SUM, _OF_ONE = "(sum over shards)", "(shard unknown)"
 
 # The full list may be as long as the number of variables times the number of shards.
@@ -205,7 +205,7 @@ class Skips:
         """The variables whose values show whether a step has something to report."""
         return [*self.counts, *self.waiting, *([] if self.floor is None else [self.floor[0]])]
 
-    # What is told, as operations of TensorFlow; `_on_host` runs them where the step cannot.
+    # Texts, as operations of TensorFlow; `_on_host` runs them if the step cannot.
 
     def line(self, now: tf.Tensor, found: tf.Tensor, floor: Any) -> tf.Tensor:
         """Returns a step's log line, from `counts` after it, the flags and the scale's value."""
@@ -423,7 +423,7 @@ class ReportsSkips(Wrapper):
     """
 
     state = OfStep[Any](None)
-    _now = OfStep[Any](None)  # their values after a step
+    _now = OfStep[Any](None)  # the values of `state` after a step
     _skips = OfStep[Union[Skips, None]](None)
 
     def variables(self) -> list[mtf.Variable]:

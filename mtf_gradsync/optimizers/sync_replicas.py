@@ -342,7 +342,7 @@ class _AggregateReplicas(Stage):
         one_step = wrapper._to_aggregate <= axes.num_shards
         if not one_step:
             gradients = without_skipped(gradients, skipped)
-        # Besides gradients, only this is reduced over the replica axes.
+        # Besides gradients, only this flag is reduced over the replica axes.
         contributed = mtf.anonymize(mtf.cast(fresh, tf.int32))
         contributions = mtf.reduce_sum(contributed)
 
@@ -473,7 +473,7 @@ def _of_contributions(
         ]
         dims = [[d for d in x.shape.dims if d in axes.shard_dims] for x in kept]
         sums = SumGradients(kept, dims, reducer, axes.batch_dims).outputs
-        # The operations that make it take other dtypes of none of their inputs.
+        # The operations that compute the gradient take each input in the same dtype as before.
         return one.remade(sums, [mtf.cast(times(counts, x), x.dtype) for x in one.shared])
 
     again = {i: made_again(one, parts[i]) for i, one in gradients.made_of_sums.items()}

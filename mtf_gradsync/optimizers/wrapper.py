@@ -195,7 +195,7 @@ class Wrapper(TrainOptimizerInterface, mtf.optimize.Optimizer):
         self.__dict__.update(state, _slots=SlotBook())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Wrapper:
-        # What belongs to a graph (a learning rate, variables to average) stays what it is.
+        # Objects of a graph (a learning rate, variables to average) are not copied.
         for opt in (self, *self.inner_stack()):
             memo.update((id(x), x) for x in _of_graphs(getattr(opt, "__dict__", {})))
         made = memo[id(self)] = copy.copy(self)

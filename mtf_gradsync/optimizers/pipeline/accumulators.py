@@ -93,7 +93,7 @@ class Accumulators:
                 wide,
                 checkpointed,
                 in_scope=True,
-                # Without shard dims too: the checkpoint may come from a mesh with shards.
+                # Also if it is 0: the checkpoint may be from a mesh with several shards.
                 num_shard_dims=grad.shape.ndims - variable.shape.ndims,
                 is_share=is_share,
                 is_total=gradients.weights is not None,

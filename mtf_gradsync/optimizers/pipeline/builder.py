@@ -209,8 +209,8 @@ class StepBuilder(StepConditions):
         self.per_shard: GradientSet | None = None
         self.reduced_first: Reduced | None = None
         self.compressions: list[Compression] = []
-        # Of strategies that reduce gradients: those that did, the gradients of which variables, and
-        # their new state, which is not written yet.
+        # The strategies with `reduce_gradients` that have reduced gradients, the variables of these
+        # gradients, and the new state of the strategies that is not written yet.
         self._strategies: list[Strategy] = []
         self._by_strategy: set[mtf.Variable] = set()
         self._new_state: list[tuple[mtf.Variable, mtf.Tensor]] = []
@@ -225,7 +225,7 @@ class StepBuilder(StepConditions):
         before = set(gradients.graph.operations)
         segments = self.stack.segments
         with self._branches:
-            # 1. The stages, from the outside in; some open branches for all that follows.
+            # 1. The stages, the outermost first; some open a branch for all later operations.
             for stage in self.stack.first:
                 gradients = stage.apply(gradients, self)
             for self._number, segment in enumerate(segments):
@@ -242,17 +242,17 @@ class StepBuilder(StepConditions):
 
             def update() -> list[mtf.Operation]:
                 made = self._update(gradients, self._around)
-                # Counters of updates advance that nothing else advances.
+                # Counters of updates that nothing else advances are advanced here.
                 counters = self.plan.known_extension(UpdateCounters)
                 meshes = {v.mesh for v in gradients.variables}
                 return [*made, *(counters.advances(gradients.graph, meshes) if counters else [])]
 
             updates = gated_update(update, gradients.grads)
             self.add(updates)
-            # 3. What follows an update, innermost first; what reads values for evaluation last.
+            # 3. Operations after an update: the innermost wrapper first, `is_shown` ones last.
             for _, make in sorted(reversed(self._after), key=lambda pair: pair[0]):
                 self.add(make(updates))
-        # 4. What every step ends with.
+        # 4. The last operations of every step.
         (operations,) = self._lists
         for make in reversed(self._at_end):
             self.add(make(list(operations)))
@@ -459,7 +459,7 @@ class StepBuilder(StepConditions):
         shared = apart.shared if request.remakes else ()
         if request.mixed == "refuse" and not request.adds_up:
             apart.check([f"variable {v.name!r}" for v in gradients.variables], request.remakes)
-        # Where an operation drops the sum, reduced gradients would differ between shards.
+        # If an operation drops the sum, reduced gradients would differ between shards.
         mixed = {
             i: operation
             for i, (operation, cause) in found.items()

@@ -11,7 +11,7 @@ from mtf_gradsync.optimizers.pipeline.words import About
 Stages = Sequence[Stage]
 
 
-# What some stages together mean for those around and inside of them.
+# Facts about some stages together that decide which stages may be around or inside them.
 
 
 def reduces(stages: Stages) -> bool:

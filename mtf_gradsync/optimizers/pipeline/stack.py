@@ -53,27 +53,33 @@ class Stage:
     squares: bool = False
     takes_parts: bool = False
 
-    # What only the package's own stages say: the form that `apply` returns, if it is another one;
-    # the replica axes that it found itself; how it shards updates; whether it adds up reduced
-    # gradients, in accumulators laid out like variables, or like the parts of `_parts`; the dtype
-    # of what it passes on, "wide" for float32 at least; what these are divided by, in words.
+    # Attributes of this package's own stages. The form that `apply` returns; None for the one it
+    # takes.
     _leaves: Form | None = None
+    # The replica axes, if the stage has found them itself.
     axes: ReplicaAxes | None = None
+    # How updates are split, if the stages inside get replicas' parts of variables.
     _partition: Partition | None = None
+    # Whether the stage adds up reduced gradients, and how their sums are split; None for full sums.
     _wants_reduced: bool = False
     _parts: Partition | None = None
+    # The dtype of the gradients that it passes on: None for theirs, "wide" for at least float32.
     _sums_in: Any = None
+    # What gradients are divided by once they are reduced, as text; "" for nothing.
     _divides: str = ""
-    # Whether `apply` calls `StepBuilder.tell_finite`; applies the gradients of some shards without
-    # those of others; counts which shards contribute; keeps averages; trains other values of
-    # variables than programs see; gives islands values of their own.
+    # Whether `apply` calls `StepBuilder.tell_finite`.
     _tells_finite: bool = False
+    # Whether it applies the gradients of some shards without those of other shards.
     _skips_shards: bool = False
+    # Whether it counts which shards contribute.
     _counts_shards: bool = False
+    # Whether it keeps moving averages of variables.
     _averages: bool = False
+    # Whether it trains other values of variables than those that programs see.
     _keeps_outer_values: bool = False
+    # The islands, if it gives each island its own values of variables.
     _islands: IslandAxes | None = None
-    # What to do about gradients of several meshes, for an error; "" if it takes them.
+    # The remedy for an error about gradients of several meshes; "" if the stage takes them.
     _one_mesh: str = ""
 
     def within(self, inside: Sequence[Stage], others: Sequence[Stage]) -> Stage:
@@ -139,7 +145,7 @@ class Reduction(NamedTuple):
         return has_gradient_reduction(self.strategy)
 
 
-# What wrappers take for batch_dims where they are given nothing.
+# The default of batch_dims.
 _DEFAULT_BATCH_DIMS = ("batch",)
 
 
@@ -186,7 +192,7 @@ class IslandAxes(NamedTuple):
 
 
 class Program(NamedTuple):
-    """What is known of the program that applies gradients, when a stack is completed for it.
+    """The facts of the program that applies gradients, by which a stack is completed for it.
 
     Attributes:
       find_axes: a function of names of batch dims that returns the replica axes; None if they are
@@ -388,7 +394,7 @@ def completed(
         segments.append(Segment(type(wrapper).__name__, stages, reduction, islands))
         # Islands inside of islands are refused.
         islands = islands or next((s._islands for s in stages if s._islands is not None), None)
-    # 2. What those inside mean for those around.
+    # 2. Stages get to know the stages inside them.
     others = [stage for opt in inside for stage in stages_of(opt)]
     for number, segment in enumerate(segments):
         inner = [s for one in segments[number + 1 :] for s in one.stages]
@@ -412,7 +418,7 @@ def with_conversions(segments: Sequence[Segment], takes_pending: bool) -> tuple[
     def reduction_of(
         form: Form, by: Reduction, given: Form | None = None, divides: str = ""
     ) -> list[Reduce]:
-        # Who adds up reduced gradients says whether it needs all of each, or parts.
+        # A stage inside that adds up reduced gradients says whether it needs them in full.
         adds_up = next((stage for stage in left if stage._wants_reduced), None)
         made = Reduce(by, adds_up._parts if adds_up else of_updates, divides, given or form)
         return [] if form is made.form and given is None else [made]
@@ -429,7 +435,7 @@ def with_conversions(segments: Sequence[Segment], takes_pending: bool) -> tuple[
                 form = before[0].form if before else form
             left.pop(0)
             after: list[Reduce] = []
-            # Sums of reduced gradients are reduced, and still to be divided.
+            # Sums of reduced gradients are reduced already, but not divided yet.
             given = form if stage._wants_reduced and form.is_reduced else stage._leaves
             form = stage._leaves or form
             if stage.gives is Form.REDUCED:

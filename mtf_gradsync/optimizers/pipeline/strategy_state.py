@@ -191,7 +191,7 @@ class _Maker(StateMaker):
             name = name if piece is None else f"{name}/{piece.number}"
             full = mtf.Shape([*shard_dims, *shape.dims])
             if begins_anew:
-                # A checkpoint may then have it in any shape, of other shards.
+                # The checkpoint of another number of shards may then have any shape.
                 note = {"num_shard_dims": len(full.dims), "fill": start}
             made = self._new(name, full, dtype, start, note)
         self.made.append(made)
@@ -204,7 +204,7 @@ class _Maker(StateMaker):
         taken = mesh.graph.name_to_variable
         if self._if_taken and name in taken:
             name = f"{name}/{self._if_taken}"
-            # Fragments are reduced one by one.
+            # Fragments of outer values are reduced one by one: each takes the next free number.
             others = (f"{name}/{number}" for number in itertools.count(2))
             name = next(n for n in itertools.chain([name], others) if n not in taken)
         if name in taken:

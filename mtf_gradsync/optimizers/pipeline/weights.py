@@ -62,7 +62,7 @@ class WeightsOfGradients(PlanExtension):
     def record(self, grads: MaybeGradients, weights: Any) -> None:
         """Records the weights that gradients were computed with; None for shards' equal weights."""
         own = {g: weights for g in grads if g is not None}
-        self._given = {**self._given, **own}  # a plan that is undone has the one before
+        self._given = {**self._given, **own}  # a plan that is undone takes the old one
 
     def record_loss(self, loss: mtf.Tensor, weighted: mtf.Tensor) -> None:
         """Records the loss `weighted` that `weighted_loss` returned for `loss`."""
@@ -74,7 +74,7 @@ class WeightsOfGradients(PlanExtension):
         if not self._given or not grads:
             return found
         graph = grads[0].graph
-        # What a gradient was computed from has weights of its own.
+        # The search ends at gradients, because what they were computed from has other weights.
         ends = {x for call in gradients_calls(graph) for x in call.outputs}.union(self._given)
 
         def sources(tensor: mtf.Tensor) -> list[mtf.Tensor]:
@@ -114,8 +114,8 @@ def agreed_weights(
     Raises:
       ValueError: gradients have different weights, or only some of them have weights.
     """
-    first: dict[Any, tuple[Any, str]] = {}  # by key: weights, and a variable that has them
-    equal, without = "", ""  # a variable with losses of shards of equal weights; with none
+    first: dict[Any, tuple[Any, str]] = {}  # by key: weights, and the name of a variable with them
+    equal, without = "", ""  # variables with equal weights of shards; without weights
     for variable, its in zip(variables, found):
         if any(one.in_loop and one.weights is not None for one in its):
             raise ValueError(
@@ -206,7 +206,7 @@ def _as_tensor(weights: Any, mesh: mtf.Mesh) -> mtf.Tensor:
         return mtf.constant(mesh, weights, mtf.Shape([]), tf.float32)
     if not isinstance(weights, mtf.Tensor):
         weights = mtf.import_tf_tensor(mesh, tf.cast(weights, tf.float32), mtf.Shape([]))
-    # They are data: no gradient flows through them.
+    # Weights are data: no gradient flows through them.
     return mtf.cast(mtf.stop_gradient(weights), tf.float32)
 
 

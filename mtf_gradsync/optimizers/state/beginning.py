@@ -31,7 +31,7 @@ _logger = logging.getLogger(__name__)
 _BEGINNINGS = ("mtf_gradsync beginnings",)
 # The collection of names of derived variables, lowered or not.
 _DERIVED = ("mtf_gradsync derived variables",)
-# Bits of NaNs as signed integers, by dtype. Those that arithmetic makes have no such last bits.
+# The bits of the mark as a signed integer, by dtype. NaNs of arithmetic have other last bits.
 _MARKS = {
     tf.bfloat16: (tf.int16, 0x7FE5),
     tf.float16: (tf.int16, 0x7F35),

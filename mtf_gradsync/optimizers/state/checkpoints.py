@@ -254,7 +254,7 @@ class Saved:
         for last in ("update_step", "inner_step"):
             ends = (f"/{last}", f"/{last}/{ISLAND}")
             counts = [int(np.max(self.read(n))) for n in self.shapes if n.endswith(ends)]
-            if counts:  # wrappers inside of others make fewer
+            if counts:  # the innermost counter counts fewest
                 return min(counts)
         return int(self._total("global_step")) if "global_step" in self.shapes else None
 
@@ -272,7 +272,7 @@ class Saved:
         value: Any = note.start if change.saved_name is None else note.fill
         if isinstance(value, str):
             value = self._value_of(value)
-            if value is None:  # then a correction of the first steps is over
+            if value is None:  # then no bias correction is needed any more
                 value = _MANY_UPDATES if note.follows else 0
         if note.follows and not self.find(note.follows):
             value = 0
@@ -308,11 +308,11 @@ class Saved:
         of_island = change.shape[note.num_island_dims :]
         old_shards = math.prod(change.saved_shape[len(islands) : len(islands) + dims])
         new_shards = math.prod(of_island[: note.num_shard_dims])
-        # To that which is alone in a batch and adds up, and from there to that of the graph.
+        # First to values that add up to the value of the batch, then to those of the graph.
         times, by = (new_shards, old_shards) if note.is_mean else (1.0, 1.0)
         if not self._had_weights(note):
             times, by = times * (old_shards if note.is_share else 1), by * old
-        elif not note.is_total:  # the mean, as large as the sum of so many
+        elif not note.is_total:  # the weighted mean, times the number of additions
             weight = self._total(note.weight)
             times, by = times * (self._total(note.counter) if weight else 1), by * (weight or 1)
         if not note.is_total:

@@ -19,8 +19,8 @@ from mtf_gradsync.step import ExtensionLowering, PlanExtension, StepPlan
 ACCUMULATOR = "gradient_accumulator"
 # The last part of the name of a variable that has a value for each island.
 ISLAND = "island"
-# The collections of a tf graph's `StateNote`s, and of counters of sums that it does not keep,
-# though one with other arguments would. They are not exported, as their keys are no strings.
+# Collections of a tf graph: its `StateNote`s, and counters of sums that it does not keep, although
+# wrappers with other arguments would. They are not exported, because their keys are no strings.
 STATE_COLLECTION = ("mtf_gradsync state",)
 SUMS_NOT_KEPT = ("mtf_gradsync sums not kept",)
 # The collection of a tf graph's `SlotNote`s.
