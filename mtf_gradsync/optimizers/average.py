@@ -96,7 +96,7 @@ _DECAYS, _COUNTS = Bounds(0.0, 1.0), Bounds(0.0, math.inf)
 def check_averages(
     variable_averages: Any, variables_to_average: Sequence[mtf.Variable] | None
 ) -> tuple[AverageRule, list[mtf.Variable]]:
-    """Returns checked settings and the variables to average; no variables for arguments None."""
+    """Returns checked settings and the variables to average; none if both arguments are None."""
     if (variable_averages is None) != (variables_to_average is None):
         raise ValueError(
             "variable_averages and variables_to_average must be given together, got "
@@ -152,8 +152,8 @@ def rule_of(
 def moving_average(variable: mtf.Variable) -> mtf.Variable:
     """Returns the moving average of a variable, `<variable>/ExponentialMovingAverage`.
 
-    The first call in a graph makes the average. A program that evaluates without an optimizer can
-    so restore the average from a checkpoint of training. Only `AverageOptimizer` and
+    The first call in a graph makes the average, so that a program that evaluates without an
+    optimizer can restore the average from a checkpoint of training. Only `AverageOptimizer` and
     `SyncReplicasOptimizer` update an average.
 
     Args:

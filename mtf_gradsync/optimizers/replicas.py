@@ -112,7 +112,8 @@ class ReplicaSummaries(mtf.Operation):
 def check_of_replicas(name: str, kind: str, value: Any, axes: ReplicaAxes) -> None:
     """Raises TypeError or ValueError for an argument that is not one value per replica.
 
-    `kind` is "whole number", or "boolean", for which whole numbers are allowed, too (0 for False).
+    `name` is the argument's name. `kind` is "whole number", or "boolean", for which whole numbers
+    are allowed, too (0 for False). None passes.
     """
     if value is None:
         return

@@ -141,7 +141,7 @@ class skip_spikes:
             mean = tf.reduce_sum(is_kept * (kept / number))
             away = is_kept * (kept / tf.maximum(mean, 1e-30) - 1.0)
             deviation = tf.sqrt(tf.reduce_sum(tf.square(away)) / number)
-            # 2. Whether the step is a spike. A NaN is not less than anything. No gradients, no spike.
+            # 2. Whether the step is a spike. A NaN is not less than anything, a norm of 0 is.
             is_usual = now / tf.maximum(mean, 1e-30) <= 1.0 + self.deviations * deviation
             is_finite = now < float("inf")
             is_spike = tf.logical_and(count >= few, tf.logical_not(is_usual))

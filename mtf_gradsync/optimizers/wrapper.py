@@ -549,7 +549,7 @@ def _warn_of_positional_rate(opt: Any) -> None:
 
 
 def _of_graphs(held: Any) -> Iterator[Any]:
-    """Yields the objects of a graph in `held`, the attributes of an optimizer."""
+    """Yields the tensors, variables and other objects of a graph in `held`, also in containers."""
     todo, seen = [held], {}
     while todo:
         one = todo.pop()

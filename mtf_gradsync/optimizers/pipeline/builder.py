@@ -491,9 +491,10 @@ class StepBuilder(StepConditions):
     def _update(
         self, gradients: GradientSet, around: Sequence[Callable[..., list[mtf.Operation]]]
     ) -> list[mtf.Operation]:
-        """Returns the operations of the update, which the functions in `around` make (or change).
+        """Returns the operations of the update.
 
-        Without such functions, they are those of the inner optimizer.
+        The functions in `around` make them (see `around_update`); without such functions, the inner
+        optimizer does.
         """
         if around:
             first, *others = around
