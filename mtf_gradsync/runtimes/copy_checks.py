@@ -113,8 +113,8 @@ class CopiesHook(tf.train.SessionRunHook):
         if not self._copies:
             warn_once(
                 "no copies to watch",
-                "watch_copies: no two cores hold copies of a variable of their own here (the "
-                "processors of one memory share them), so that there is nothing to compare.",
+                "watch_copies has nothing to compare: no two cores hold separate copies of a "
+                "variable, because processors of one memory share variables.",
             )
         graph.add_to_collection(_COLLECTION, self)
         patch(tf.train.Saver, "save", _check_and_save)

@@ -291,7 +291,7 @@ class ReplicaSession(abc.ABC):
         if self._is_inside(name):
             raise ValueError(
                 f"{name!r} cannot be fed: it is inside the TPU program. Feed the tensor outside "
-                "that it is made from."
+                "the program from which it is computed."
             )
         return name
 

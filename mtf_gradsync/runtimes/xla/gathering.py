@@ -228,8 +228,9 @@ class Cores:
         if len({shares[process] for process in range(count)}) > 1:
             said = ", ".join(f"process {p} has {shares[p]}" for p in range(count))
             raise ProcessesError(
-                f"Every process must have as many cores of the mesh, but of {len(self.devices)} "
-                f"cores {said}. Take a mesh whose size is a multiple of {count}, and give every "
+                "All processes must have the same number of the mesh's cores, but of "
+                f"{len(self.devices)} cores {said}. Take a mesh whose size is a multiple of "
+                f"{count}, and give every "
                 f"process {-(-len(self.devices) // count)} devices (cpu_devices of "
                 "start_processes, for CPU devices)."
             )
