@@ -88,6 +88,8 @@ class _Uses:
         """Returns the uses in a graph, as far as it is built."""
         uses = _of_graphs.setdefault(graph, cls())
         operations = graph.operations
+        if len(operations) < uses._number:
+            uses._number = 0  # an error has taken some out again
         for operation in operations[uses._number :]:
             uses._note(operation)
         uses._number = len(operations)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any, Sequence
 
-from mtf_gradsync._common import check_number, check_whole_number
+from mtf_gradsync._common import check_flag, check_number, check_whole_number
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._private.mesh_tensorflow import meshes_made
 from mtf_gradsync._private.patches import late_configurable
@@ -89,7 +89,7 @@ class MuonOptimizer(InnerOptimizer):
         self.learning_rate = check_rate(learning_rate)
         beta = "a number from 0 up to 1 (not included)"
         self.momentum = check_number("momentum", momentum, beta, below=1.0)
-        self.nesterov = bool(nesterov)
+        self.nesterov = check_flag("nesterov", nesterov)
         self.steps = check_whole_number("steps", steps)
         self.weight_decay_rate = check_number(
             "weight_decay_rate", weight_decay_rate, "a number from 0"

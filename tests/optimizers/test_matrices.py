@@ -90,3 +90,18 @@ def test_without_a_use_names_and_shapes_decide():
         }
     assert [name for name, v in made.items() if gs.is_hidden_matrix(v)] == ["ffn/wi"]
     assert matrix_of(made["ffn/wi"]) == Matrix((0,), (1,))
+
+
+def test_operations_that_an_error_takes_out_are_not_counted():
+    graph = mtf.Graph()
+    mesh, dims = mtf.Mesh(graph, "mesh"), [mtf.Dimension("hidden", 3), mtf.Dimension("model", 2)]
+    with tf.Graph().as_default():
+        w = mtf.get_variable(mesh, "w", dims).operation
+        x = mtf.ones(mesh, mtf.Shape([mtf.Dimension("batch", 4), dims[1]]))
+        before = len(graph.operations)
+        for _ in range(20):
+            mtf.ones(mesh, w.shape)
+        assert matrix_of(w).inputs == (0,)
+        del graph.operations[before:]
+        mtf.einsum([x, w.value], mtf.Shape([x.shape[0], dims[0]]))
+        assert matrix_of(w).inputs == (1,)

@@ -225,6 +225,7 @@ def test_a_vector_is_refused_before_anything_is_built():
     [
         ({"momentum": 1.0}, ValueError),
         ({"steps": 0}, ValueError),
+        ({"nesterov": "False"}, TypeError),
         ({"weight_decay_rate": -1.0}, ValueError),
         ({"learning_rate": "0.1"}, TypeError),
     ],

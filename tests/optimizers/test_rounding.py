@@ -256,6 +256,11 @@ def test_float32_variables_are_as_without_it_and_that_is_told(caplog):
 def test_only_what_is_lost_is_told(caplog):
     for name in ("adamw", "sgd", "adam of tensorflow", "muon"):
         on_one_core(OPTIMIZERS[name], feeds_of(1))
+    frozen = [("heads", None)]
+    on_one_core(
+        lambda: gs.CrossShardOptimizer(gs.ByVariable(OPTIMIZERS["adamw"](), frozen)), feeds_of(1)
+    )
+    assert not [line for line in caplog.messages if "Stored in bfloat16" in line]
     groups = [("heads", gs.AdamWOptimizer(0.01))]
     on_one_core(lambda: gs.ByVariable(OPTIMIZERS["adamw"](), groups), feeds_of(1))
     told = [line for line in caplog.messages if "Stored in bfloat16" in line or "slots" in line]

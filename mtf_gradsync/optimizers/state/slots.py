@@ -200,7 +200,9 @@ def tell_of_names_and_dtypes(optimizer: Any, variables: Sequence[mtf.Variable]) 
     narrow = [
         v
         for v in variables
-        if v.slice_dtype.is_floating and v.slice_dtype.size < 4 and not _draws(optimizer, v)
+        if v.slice_dtype.is_floating and v.slice_dtype.size < 4
+        # Some variables stay as they are.
+        if optimizer_of(optimizer, v) is not None and not _draws(optimizer, v)
     ]
     if narrow:
         dtype = narrow[0].slice_dtype
@@ -222,9 +224,8 @@ def tell_of_names_and_dtypes(optimizer: Any, variables: Sequence[mtf.Variable]) 
 
 def _draws(optimizer: Any, variable: mtf.Variable) -> bool:
     """Returns whether the optimizer of a variable rounds it stochastically (by chance)."""
-    of = getattr(optimizer, "optimizer_of", None)
-    optimizer = optimizer if of is None else of(variable)
-    return is_rounded(variable) and getattr(optimizer, "rounding", None) == STOCHASTIC
+    rounding = getattr(optimizer_of(optimizer, variable), "rounding", None)
+    return is_rounded(variable) and rounding == STOCHASTIC
 
 
 def check_bare_optimizers() -> None:
