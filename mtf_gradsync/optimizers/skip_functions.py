@@ -80,17 +80,19 @@ class skip_spikes:
     """A rule that skips steps whose gradients far exceed the usual norm, or are not finite.
 
     A step is a spike if the norm of its gradients is more than `deviations` standard deviations
-    above the mean of the last `window` norms. Norms of skipped steps are not among these. In the
-    first `window / 8` steps, norms are collected, and only steps that are not finite are skipped.
-    After `window / 8` spikes in a row the norms are taken for the new scale of the training: the
-    mean then begins anew.
+    above the mean of the last `window` norms. Norms of steps that the rule skips are not among
+    these. In the first `window / 8` steps, but at least two, norms are collected, and only steps
+    that are not finite are skipped. After as many spikes in a row the norms are taken for the new
+    scale of the training: the mean then begins anew.
 
     With gradients per shard the norm is that of `skip_large_updates`. Islands of `OuterOptimizer`
-    have norms of their own; a step that is a spike for one of them is skipped by all.
+    have norms of their own; a step that is a spike for one of them is skipped by all, and the
+    others count its norm among theirs.
 
     State, by name of the wrapper, in checkpoints: `<name>/norms`, float32 `[window]`,
     `<name>/num_norms`, int32, how many norms were written, and `<name>/spikes_in_a_row`, int32.
-    A run with another window goes on with the newest norms.
+    A run with another window goes on with the newest norms, unless it, or the run before it, has
+    islands: these go on with the window that they had.
 
     Examples:
       >>> mesh = {"mesh_shape": "all:4", "layout": "batch:all"}
@@ -130,7 +132,7 @@ class skip_spikes:
         norms = named_state(mesh, ring.values, mtf.Shape([dim]), tf.float32, ring=ring)
         num_norms = named_state(mesh, ring.num_values, ring=ring)
         in_a_row = named_state(mesh, f"{name}/spikes_in_a_row")
-        few = max(1, self.window // 8)
+        few = max(2, self.window // 8)
 
         def step(now: tf.Tensor, kept: tf.Tensor, count: tf.Tensor, row: tf.Tensor) -> Any:
             now = tf.cast(now, tf.float32)

@@ -20,7 +20,7 @@ class Rule:
         self.deviations, self.window, self.norms, self.row = deviations, window, [], 0
 
     def __call__(self, norm):
-        few = self.window // 8
+        few = max(2, self.window // 8)
         kept = self.norms[-self.window :]
         limit = np.mean(kept) + self.deviations * np.std(kept) if kept else 0
         is_spike = len(self.norms) >= few and not norm <= limit
