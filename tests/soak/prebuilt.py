@@ -9,12 +9,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
-import types
 from typing import Any, Callable, ContextManager
+from unittest import mock
 
 import gin
 
 from mtf_gradsync._private.libraries import tf
+from mtf_gradsync.runtimes import sessions
 from mtf_gradsync.runtimes.settings import enable_mesh_defaults
 from mtf_gradsync.runtimes.starting import Start
 from mtf_gradsync.tools.train import gin_files
@@ -61,10 +62,18 @@ def _built(binding: str, devices: tuple[str, ...], config: str) -> Callable[[], 
         with graph.as_default():
             job = resolve_job(asked)._replace(reports=asked.reports)
             batches = _LaterBatches([job.model.batch_size, job.model.feature_length("targets")])
-            # The server's port is known later.
             chosen = choose_runtime(asked, "grpc://later" if devices else "")
-            later = types.SimpleNamespace(**chosen._asdict())
-            made, simd_program, make_runner = run_module.training_graph(job, batches, later)
+            places = []
+            make_place = sessions.runtime_for
+
+            def runtime_for(*args: Any) -> Any:
+                places.append(make_place(*args))
+                return places[-1]
+
+            with mock.patch.object(sessions, "runtime_for", runtime_for):
+                made, simd_program, make_runner = run_module.training_graph(
+                    job, batches, chosen, tf.ConfigProto()
+                )
             if chosen.name == "cpu_replicas":
                 # What it runs is made from the graph with all that the runner adds.
                 make_runner = _LaterRunner(make_runner, asked)
@@ -72,9 +81,11 @@ def _built(binding: str, devices: tuple[str, ...], config: str) -> Callable[[], 
     finally:
         gin.clear_config()
 
-    def take(unused_job: Any, given: Any, runtime: Any) -> Any:
+    def take(unused_job: Any, given: Any, runtime: Any, session: Any) -> Any:
         batches.are(given)
-        later.target = runtime.target
+        if chosen.name == "placement_mesh":
+            # The server's port is known now.
+            places[0]._config, places[0]._target = session, runtime.target
         return made, simd_program, make_runner
 
     def use() -> None:
@@ -89,7 +100,7 @@ class _LaterRunner:
 
     def __init__(self, make_runner: Callable[..., Any], config: Any):
         self._start = _LaterStart()
-        self._runner = make_runner("", self._start, config, tf.ConfigProto())
+        self._runner = make_runner("", self._start, config)
 
     def __call__(self, model_dir: str, start: Start, *unused: Any) -> Any:
         self._start.given = start
