@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-from typing import Any, Callable, Collection, ContextManager, NamedTuple, Sequence
+from typing import TYPE_CHECKING, Any, Callable, Collection, ContextManager, NamedTuple, Sequence
 
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._private.mesh_tensorflow import (
@@ -16,7 +16,6 @@ from mtf_gradsync._private.mesh_tensorflow import (
 )
 from mtf_gradsync.gradients.flow import Flow, Use, sums_before_broadcast
 from mtf_gradsync.gradients.layout import Axes, Layout, used_axes
-from mtf_gradsync.gradients.missing_sums import MissingSumWarnings
 from mtf_gradsync.gradients.operations import (
     GradientOperation,
     PartialSum,
@@ -29,6 +28,9 @@ from mtf_gradsync.gradients.operations import (
 from mtf_gradsync.reduce import Strategy
 from mtf_gradsync.step import ExtensionLowering, PlanExtension, StepPlan
 from mtf_gradsync.step.plan import flat
+
+if TYPE_CHECKING:
+    from mtf_gradsync.gradients.missing_sums import MissingSumWarnings
 
 
 class Bucket(NamedTuple):
@@ -414,7 +416,11 @@ class PendingSums(PlanExtension):
 
         flow = Flow(graph, targets, Layout(axis_of, replica_axes), sums)
         dropped = flow.dropped_sums(targets)
-        missing = MissingSumWarnings(dropped) if dropped else None
+        missing = None
+        if dropped:
+            from mtf_gradsync.gradients.missing_sums import MissingSumWarnings
+
+            missing = MissingSumWarnings(dropped)
         return PendingLowering(lowering, flow, self._buckets(flow), missing)
 
     def _buckets(self, flow: Flow) -> dict[mtf.Tensor, Bucket]:
