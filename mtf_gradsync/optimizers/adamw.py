@@ -73,7 +73,7 @@ class AdamWOptimizer(InnerOptimizer):
 
         Raises:
           TypeError: learning_rate is no number and no scalar tensor, or an expression no string.
-          ValueError: an argument is out of range, or an expression is not regular.
+          ValueError: an argument is out of range, or no valid regular expression.
         """
         self.learning_rate = check_rate(learning_rate)
         what, beta = "a number from 0", "a number from 0 up to 1 (not included)"

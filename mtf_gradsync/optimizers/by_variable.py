@@ -99,7 +99,7 @@ class ByVariable(mtf.optimize.Optimizer):
 
         Raises:
           TypeError: an argument has the wrong type, or a wrapper or a v1 optimizer is in a group.
-          ValueError: an expression is not regular, or an argument is out of range.
+          ValueError: a pattern is no valid regular expression, or an argument is out of range.
         """
         self.name = name
         self._learning_rate = learning_rate

@@ -242,7 +242,10 @@ class LossScaleOptimizer(ReportsSkips):
 
     @property
     def good_steps(self) -> mtf.Variable | None:
-        """The number of updates since the scale changed (int32); None if fixed or not made yet."""
+        """The number of updates since the scale changed, int32.
+
+        None if the scale is fixed, or before gradients were computed or applied.
+        """
         return self.state and self.state.good_steps
 
     @property

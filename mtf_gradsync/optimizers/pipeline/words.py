@@ -41,7 +41,7 @@ class About(NamedTuple):
 
 
 def over(axes: ReplicaAxes | None) -> str:
-    """Returns the shards that a reduction is over as text, such as "batch, 4 shards"."""
+    """Returns text on the shards that a reduction sums over, such as "batch, 4 shards"."""
     if axes is None:
         return "the replica axes"
     if not axes.shard_dims:

@@ -215,9 +215,11 @@ class HostGraph:
         graph_def.node.append(copy)
 
     def _is_sent(self, name: str, source: str, number: int) -> bool:
-        """Returns whether an input is a value that the first part computes for the last part.
+        """Returns whether a node of the last part reads a value that the first part computes.
 
-        Handles of variables are no values: both parts have them.
+        The host runs the first part before the XLA program, and the last part after it. The value
+        is output `number` of the node `source`, read by the node `name`. Handles of variables do
+        not count, as both parts have their own.
         """
         if name not in self._after or source in self._after:
             return False

@@ -148,7 +148,7 @@ class Verification:
         return _EXIT_CODES[self.verdict]
 
     def _open(self) -> list[DivisionResult]:
-        """Returns the lines that show nothing, or that the user asked for and that cannot run."""
+        """Returns the divisions without a verdict: not shown, or asked for and not possible."""
         return [
             line
             for line in self.lines

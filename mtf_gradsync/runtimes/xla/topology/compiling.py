@@ -123,11 +123,13 @@ def compile_lowered(
     update_not_split: bool = False,
     begun: Callable[[subprocess.Popen[str]], None] = lambda process: None,
 ) -> CompiledProgram:
-    """Returns the TPU compiler's answer for a program of `lower`; see `compile_for_tpu`.
+    """Returns the TPU compiler's answer for a program that `lower` made; see `compile_for_tpu`.
 
-    `others` is the StableHLO of further programs to estimate, by name. None estimates the program
-    itself with all conditions true, and with all false. To estimate loops, each program is compiled
-    once more for each of its loops. `begun` is called with the compiler's process when it runs.
+    `others` is the StableHLO of further programs to estimate, by name. If it is None, the program
+    itself is estimated with all conditions true, and with all conditions false. To estimate loops,
+    each program is compiled once more for each of its loops. With `update_not_split`
+    the program is compiled a second time, without splitting its update over the cores. `begun` is
+    called once, with the compiler's process, right after the process starts.
     """
     refused, num_replicas = lowered.refused, lowered.num_replicas
     if others is None:

@@ -154,7 +154,11 @@ def _watch(folder: Folder, seconds: float) -> None:
 
 
 def _export(folder: Folder, directory: Path, version: int | None, run: str | None) -> int:
-    """Writes the values of a version as a TensorFlow checkpoint, beside the config of a run."""
+    """Writes the values that all islands share as a TensorFlow checkpoint; returns the exit code.
+
+    `version` is the number of the exchange that made the values; None is the newest. With `run`,
+    the config of that run is written next to the checkpoint.
+    """
     from mtf_gradsync.tools.islands.versions import export_version
 
     config = Path(config_of_run(run)).read_text(encoding="utf-8") if run else ""
