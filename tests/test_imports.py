@@ -122,6 +122,8 @@ def test_code_lines():
 def test_what_an_import_loads(out):
     files = [pathlib.Path(file) for file in out["files"]]
     assert not [f for f in files if {"runtimes", "tools"} & set(f.relative_to(PACKAGE).parts)]
+    # Newer versions of TensorFlow have no Estimator, and a file of stand-ins is loaded for it.
+    files = [file for file in files if file.name != "estimator_stand_ins.py"]
     assert len(files) <= MOST_FILES
     assert sum(code_lines(file.read_text()) for file in files) <= MOST_LINES
 

@@ -75,7 +75,7 @@ def test_json_on_standard_output_is_alone_there(capsys, monkeypatch):
     monkeypatch.setitem(
         cli._COMMANDS,
         "env",
-        types.SimpleNamespace(add_arguments=arguments, main=run),
+        types.SimpleNamespace(add_arguments=arguments, main=run, __doc__="A command.\n\nIt says."),
     )
     assert cli.main(["env", "--json=-"]) == 3
     said = capsys.readouterr()
