@@ -14,7 +14,7 @@ from pathlib import Path
 import gin
 import numpy as np
 
-from benchmarks import report
+from benchmarks import models, report
 from mtf_gradsync import xla
 from mtf_gradsync._private.libraries import tf
 from mtf_gradsync.tools.train.cli import main as cli
@@ -52,30 +52,7 @@ CrossShardOptimizer.opt = @AdamWOptimizer
 """
 _T5_BASE = f"""{_COMMON}
 num_layers = 12
-d_model = 768
-d_ff = 3072
-num_heads = 12
-d_kv = 64
-train.run.model_type = "bitransformer"
-transformer.make_bitransformer.encoder_name = "encoder"
-transformer.make_bitransformer.decoder_name = "decoder"
-encoder/transformer.make_layer_stack.layers = [
-    @transformer_layers.SelfAttention, @transformer_layers.DenseReluDense]
-decoder/transformer.make_layer_stack.layers = [
-    @transformer_layers.SelfAttention, @transformer_layers.EncDecAttention,
-    @transformer_layers.DenseReluDense]
-EncDecAttention.num_heads = 12
-EncDecAttention.key_value_size = 64
-EncDecAttention.dropout_rate = 0.0
-EncDecAttention.relative_attention_type = None
-SelfAttention.relative_attention_type = "bias_shared"
-SelfAttention.relative_attention_num_buckets = 32
-transformer.Unitransformer.positional_embedding = False
-transformer.Unitransformer.shared_embedding_and_softmax_weights = True
-transformer.Bitransformer.shared_embedding = True
-Unitransformer.max_length = 512
-Unitransformer.vocab_divisor = 32128
-train.run.sequence_length = {{"inputs": 512, "targets": 128}}
+{models.T5_BASE}train.run.sequence_length = {{"inputs": 512, "targets": 128}}
 train.run.batch_size = 128
 """
 _ONE_BILLION = f"""{_COMMON}

@@ -15,6 +15,32 @@ from mtf_gradsync.tools.train.config import transformer_models
 
 BARE, WRAPPED, FLOOR = "bare", "wrapped", "floor"
 _STEPS_IN_A_ROW = {"dense": 4, "lm": 2}
+# What T5-base binds besides its layers, mesh and data.
+T5_BASE = """
+d_model = 768
+d_ff = 3072
+num_heads = 12
+d_kv = 64
+train.run.model_type = "bitransformer"
+transformer.make_bitransformer.encoder_name = "encoder"
+transformer.make_bitransformer.decoder_name = "decoder"
+encoder/transformer.make_layer_stack.layers = [
+    @transformer_layers.SelfAttention, @transformer_layers.DenseReluDense]
+decoder/transformer.make_layer_stack.layers = [
+    @transformer_layers.SelfAttention, @transformer_layers.EncDecAttention,
+    @transformer_layers.DenseReluDense]
+EncDecAttention.num_heads = 12
+EncDecAttention.key_value_size = 64
+EncDecAttention.dropout_rate = 0.0
+EncDecAttention.relative_attention_type = None
+SelfAttention.relative_attention_type = "bias_shared"
+SelfAttention.relative_attention_num_buckets = 32
+transformer.Unitransformer.positional_embedding = False
+transformer.Unitransformer.shared_embedding_and_softmax_weights = True
+transformer.Bitransformer.shared_embedding = True
+Unitransformer.max_length = 512
+Unitransformer.vocab_divisor = 32128
+"""
 
 
 class Model(NamedTuple):
