@@ -18,11 +18,11 @@ def session_config(
 
     Two defaults differ from TensorFlow's. Placement is strict: with soft placement a device string
     that names nothing (``cpu:9`` if there are eight) runs on another device without a message. And
-    Grappler's arithmetic optimizer and its constant folding are off: they regroup sums and products
-    differently from one session to the next, so that two runs of one program drift apart by about
-    1e-7 a step, enough to make a restarted run another run. The price is that algebraic
-    simplifications (hoisted common factors, merged reshapes and transposes) are not made; the
-    package's benchmarks have a table of what that costs.
+    Grappler's arithmetic optimizer and its constant folding are off. They regroup sums and products
+    differently from one session to the next, so that two runs of one program differ by about 1e-7
+    more after each step, and a restarted run no longer repeats the first run. The price is that
+    algebraic simplifications (hoisted common factors, merged reshapes and transposes) are not made;
+    the package's benchmarks have a table of what that costs.
 
     Args:
       num_cpu_devices: how many virtual CPU devices the session has, ``/device:CPU:0`` and so on.

@@ -29,7 +29,8 @@ class CommunicationRow:
         transfers: bytes received, averaged over the devices. None if the size is not known.
       group: the cores that exchange: names of mesh axes joined by "+", or lists of core numbers.
       loops: names of the loops around it, outermost first.
-      turns: how many times the loops run the operation in one step; None if the graph does not say.
+      turns: how many times the loops run the operation in one step (the product of their numbers of
+        iterations); None if the graph does not say.
       branches: the conditionals around the operation, each as (name of the predicate, the
         predicate's value that runs the operation).
       variables: variables that the operation's result reaches without another collective in
@@ -212,8 +213,9 @@ _SAID_ONCE = ("operation", "dtype", "over", "together", "where", "part", "at")
 def table_of(rows: Sequence[CommunicationRow], parts: Mapping[str, str] | None = None) -> list[str]:
     """Returns the lines of a table of rows; equal rows become one line with their number.
 
-    Properties that all rows share are in a line above the table. `parts` maps a row's name to the
-    part of the step that it belongs to, for a column "part"; None for no such column.
+    Properties that all rows share are in a line above the table. `parts` maps the name of each row
+    to the part of the training step that the row belongs to, which is shown in a column "part".
+    Without `parts` the table has no such column.
     """
     counts = collections.Counter(
         (
@@ -442,7 +444,7 @@ def _row(
 
 
 def when_run(facts: GraphFacts, context: Context) -> dict[str, Any]:
-    """Returns loops, turns and branches of a context, as fields of a `CommunicationRow`."""
+    """Returns the loops, iterations and branches of a context, as a `CommunicationRow`'s fields."""
     return {
         "loops": tuple(c.frame for c in context if isinstance(c, Loop)),
         "turns": turns_in(facts, context),

@@ -141,8 +141,8 @@ def _enum(dtype: tf.DType) -> int:
 class StepOfDraws:
     """The step on which a session's random numbers depend, by the global step.
 
-    Steps that do not advance the global step, or have none, still draw other numbers than the step
-    before.
+    A step that leaves the global step as it is, or whose program has no global step, still draws
+    other numbers than the step before it.
     """
 
     def __init__(self, steps: RandomSteps, counter: str | None):

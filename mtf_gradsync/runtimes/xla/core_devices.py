@@ -80,7 +80,7 @@ def devices_for(
       devices: jax devices to use in place of the first ones.
 
     Returns:
-      `num_cores` jax devices; with several processes, those of all processes.
+      `num_cores` jax devices; with several processes, the devices of all processes.
 
     Raises:
       ValueError: num_cores is not a whole number of 1 or more.

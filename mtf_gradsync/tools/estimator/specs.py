@@ -221,7 +221,7 @@ def warm_start(settings: Sequence[Any]) -> None:
 
 
 def _call_with_named(fn: Callable[..., Any], **known: Any) -> Any:
-    """Calls `fn` with those of the arguments that its signature names, as Estimator does."""
+    """Calls `fn` with the arguments that its signature names, as Estimator does."""
     # Arguments that a partial function has already are not replaced.
     held = set(fn.keywords) if isinstance(fn, functools.partial) else set()
     names = set(inspect.signature(fn).parameters) - held

@@ -56,7 +56,7 @@ class Exchange:
       island: the island's name.
       specs: name of a variable -> its shape and dtype in versions.
       poll_seconds: the least time between two looks into the folder.
-      report: returns the island's "version" and "step", which its signs of life contain.
+      report: returns the island's "version" and "step", which its heartbeats contain.
 
     Attributes:
       reminders: logs failures and waits that last.

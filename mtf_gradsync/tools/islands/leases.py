@@ -67,7 +67,8 @@ class LeaseTerm(NamedTuple):
 
     Attributes:
       number: the number of the term, which counts up with each new holder.
-      mark: the folder's mark of the last sign of life, which changes with each sign.
+      mark: the mark (such as an ETag) that the folder gives the last heartbeat; it changes with
+        each.
       has_left: whether the holder has given the lease up.
     """
 

@@ -379,10 +379,10 @@ def _row(work: _Work, compiled: Compiled, is_repeated: bool) -> PlanRow:
 _BATCH = ("batch", "outer_batch")
 
 
-def _fewer_messages(work: _Work, apart: float) -> tuple[FewerMessages, ...]:
+def _fewer_messages(work: _Work, alone: float) -> tuple[FewerMessages, ...]:
     """Returns step times if slices exchange values only once in a number of steps.
 
-    `apart` is the time of a step without any exchange between slices. An outer step adds up float32
+    `alone` is the time of a step without any exchange between slices. An outer step adds up float32
     values of each core over the slices. An island sends its change and reads the merged values
     through one process, while its steps go on.
     """
@@ -397,8 +397,8 @@ def _fewer_messages(work: _Work, apart: float) -> tuple[FewerMessages, ...]:
     island = 2 * 4.0 * parameters / machine.dcn_bytes_per_second
     steps = work.candidate.inner_steps
     return (
-        *(FewerMessages("OuterOptimizer", h, apart + outer / h, outer) for h in steps),
-        *(FewerMessages("islands", h, max(apart, island / h), island) for h in steps),
+        *(FewerMessages("OuterOptimizer", h, alone + outer / h, outer) for h in steps),
+        *(FewerMessages("islands", h, max(alone, island / h), island) for h in steps),
     )
 
 

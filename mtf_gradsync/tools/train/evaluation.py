@@ -34,7 +34,7 @@ class EvalGraph(NamedTuple):
 def build_eval_graph(settings: ModelSettings, feature_names: list[str]) -> EvalGraph:
     """Adds the model to the default graph, without dropout, auxiliary losses and update.
 
-    `feature_names` are those of the batches that will be fed.
+    `feature_names` are the features of the batches that will be fed.
     """
     features = {
         name: tf.placeholder(

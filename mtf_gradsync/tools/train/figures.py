@@ -16,7 +16,7 @@ from mtf_gradsync.runtimes.starting import write_bytes
 def check_library(library: str, work: str) -> None:
     """Raises a ConfigError if a library of the train extra is missing, without importing it.
 
-    `work` is the word in the message for what needs the library.
+    `work` says in the message what needs the library, such as "a plot".
     """
     if importlib.util.find_spec(library) is None:
         raise ConfigError(f"{work} needs {library}: {install_extra('train')}")

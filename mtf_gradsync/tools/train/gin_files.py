@@ -39,7 +39,7 @@ _FIELDS = {field.name for field in dataclasses.fields(RunConfig)}
 def load(
     gin_files: Sequence[str], gin_params: Sequence[str], search_paths: Sequence[str] = ()
 ) -> list[str]:
-    """Replaces gin's configuration by that of files and bindings; later ones override.
+    """Replaces gin's configuration by files and then bindings; later lines override.
 
     Files are looked for as named, then in search_paths, then among the files that come with the
     package. Bindings of ``utils.run``, as T5 has them, move to ``train.run`` if that has a

@@ -30,7 +30,7 @@ class Improvement:
     """The lowest held-out loss of a run so far, and the rule that ends a run without a new one."""
 
     def __init__(self, rows: Sequence[Mapping[str, Any]], most_steps: int | None):
-        """Begins with the lines that a metrics file has so far.
+        """Begins with the evaluations that a metrics file already has.
 
         most_steps is `RunConfig.max_steps_without_decrease`.
         """
@@ -193,9 +193,9 @@ class HeldOut:
     def finish(self, path: str | None, writes: bool = True, **result: Any) -> Score | None:
         """Evaluates the finished model; writes samples, and the result file with `result` in it.
 
-        `path` is the last checkpoint, and the returned score is that of this checkpoint. Without
-        held-out data `path` may be None, and None is returned. Without `writes` the scores are only
-        reported.
+        `path` is the last checkpoint, and the returned score is the score of this checkpoint.
+        Without held-out data `path` may be None, and None is returned. Without `writes` the scores
+        are only reported.
         """
         self.result = dict(result)
         if len(result) > 1:

@@ -28,7 +28,7 @@ class MeshSettings(NamedTuple):
     rules: Sequence[tuple[str, str]] = ()
 
     def placement_mesh(self, devices: Sequence[str] | None = None) -> Any:
-        """Makes the placement mesh on `devices`, by default on those of the settings."""
+        """Makes the placement mesh on `devices`, by default on the devices of the settings."""
         return self.mesh_impl(self.shape, self.layout, list(devices or self.devices))
 
     def on_one_process(self) -> MeshSettings:

@@ -223,7 +223,7 @@ class TrainingJob(NamedTuple):
       noise_scale: whether the step estimates the gradient noise scale, in sequences.
       examples_before: how many examples earlier steps have used; a checkpoint that has this number
         overrides it.
-      part: the part of the data that this run learns from, if it is an island (DiLoCo).
+      data_part: the part of the data that this run learns from, if it is an island (DiLoCo).
     """
 
     model: ModelSettings
@@ -236,7 +236,7 @@ class TrainingJob(NamedTuple):
     noise_scale: bool = False
     examples_before: int = 0
     schedule_step: Callable[[Any], Any] | None = None
-    part: DataPart = ALL_DATA
+    data_part: DataPart = ALL_DATA
 
     @property
     def tokens_per_step(self) -> int:
@@ -258,7 +258,7 @@ class TrainingJob(NamedTuple):
             self.model.vocab_sizes,
             self.model.reads,
             self.model.seed,
-            self.part,
+            self.data_part,
         )
 
 

@@ -226,7 +226,7 @@ class _Run:
         name = directory.absolute().name
         with _errors_of_islands():
             part = ElasticIslands().part(name)
-        job = self._job._replace(examples_before=step * self._job.model.batch_size, part=part)
+        job = self._job._replace(examples_before=step * self._job.model.batch_size, data_part=part)
         began = time.monotonic()
         with tf.Graph().as_default(), job.batches() as batches:
             if start.path:

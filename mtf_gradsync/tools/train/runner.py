@@ -147,7 +147,7 @@ class Runner(abc.ABC):
         place: OnDevices | OnCores,
         hooks: Sequence[Any] = (),
     ):
-        """Adds a saver and watches to the default graph, which has to be that of `graph`.
+        """Adds a saver and watches to the default graph, in which `graph` has to be built.
 
         Checkpoints go to `model_dir`. `island`, if this run is one, exchanges values with other
         islands after steps. `place` makes the sessions, which begin with `start`; `hooks` are for

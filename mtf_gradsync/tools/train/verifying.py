@@ -39,8 +39,8 @@ def verify_config(
 ) -> Verification:
     """Verifies the training step that gin's configuration describes, on its training data.
 
-    The arguments are those of `mtf_gradsync.verify`. Raises ConfigError for a wrong configuration
-    or argument.
+    The arguments are the arguments of `mtf_gradsync.verify`. Raises ConfigError for a wrong
+    configuration or argument.
     """
     config = gin_files.bound_run_config()
     job = resolve_job(config)

@@ -52,9 +52,9 @@ class Outcome(NamedTuple):
       values: name -> value after the last update, for all variables except wrappers' state.
       changed_before: names of variables and slots that changed in a step without an update.
       written_early: names of the program's own other variables that changed in such a step.
-      apart: names of variables whose copies differ between cores.
-      alike: pairs of random numbers that are equal on several cores, and the mesh axes along which
-        these cores lie.
+      different_copies: names of variables whose copies differ between cores.
+      equal_draws: pairs of random numbers that are equal on several cores, and the mesh axes along
+        which these cores lie.
       batches: the largest number of batches in an update.
       weighted: whether the program gives weights of the losses of steps.
       exchanges: whether the program's model sends float32 numbers as bfloat16.
@@ -67,8 +67,8 @@ class Outcome(NamedTuple):
     values: dict[str, np.ndarray]
     changed_before: list[str]
     written_early: list[str]
-    apart: list[str]
-    alike: list[tuple[str, str]]
+    different_copies: list[str]
+    equal_draws: list[tuple[str, str]]
     batches: int
     weighted: bool
     exchanges: bool
@@ -347,7 +347,7 @@ class Engine:
 
 
 def _followed(outcomes: Sequence[Outcome]) -> Outcome:
-    """Joins the outcomes of runs of which each begins with the values of the one before."""
+    """Joins the outcomes of a chain of runs: each run begins with the last run's values."""
 
     def both(field: str) -> list[Any]:
         return [x for one in outcomes for x in getattr(one, field)]
@@ -357,7 +357,7 @@ def _followed(outcomes: Sequence[Outcome]) -> Outcome:
         gradients=both("gradients"),
         changed_before=list(dict.fromkeys(both("changed_before"))),
         written_early=list(dict.fromkeys(both("written_early"))),
-        apart=list(dict.fromkeys(both("apart"))),
+        different_copies=list(dict.fromkeys(both("different_copies"))),
         batches=max(one.batches for one in outcomes),
     )
 

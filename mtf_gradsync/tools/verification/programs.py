@@ -214,7 +214,7 @@ class Running:
         return self._session.run(self._masters)
 
     def write(self, values: Mapping[str, np.ndarray]) -> None:
-        """Sets variables to `values`, by name; ignores those of other names or shapes."""
+        """Sets variables to `values`, by name; ignores values whose names or shapes do not fit."""
         there = self.values()
         fitting = {k: v for k, v in values.items() if k in there and there[k].shape == v.shape}
         fitting = {k: np.asarray(v, there[k].dtype) for k, v in fitting.items()}

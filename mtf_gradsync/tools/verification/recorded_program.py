@@ -316,7 +316,7 @@ class RecordedProgram:
     def weight(self) -> tf.Tensor | None:
         """Returns the total weight of a step's loss, or None.
 
-        None stands for a program that gave no weights, or several different ones in a step.
+        None if the program gave no weights, or several different weights in a step.
         """
         if len(self._weights) != 1:
             return None

@@ -225,12 +225,12 @@ def compare_with(
     keys = [f"{name}@{number}" for number in updates for name in order if sees_gradients]
     gradients = compare(flat(outcome.gradients), flat(exact.gradients), keys, expected)
     gradients = [x._replace(variable=x.variable.rpartition("@")[0]) for x in gradients]
-    told = _told_apart(outcome, exact, expected)
+    computed = _exact_where_rounding(outcome, exact, expected)
     values = [
-        x if x.is_equal else x._replace(factor=_factor_of_change(reference, told, exact, x))
-        for x in compare(told, exact.values, order, expected)
+        x if x.is_equal else x._replace(factor=_factor_of_change(reference, computed, exact, x))
+        for x in compare(computed, exact.values, order, expected)
     ]
-    slots = _slots(reference, outcome, told, exact, left_out, expected)
+    slots = _slots(reference, outcome, computed, exact, left_out, expected)
     # Losses are not comparable in two cases: the program's mean includes the loss of a masked
     # shard, and the mean over microbatches may lack their weights.
     is_another = masked or (outcome.batches > 1 and not outcome.weighted)
@@ -240,20 +240,20 @@ def compare_with(
 
 
 def _factor_of_change(
-    reference: Reference, told: Values, exact: Outcome, found: Difference
+    reference: Reference, computed: Values, exact: Outcome, found: Difference
 ) -> float | None:
     """Returns the factor between a variable's change and its change in the reference.
 
-    Returns None if the factor is not one number. `told` are the division's values, `exact` is the
-    reference's outcome, and `found` the difference of the variable.
+    Returns None if the factor is not one number. `computed` are the division's values, `exact` is
+    the reference's outcome, and `found` the difference of the variable.
     """
     name = found.variable
-    if not all(name in values for values in (reference.initial, told, exact.values)):
+    if not all(name in values for values in (reference.initial, computed, exact.values)):
         return None
     first = np.asarray(reference.initial[name], np.float64)
-    if not first.shape == told[name].shape == exact.values[name].shape:
+    if not first.shape == computed[name].shape == exact.values[name].shape:
         return None
-    changes = told[name] - first, exact.values[name] - first
+    changes = computed[name] - first, exact.values[name] - first
     largest = float(np.max(np.abs(changes[1]), initial=0.0))
     scale = float(np.max(np.abs(first), initial=0.0))
     return factor_of(*changes, found.expected * scale / largest if largest else 0.0)
@@ -262,30 +262,30 @@ def _factor_of_change(
 def _slots(
     reference: Reference,
     outcome: Outcome,
-    told: Values,
+    computed: Values,
     exact: Outcome,
     left_out: Sequence[str],
     expected: Mapping[str, float],
 ) -> list[Difference]:
     """Returns the differences of variables without gradients, such as slots.
 
-    `told` are the division's values by name; the other arguments are those of `compare_with`, and
-    `expected` are errors that rounding explains.
+    `computed` are the division's values by name; the other arguments are those of `compare_with`,
+    and `expected` are errors that rounding explains.
     """
     known = {*exact.recorded.order, *left_out}
-    names = [k for k, v in told.items() if k not in known and v.dtype.kind in "iufbV"]
+    names = [k for k, v in computed.items() if k not in known and v.dtype.kind in "iufbV"]
     places = {name: number for number, name in enumerate(exact.recorded.order)}
     owner = {n: max((v for v in places if n.startswith(v)), key=len, default="") for n in names}
     names.sort(key=lambda name: places.get(owner[name], len(places)))
     early = set(outcome.written_early) if outcome.batches > 1 else set()
     slots = compare(
-        told, exact.values, [x for x in names if x in exact.values and x not in early], expected
+        computed, exact.values, [x for x in names if x in exact.values and x not in early], expected
     )
     own = reference.step_by_step
     if own is not None and own.batches == outcome.batches:
         again = [name for name in names if name in early and name in own.values]
         limits = {name: MOST_ROUNDED for name in again}  # both sides are computed in float32
-        slots += compare(told, own.values, again, limits)
+        slots += compare(computed, own.values, again, limits)
     return slots
 
 
@@ -298,7 +298,7 @@ def _loss(outcome: Outcome) -> dict[str, np.ndarray]:
     return {"loss": np.array(outcome.losses)}
 
 
-def _told_apart(
+def _exact_where_rounding(
     outcome: Outcome, exact: Outcome, expected: Mapping[str, float]
 ) -> dict[str, np.ndarray]:
     """Returns a division's values, with the exact values where a gradient is only rounding.

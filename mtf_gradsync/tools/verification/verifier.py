@@ -167,8 +167,8 @@ class Verifier:
 
         The axis is the one along which all numbers repeat.
         """
-        if division == self._base and self._own.alike:
-            return self._own.alike[0]
+        if division == self._base and self._own.equal_draws:
+            return self._own.equal_draws[0]
         shape = mtf.convert_to_shape(division.mesh_shape)
         sizes = outcome.recorded.random_sizes, reference.outcome.recorded.random_sizes
         if outcome.batches > 1 or len(sizes[0]) != len(sizes[1]):
@@ -424,7 +424,7 @@ def _first(compared: Comparison, outcome: Outcome) -> tuple[str, Difference | No
     # These two kinds of faults explain differences in later steps.
     for what, names in (
         ("value before the update", outcome.changed_before),
-        ("copies", outcome.apart),
+        ("copies", outcome.different_copies),
     ):
         if names:
             return what, Difference(names[0], float("inf"), 0.0)

@@ -115,7 +115,7 @@ def array_name(parameter: Mapping[str, Any]) -> str:
 
 
 def distinct_rows(per_core: Sequence[np.ndarray]) -> tuple[np.ndarray, list[int]]:
-    """Returns the distinct values of cores as an array ``[rows, ...]``, and each core's row."""
+    """Returns the distinct values of cores as the rows of an array, and each core's row number."""
     found: dict[bytes, int] = {}
     kept: list[np.ndarray] = []
     rows: list[int] = []

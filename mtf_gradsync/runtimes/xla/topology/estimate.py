@@ -86,7 +86,8 @@ def read_estimate(numbers: Mapping[str, float], compiled: bytes, rates: Rates) -
     """Returns the estimate of a compiled program (a serialized ``HloModuleProto``).
 
     `numbers` are libtpu's "flops", "bytes accessed" and "optimal_seconds". The last is a sum in
-    which each operation that libtpu cannot estimate counts as -1. `rates` are those of a core.
+    which each operation that libtpu cannot estimate counts as -1. `rates` are the rates of one
+    core.
     """
     module = read_module(compiled)
     work = work_of(module, rates)

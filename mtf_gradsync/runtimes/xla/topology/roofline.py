@@ -65,7 +65,7 @@ def work_of(module: HloModule, rates: Rates) -> Work:
 
 
 def _run_by(computation: Computation) -> Iterator[Instruction]:
-    """Yields the instructions that take time, those of loops once, those of branches never."""
+    """Yields the instructions that take time: loops count once, branches never."""
     for instruction in computation.instructions:
         if instruction.opcode in ("while", "call"):
             for called in instruction.called:

@@ -102,8 +102,8 @@ def _texts_and_names(
 def _name_of_run(text: str) -> str:
     """Returns a name for a run from a text's file name.
 
-    Characters special to shells, gin or TensorFlow are replaced. The name is not that of a config
-    in the package, because the copy may include that config.
+    Characters special to shells, gin or TensorFlow are replaced. The name is the name of no config
+    in the package, because the copy may include such a config.
     """
     name = re.sub(r"[^\w.-]+", "_", Path(text).stem).strip("_.-") or "text"
     return f"{name}_text" if (configs_dir() / f"{name}.gin").exists() else name

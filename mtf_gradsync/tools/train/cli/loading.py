@@ -108,7 +108,7 @@ def _without_lines_of_c() -> Iterator[None]:
 def loaded_config(args: argparse.Namespace, before: Sequence[str] = ()) -> Iterator[None]:
     """Prepares TensorFlow for a mesh program, and loads gin's configuration for the block.
 
-    The files in `before` are loaded before those of the flags. Errors that the config's own
+    The files in `before` are loaded before the files of the flags. Errors that the config's own
     functions raise inside the block become a `ConfigError`.
     """
     paths = names_in(args.gin_location_prefix)
