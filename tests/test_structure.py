@@ -59,7 +59,7 @@ TESTED_BY = {
     "optimizers/test_describe.py": ["optimizers/description", "optimizers/pipeline/words"],
     "optimizers/test_skips.py": ["step/outcomes"],
     "optimizers/test_weights.py": ["optimizers/pipeline/weighted", "optimizers/pipeline/weights"],
-    "optimizers/test_wrapper.py": ["optimizers/inner", "optimizers/interface"],
+    "optimizers/test_wrapper.py": ["optimizers/interface"],
     "reduce/test_parts.py": ["reduce/scatter_gather"],
     "gradients/test_recoverable.py": ["gradients/layout"],
     # Of sessions and runs of all runtimes, by what they leave behind.

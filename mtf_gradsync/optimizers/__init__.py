@@ -33,8 +33,7 @@ if TYPE_CHECKING:
     from mtf_gradsync.optimizers.adamw import AdamWOptimizer
     from mtf_gradsync.optimizers.by_variable import ByVariable
     from mtf_gradsync.optimizers.description import DescribedLine, Description, describe
-    from mtf_gradsync.optimizers.matrices import is_hidden_matrix
-    from mtf_gradsync.optimizers.muon import MuonOptimizer
+    from mtf_gradsync.optimizers.muon import MuonOptimizer, is_hidden_matrix
 else:  # a type checker that saw `__getattr__` would take any name
     __getattr__, __dir__ = lazy_names(
         __name__,
@@ -45,7 +44,7 @@ else:  # a type checker that saw `__getattr__` would take any name
             "Description": "mtf_gradsync.optimizers.description",
             "MuonOptimizer": "mtf_gradsync.optimizers.muon",
             "describe": "mtf_gradsync.optimizers.description",
-            "is_hidden_matrix": "mtf_gradsync.optimizers.matrices",
+            "is_hidden_matrix": "mtf_gradsync.optimizers.muon",
         },
     )
 

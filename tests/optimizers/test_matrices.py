@@ -4,7 +4,7 @@ import pytest
 
 import mtf_gradsync as gs
 from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync.optimizers.matrices import Matrix, matrix_of
+from mtf_gradsync.optimizers.muon import Matrix, matrix_of
 
 BATCH, D, HEADS, KV, FF, VOCAB, PLACES, EXPERTS = (
     mtf.Dimension(name, size)

@@ -8,7 +8,7 @@ import pytest
 import mtf_gradsync as gs
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.optimizers import muon
-from mtf_gradsync.optimizers.matrices import Matrix
+from mtf_gradsync.optimizers.muon import Matrix
 from tests import harness
 
 SHAPE, LAYOUT = "rows:2;cols:2", "batch:rows;hidden:cols"
