@@ -108,7 +108,8 @@ def page() -> str:
             takes = "per shard" if isinstance(stage.takes, PerShard) else stage.takes
             takes = getattr(takes, "value", takes) or "as they are"
             gives = stage.gives.value if stage.gives else "what it took"
-            row = [name, f"`{type(stage).__name__}`", takes, gives, stage.due or "every step"]
+            when = stage.condition.when if stage.condition else ""
+            row = [name, f"`{type(stage).__name__}`", takes, gives, when or "every step"]
             lines.append(f"| {' | '.join(row)} |")
     return "\n".join(lines) + "\n"
 

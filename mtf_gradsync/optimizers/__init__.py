@@ -10,7 +10,7 @@ from mtf_gradsync.optimizers.cross_shard import CrossShardOptimizer
 from mtf_gradsync.optimizers.loss_scale import LossScaleOptimizer
 from mtf_gradsync.optimizers.outer import OuterOptimizer
 from mtf_gradsync.optimizers.pipeline.forms import Form, PerShard
-from mtf_gradsync.optimizers.pipeline.stack import Stage
+from mtf_gradsync.optimizers.pipeline.stack import Condition, Stage
 from mtf_gradsync.optimizers.pipeline.words import Line
 from mtf_gradsync.optimizers.report import (
     NoiseScale,
@@ -54,6 +54,7 @@ __all__ = [
     "ByVariable",
     "ClipByGlobalNormOptimizer",
     "CommonArguments",
+    "Condition",
     "CrossShardOptimizer",
     "DescribedLine",
     "Description",

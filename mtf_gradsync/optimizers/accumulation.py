@@ -30,7 +30,7 @@ from mtf_gradsync.optimizers.pipeline.accumulators import (
 from mtf_gradsync.optimizers.pipeline.builder import StepBuilder
 from mtf_gradsync.optimizers.pipeline.forms import Form, GradientSet, PerShard
 from mtf_gradsync.optimizers.pipeline.order import needs_not_finite, reduces
-from mtf_gradsync.optimizers.pipeline.stack import Partition, Place, Stage
+from mtf_gradsync.optimizers.pipeline.stack import Condition, Partition, Place, Stage
 from mtf_gradsync.optimizers.pipeline.words import About, Line, nth
 from mtf_gradsync.optimizers.schedules import (
     Passes,
@@ -413,8 +413,9 @@ class _Accumulate(Stage):
         return PerShard("reduce", or_else, _MIXED_WARNING, adds_up=True)
 
     @property
-    def due(self) -> str:  # type: ignore[override]
-        return nth(self.wrapper.backward_passes_per_step)
+    def condition(self) -> Condition:  # type: ignore[override]
+        when = nth(self.wrapper.backward_passes_per_step)
+        return Condition(when, as_call=True, counts_every_step=True)
 
     @property
     def _sums_in(self) -> Any:
@@ -599,7 +600,7 @@ class _Accumulate(Stage):
             return checks
 
         step.at_end(at_end)
-        return accumulators.take_when(due, step, gate, True, divisor, weight)
+        return accumulators.take_when(due, step, gate, divisor, weight)
 
     def _make_skips(
         self, gradients: GradientSet, before: _Counters, axes: ReplicaAxes | None

@@ -20,7 +20,7 @@ from mtf_gradsync.mesh.axes import (
     as_mesh_shape,
     axes_by_names,
 )
-from mtf_gradsync.optimizers.pipeline.stack import Program, completed
+from mtf_gradsync.optimizers.pipeline.stack import Program, completed, in_blocks
 from mtf_gradsync.optimizers.pipeline.words import About, Line
 from mtf_gradsync.optimizers.wrapper import Wrapper
 from mtf_gradsync.reduce import FusedAllReduce
@@ -125,11 +125,11 @@ def describe(
 
 
 class _Told(NamedTuple):
-    """A line, the name of its wrapper, and the steps on which later lines run; "" for the same."""
+    """A line, the name of its wrapper, and the steps on which it runs; "" for those before it."""
 
     line: Line
     wrapper: str
-    then: str = ""
+    when: str = ""
 
 
 def _lines(opt: Any, mesh: Any, variables: Sequence[mtf.Variable]) -> list[_Told]:
@@ -152,22 +152,20 @@ def _lines(opt: Any, mesh: Any, variables: Sequence[mtf.Variable]) -> list[_Told
     else:
         stack = step.stack
     told: list[_Told] = []
-    dtype: Any = None
-    for number, segment in enumerate(stack.segments):
-        reduction = segment.reduction
-        known = (one.reduction.axes for one in stack.segments[number:])
-        axes = next(filter(None, known), None) or axes_of_program(reduction.batch_dims)
-        for stage in segment.stages:
+    dtype, when = None, ""
+    for block in in_blocks(stack):
+        when = block.condition.when or when if block.condition else when
+        for number, stage in block.stages:
+            reductions = [segment.reduction for segment in stack.segments[number or 0 :]]
+            known = next((one.axes for one in reductions if one.axes), None)
+            axes = known or axes_of_program(reductions[0].batch_dims)
             about = _about(axes, tuple(variables), dtype)
-            some = [_Told(line, reduction.name) for line in stage.describe(about)]
-            if stage.due:
-                some[-1] = some[-1]._replace(then=stage.due)
-            told += some
+            told += [_Told(line, reductions[0].name, when) for line in stage.describe(about)]
             dtype = stage._sums_in or dtype
     more = next((x for x in opt._segment()[1] if isinstance(x, Wrapper)), None)
     if more is None:
-        return [*told, *_updates(stack.opt, variables)]
-    handed = _Told(Line(f"hand gradients to {type(stack.opt).__name__}"), "")
+        return [*told, *_updates(stack.opt, variables, when)]
+    handed = _Told(Line(f"hand gradients to {type(stack.opt).__name__}"), "", when)
     return [*told, handed, *_lines(more, mesh, variables)]
 
 
@@ -178,9 +176,8 @@ def _with_times(told: Sequence[_Told]) -> list[DescribedLine]:
     between = [x for x in told if x not in first and x not in after]
     lines, when = [], "every step"
     for one in [*first, *between]:
-        now = one.line.when or when
-        lines.append(DescribedLine(now, one.line.what, one.wrapper))
-        when = one.then or when
+        when = when if one.line.first else one.when or when
+        lines.append(DescribedLine(one.line.when or when, one.line.what, one.wrapper))
     lines += [DescribedLine(x.line.when or "after it", x.line.what, x.wrapper) for x in after]
     shown = [""] + [line.when for line in lines]
     return [
@@ -189,11 +186,11 @@ def _with_times(told: Sequence[_Told]) -> list[DescribedLine]:
     ]
 
 
-def _updates(opt: Any, variables: Sequence[mtf.Variable]) -> list[_Told]:
+def _updates(opt: Any, variables: Sequence[mtf.Variable], when: str = "") -> list[_Told]:
     """Returns the lines of the update, one for each group of variables (`ByVariable`)."""
     described = getattr(opt, "described", None)
     groups = described(variables) if described else [(opt, "", len(variables))]
-    return [_Told(Line(_update(*group)), "") for group in groups]
+    return [_Told(Line(_update(*group)), "", when) for group in groups]
 
 
 def _update(opt: Any, more: str, count: int) -> str:

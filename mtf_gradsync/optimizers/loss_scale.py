@@ -18,7 +18,7 @@ from mtf_gradsync.mesh.axes import LayoutLike, MeshShapeLike, ReplicaAxes
 from mtf_gradsync.optimizers.pipeline.builder import StepBuilder
 from mtf_gradsync.optimizers.pipeline.forms import Form, GradientSet
 from mtf_gradsync.optimizers.pipeline.order import needs_shards, skips_not_finite
-from mtf_gradsync.optimizers.pipeline.stack import Place, Stage, stages_of
+from mtf_gradsync.optimizers.pipeline.stack import Condition, Place, Stage, stages_of
 from mtf_gradsync.optimizers.pipeline.words import About, Line
 from mtf_gradsync.optimizers.skips import (
     ReportsSkips,
@@ -326,6 +326,10 @@ class _SkipNotFinite(Stage):
         return any(stage.finite == "skips" for stage in self.inside)
 
     @property
+    def condition(self) -> Condition | None:  # type: ignore[override]
+        return None if self.is_told or self._is_beside else Condition()
+
+    @property
     def takes(self) -> Form | None:  # type: ignore[override]
         # The sum can overflow even if no shard's gradient does.
         by_shard = self._is_beside and needs_shards(self.inside)
@@ -392,9 +396,7 @@ class _SkipNotFinite(Stage):
             finite = mtf.less_equal(mtf.reduce_sum(found), 0.0)
         held = [] if self._is_beside else passed_on.present
         gate = self._change_scale(before, finite, has_data, held, given, passed_on, shards, step)
-        if not self._is_beside:
-            step.only_when(finite, gate, as_call=False)
-        return passed_on
+        return passed_on if self._is_beside else passed_on.only_when(finite, gate)
 
     def _change_scale(
         self,

@@ -22,7 +22,7 @@ from mtf_gradsync.gradients.arguments import OwnArguments
 from mtf_gradsync.gradients.recoverable import check_addable, check_recoverable
 from mtf_gradsync.mesh.axes import LayoutLike, MeshShapeLike, ReplicaAxes, as_dim_names
 from mtf_gradsync.optimizers.outer_steps import OuterSettings, StepsOfIslands
-from mtf_gradsync.optimizers.outer_values import OuterVariable
+from mtf_gradsync.optimizers.outer_values import Agreed, OuterVariable
 from mtf_gradsync.optimizers.pipeline.builder import StepBuilder
 from mtf_gradsync.optimizers.pipeline.forms import Form, GradientSet, PerShard
 from mtf_gradsync.optimizers.pipeline.order import averages
@@ -60,7 +60,13 @@ class OuterSteps(OuterSettings, Stage):
     @property
     def _islands(self) -> IslandAxes | None:  # type: ignore[override]
         islands = self.islands
-        return IslandAxes(islands, self.inside, self.all_axes) if islands.shard_dims else None
+        if not islands.shard_dims:
+            return None
+
+        def agree(holds: mtf.Tensor, by_any: bool) -> mtf.Tensor:
+            return Agreed(holds, by_any, islands, self.plain_reducer).outputs[0]
+
+        return IslandAxes(islands, self.inside, self.all_axes, agree)
 
     def check(
         self,

@@ -9,7 +9,6 @@ from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.gradients.measures import NotFinite
 from mtf_gradsync.mesh.axes import ReplicaAxes
 from mtf_gradsync.optimizers.outer_values import (
-    Agreed,
     LossesOfPeriod,
     OuterVariable,
     SameSlices,
@@ -150,7 +149,7 @@ class StepsOfIslands:
         settings.wrapper._slots.record([*held, *self._momenta.values()], self._variables)
 
         if islands.shard_dims:
-            gradients = self._of_islands(gradients, step)
+            gradients = self._of_islands(gradients)
         self._gradients = gradients.present
         self._made_before = set(gradients.graph.all_variables)
         if settings.skips_islands:
@@ -171,17 +170,9 @@ class StepsOfIslands:
             step.write([mtf.assign(self._losses.variable, now)], step.gate([now]))
         return gradients
 
-    def _of_islands(self, gradients: GradientSet, step: StepBuilder) -> GradientSet:
-        """Returns the gradients of each island.
-
-        From here on, the step makes decisions (an update, a skip) for all islands together.
-        """
+    def _of_islands(self, gradients: GradientSet) -> GradientSet:
+        """Returns the gradients of each island."""
         settings, islands = self._settings, self._islands
-
-        def agree(holds: mtf.Tensor, by_any: bool) -> mtf.Tensor:
-            return Agreed(holds, by_any, islands, settings.plain_reducer).outputs[0]
-
-        step.agree = agree
         # An island's term of the mean over the batch becomes the mean over its part of the batch.
         weights, scaled = gradients.weights, gradients.present
         if weights is None:

@@ -30,7 +30,7 @@ from mtf_gradsync.optimizers.pipeline.accumulators import (
 )
 from mtf_gradsync.optimizers.pipeline.builder import StepBuilder
 from mtf_gradsync.optimizers.pipeline.forms import Form, GradientSet, PerShard
-from mtf_gradsync.optimizers.pipeline.stack import ONE_FOR_EACH_MESH, Place, Stage
+from mtf_gradsync.optimizers.pipeline.stack import ONE_FOR_EACH_MESH, Condition, Place, Stage
 from mtf_gradsync.optimizers.pipeline.words import About, Line
 from mtf_gradsync.optimizers.replicas import (
     ReplicaState,
@@ -287,8 +287,14 @@ class _AggregateReplicas(Stage):
         return PerShard("reduce", remakes=True)
 
     @property
-    def due(self) -> str:  # type: ignore[override]
-        return f"once {self.wrapper._to_aggregate} contributed"
+    def _is_one_step(self) -> bool:
+        """Whether one step can have enough contributions for an update."""
+        return self.wrapper._to_aggregate <= self.axes.num_shards
+
+    @property
+    def condition(self) -> Condition:  # type: ignore[override]
+        when = f"once {self.wrapper._to_aggregate} contributed"
+        return Condition(when, as_call=not self._is_one_step)
 
     def describe(self, about: About) -> list[Line]:
         asked = " that are asked to contribute" * (self.wrapper._contributes is not None)
@@ -339,8 +345,7 @@ class _AggregateReplicas(Stage):
         )
         skipped = mtf.logical_not(fresh)
         # If one step can be enough, only steps that are not enough need accumulators.
-        one_step = wrapper._to_aggregate <= axes.num_shards
-        if not one_step:
+        if not self._is_one_step:
             gradients = without_skipped(gradients, skipped)
         # Besides gradients, only this flag is reduced over the replica axes.
         contributed = mtf.anonymize(mtf.cast(fresh, tf.int32))
@@ -380,7 +385,7 @@ class _AggregateReplicas(Stage):
         # All replicas contribute, and there are no contributions of earlier steps.
         alone = mtf.equal(mtf.reduce_min(contributed) - before.count.value, 1)
         step.write_state(when=lambda: mtf.greater(contributions, 0))
-        gate = accumulators.add(step, DirectUpdate(alone, skipped) if one_step else None)
+        gate = accumulators.add(step, DirectUpdate(alone, skipped) if self._is_one_step else None)
         now = after_step(before, steps, contributed, count, mtf.cast(due, tf.int32))
         writes = [mtf.assign(v, x) for v, x in zip(before, now)]
         divisor = mtf.cast(count, tf.float32) / axes.num_shards
@@ -404,9 +409,9 @@ class _AggregateReplicas(Stage):
 
         step.when_built(note)
         if weight is not None:
-            return accumulators.take_when(due, step, gate, counts_every_step=False, weight=divisor)
-        sums = accumulators.take_when(due, step, gate, counts_every_step=False, divisor=divisor)
-        return sums.change_reduced(lambda g: g * (1.0 / axes.num_shards))
+            return accumulators.take_when(due, step, gate, weight=divisor)
+        share = 1.0 / axes.num_shards
+        return accumulators.take_when(due, step, gate, divisor, of_reduced=share)
 
     def _make_skips(self, gradients: GradientSet, before: ReplicaState) -> Skips | None:
         wrapper = self.wrapper

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, NamedTuple, Sequence
 
 from mtf_gradsync._private.libraries import mtf, tf
@@ -132,40 +133,45 @@ class Accumulators:
         due: mtf.Tensor,
         step: StepBuilder,
         gate: Gate | None,
-        counts_every_step: bool,
         divisor: mtf.Tensor | None = None,
         weight: mtf.Tensor | None = None,
+        of_reduced: float = 1.0,
     ) -> GradientSet:
-        """Opens the branch of the update, and returns the sums, which are to be reduced in it.
+        """Returns the gradients with the condition of the update, in whose branch they are sums.
 
-        The sums include this step's gradients. Sums of replicas' parts are parts, too.
+        The sums are to be reduced in it, and include this step's gradients. Sums of replicas' parts
+        are parts, too.
 
         Args:
           due: a boolean scalar, whether the step makes an update.
           step: the step that is being built.
           gate: the gate that `add` returned.
-          counts_every_step: as for `StepBuilder.only_when`.
           divisor: what to divide the sums by once they are reduced; None for nothing. The result
             has the dtypes of the gradients.
           weight: if gradients were multiplied by weights, the sum of these weights. The sums are
             then divided, by the divisor or else by `weight`, before they are reduced, because they
             may be too large to send.
+          of_reduced: a factor of sums of gradients that were reduced already.
         """
-        unless = self._added_unless
-        step.only_when(due, gate, self._written, unless is None, counts_every_step, self._clear)
-        self._taken = unless.outputs if unless else step.value_after(self._variables, ())
-        dtypes = tuple(None if g is None else g.dtype for g in self._given.grads)
-        form = Form.PART if self._given.form is Form.PART else Form.PENDING
-        if weight is not None:
-            by = weight if divisor is None else divisor
-            means = [divided(x, by) for x in self._taken]
-            weights = Weights(weight)
-            return self._given.with_present(
-                means, form, dtypes=dtypes, unreduced=None, weights=weights
+
+        def take(given: GradientSet) -> GradientSet:
+            unless = self._added_unless
+            self._taken = unless.outputs if unless else step.value_after(self._variables, ())
+            sums: GradientSet = dataclasses.replace(
+                given.with_present(self._taken),
+                form=Form.PART if given.form is Form.PART else Form.PENDING,
+                dtypes=tuple(None if g is None else g.dtype for g in given.grads),
+                unreduced=None,
             )
-        return self._given.with_present(
-            self._taken, form, divisor=divisor, dtypes=dtypes, unreduced=None
-        )
+            if weight is not None:
+                by = weight if divisor is None else divisor
+                means = [divided(x, by) for x in self._taken]
+                return sums.with_present(means, weights=Weights(weight))
+            if of_reduced != 1.0:
+                sums = sums.change_reduced(lambda g: g * of_reduced)
+            return dataclasses.replace(sums, divisor=divisor)
+
+        return self._given.only_when(due, gate, behind=self._written, first=take, last=self._clear)
 
     def _clear(self) -> list[mtf.Operation]:
         """Returns the operations that end the branch: they zero the accumulators that were read."""

@@ -24,7 +24,14 @@ from mtf_gradsync.optimizers.pipeline.forms import (
     gathered,
     in_dtypes_of,
 )
-from mtf_gradsync.optimizers.pipeline.stack import Partition, Reduction, Stack
+from mtf_gradsync.optimizers.pipeline.stack import (
+    Condition,
+    Partition,
+    Reduction,
+    Stack,
+    Stage,
+    in_blocks,
+)
 from mtf_gradsync.optimizers.pipeline.strategy_state import reduce_by_strategy
 from mtf_gradsync.optimizers.state.slots import (
     SlotBook,
@@ -56,49 +63,18 @@ class StepConditions:
       plan: the plan of the mtf graph.
       updated: int32 scalar, 1 if the step has an update, else 0; None if every step counts as an
         update.
-      agree: a function that combines a boolean of each island to one for all (see `agreed`); None
-        without islands.
     """
 
     plan: StepPlan
 
     def __init__(self) -> None:
         self._lists: list[list[mtf.Operation]] = [[]]
-        self._branches = contextlib.ExitStack()
         self.updated: mtf.Tensor | None = None
-        self.agree: Callable[[mtf.Tensor, bool], mtf.Tensor] | None = None
         self._if_finite: list[Callable[[mtf.Tensor, mtf.Tensor | None], object]] = []
 
     def add(self, operations: Sequence[mtf.Operation]) -> None:
         """Adds operations to the branch that is open, or else to the step."""
         self._lists[-1].extend(operations)
-
-    def only_when(
-        self,
-        due: mtf.Tensor,
-        gate: Gate | None,
-        behind: Sequence[mtf.Operation] = (),
-        as_call: bool = True,
-        counts_every_step: bool = False,
-        at_end: Callable[[], Sequence[mtf.Operation]] = list,
-    ) -> None:
-        """Makes all later operations of the step, the update included, run only if `due`.
-
-        They are put into a branch. Inside another branch they run on steps on which both conditions
-        hold. `counts_every_step` says whether steps on which `due` is false advance the global
-        step, too. The other arguments are as for `branch_when`.
-        """
-        if not counts_every_step and not self.plan.is_in_branch and self.updated is None:
-            self.updated = mtf.cast(due, tf.int32)
-        self._branches.enter_context(self.branch_when(due, gate, behind, as_call, at_end))
-
-    def agreed(self, holds: mtf.Tensor, by_any: bool = False) -> mtf.Tensor:
-        """Returns whether a boolean scalar is true on all islands; with `by_any`, on any island.
-
-        Stages use it for decisions that depend on gradients, because inside `OuterOptimizer` each
-        island has gradients of its own. Without islands the result is `holds`.
-        """
-        return holds if self.agree is None else self.agree(holds, by_any)
 
     def when_finite_is_known(self, then: Callable[[mtf.Tensor, mtf.Tensor | None], object]) -> None:
         """Registers a function that is called with what a later `tell_finite` tells.
@@ -199,7 +175,8 @@ class StepBuilder(StepConditions):
         super().__init__()
         self.stack = stack
         self._slots, self._arguments, self._keeper = slots, arguments, keeper
-        self._number = 0  # of the wrapper whose stages are being built
+        # Of the stage that is being built: the number of its wrapper, and the islands around it.
+        self._number, self._islands = 0, self.stack.segments[0].islands
         self._notes: list[Callable[[], None]] = []
         self._around: list[Callable[..., list[mtf.Operation]]] = []
         self._after: list[tuple[bool, Callable[..., Sequence[mtf.Operation]]]] = []
@@ -224,21 +201,18 @@ class StepBuilder(StepConditions):
         self.plan = StepPlan.of(gradients.graph)
         before = set(gradients.graph.operations)
         segments = self.stack.segments
-        with self._branches:
-            # 1. The stages, the outermost first; some open a branch for all later operations.
-            for stage in self.stack.first:
-                gradients = stage.apply(gradients, self)
-            for self._number, segment in enumerate(segments):
-                self.received.append(gradients)
-                for stage in segment.stages:
-                    gradients = stage.apply(gradients, self)
-                self.passed_on.append(gradients)
-            for stage in self.stack.last:
-                gradients = stage.apply(gradients, self)
+        with contextlib.ExitStack() as branches:
+            # 1. The stages, the outermost first: each block of them in a branch of the one before.
+            for block in in_blocks(self.stack):
+                if block.condition is not None:
+                    gradients = branches.enter_context(self._opened(block.condition, gradients))
+                for number, stage in block.stages:
+                    gradients = self._applied(number, stage, gradients)
+            self._receive(len(segments) - 1, gradients)
             # 2. The update.
             self.write_state()
             gradients = in_dtypes_of(self.stack.opt, gradients)
-            self.passed_on[-1] = gradients
+            self.passed_on = [*self.received[1:], gradients]
 
             def update() -> list[mtf.Operation]:
                 made = self._update(gradients, self._around)
@@ -274,6 +248,38 @@ class StepBuilder(StepConditions):
         made = [op for op in gradients.graph.operations if op not in before]
         self.plan.extension(WriteOrder).one_step(made)
         return operations
+
+    def _receive(self, number: int, gradients: GradientSet) -> None:
+        """Records the gradients that wrapper `number` receives; wrappers may have no stages."""
+        missing = number + 1 - len(self.received)
+        self.received += [gradients] * missing
+
+    def _applied(self, number: int | None, stage: Stage, given: GradientSet) -> GradientSet:
+        """Makes the operations of a stage; returns the gradients for the next stage."""
+        if number is not None:
+            self._receive(number, given)
+            self._number, self._islands = number, self.stack.segments[number].islands
+        elif self.received:  # the last stages, behind those of all wrappers
+            self._islands = self.stack.islands
+        gradients = stage.apply(given, self)
+        if (gradients.condition is None) != (stage.condition is None):
+            kind = type(stage).__name__
+            raise TypeError(
+                f"{kind} needs both or neither: a condition, which says that all that comes after "
+                "it runs in some steps only, and apply that returns gradients.only_when(...)."
+            )
+        return gradients
+
+    @contextlib.contextmanager
+    def _opened(self, condition: Condition, gradients: GradientSet) -> Iterator[GradientSet]:
+        """Opens the branch of a block of stages, and closes it; gives the gradients inside it."""
+        assert gradients.condition is not None  # as `_applied` has checked
+        holds, gate, behind, first, last = gradients.condition
+        if not condition.counts_every_step and not self.plan.is_in_branch and self.updated is None:
+            self.updated = mtf.cast(holds, tf.int32)
+        with self.branch_when(holds, gate, behind, condition.as_call, last):
+            gradients = dataclasses.replace(gradients, condition=None)
+            yield gradients if first is None else first(gradients)
 
     @property
     def names(self) -> list[str]:
@@ -341,6 +347,14 @@ class StepBuilder(StepConditions):
         """
         self._shown = {**self._shown, **shown}
         self._shown_after += writes
+
+    def agreed(self, holds: mtf.Tensor, by_any: bool = False) -> mtf.Tensor:
+        """Returns whether a boolean scalar is true on all islands; with `by_any`, on any island.
+
+        Stages use it for decisions that depend on gradients, because inside `OuterOptimizer` each
+        island has gradients of its own. Without islands the result is `holds`.
+        """
+        return holds if self._islands is None else self._islands.agree(holds, by_any)
 
     def write_state(self, when: Callable[[], mtf.Tensor] | None = None) -> None:
         """Writes the new state of reduction strategies, of all reductions since the last call.

@@ -15,7 +15,7 @@ from mtf_gradsync.gradients.reduce_gradients import GatherParts
 from mtf_gradsync.optimizers.pipeline.weights import Weights
 from mtf_gradsync.optimizers.state.slots import optimizer_of
 from mtf_gradsync.reduce import Strategy
-from mtf_gradsync.step import Branch, StepPlan
+from mtf_gradsync.step import Branch, Gate, StepPlan
 
 
 class Form(enum.Enum):
@@ -63,6 +63,27 @@ class PerShard:
     remakes: bool = False
 
 
+class OnlyWhen(NamedTuple):
+    """What a stage with a condition gives for the branch of all that comes after it.
+
+    Attributes:
+      holds: a boolean scalar, the same on all processors: whether a step runs the branch.
+      gate: the gate (which holds back writes) that the branch waits for; None inside another
+        branch.
+      behind: operations of the step that the branch waits for, too.
+      first: a function of the set of gradients that makes the gradients in the branch; None if they
+        are those of the step.
+      last: a function that makes the last operations of the branch. They run even if the condition
+        of a branch inside this one does not hold.
+    """
+
+    holds: mtf.Tensor
+    gate: Gate | None
+    behind: Sequence[mtf.Operation] = ()
+    first: Callable[[GradientSet], GradientSet] | None = None
+    last: Callable[[], Sequence[mtf.Operation]] = list
+
+
 @dataclasses.dataclass(frozen=True)
 class GradientSet:
     """The gradients of one call of `apply_grads`, at one stage of the pipeline.
@@ -83,6 +104,8 @@ class GradientSet:
         were given.
       unreduced: for reduced gradients, the set as it was before the reduction, from which shards
         can be told apart; None if it is not known.
+      condition: what the stage gave for the branch in which later stages run; None if they run in
+        the same steps as the stage.
       branch: the branch of the step in which the gradients exist; None if they exist in every step.
     """
 
@@ -95,6 +118,7 @@ class GradientSet:
     made_of_sums: Mapping[int, MadeOfSums] = dataclasses.field(default_factory=dict)
     weights: Weights | None = None
     unreduced: GradientSet | None = None
+    condition: OnlyWhen | None = None
     branch: Branch | None = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
@@ -132,6 +156,14 @@ class GradientSet:
     ) -> GradientSet:
         """Returns a copy as `with_grads` does; `present` replaces gradients that are not None."""
         return self.with_grads(on_present(self.grads, lambda _: present), form, **others)
+
+    def only_when(self, holds: mtf.Tensor, gate: Gate | None, **others: Any) -> GradientSet:
+        """Returns the set for later stages that run only if `holds`, a boolean scalar.
+
+        A stage that has a `condition` returns it. `gate` is what the writes of the stage wait for,
+        and `others` are as for `OnlyWhen`.
+        """
+        return dataclasses.replace(self, condition=OnlyWhen(holds, gate, **others))
 
     def change_reduced(self, change: Callable[[mtf.Tensor], mtf.Tensor]) -> GradientSet:
         """Returns a copy with `change` applied to the gradients in `already_reduced`."""

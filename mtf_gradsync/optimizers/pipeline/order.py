@@ -27,7 +27,7 @@ def needs_shards(stages: Stages) -> PerShard | None:
 
 def schedules_updates(stages: Stages) -> bool:
     """Returns whether these stages decide which steps make an update."""
-    return any(s.due for s in stages)
+    return any(s.condition is not None and s.condition.when for s in stages)
 
 
 def skips_not_finite(stages: Stages) -> bool:
@@ -181,5 +181,6 @@ def _line_of(wrapper: Any) -> str:
     lines = [line for stage in segment.stages for line in stage.describe(about)]
     lines.sort(key=lambda line: not line.first)
     what = "; ".join(f"{line.when} {line.what}".lstrip() for line in lines)
-    due = "".join(f" ({stage.due})" for stage in stages if stage.due)
+    conditions = [stage.condition for stage in stages if stage.condition is not None]
+    due = "".join(f" ({condition.when})" for condition in conditions if condition.when)
     return f"{wrapper.name}{due}: {what}"

@@ -1,13 +1,18 @@
 """A stack of wrappers as a value: the work of its step on gradients, before anything is built.
 
-Each wrapper gives its stages, frozen values that say which form of gradients they take and give.
-`completed` makes a `Stack` of them, from which `StepBuilder` makes operations in the order of the
-stages, and which `mtf_gradsync.describe` prints. It does so in three passes:
+Each wrapper gives its stages, frozen values that say which form of gradients they take and give,
+and whether all that comes after them runs in some steps only. Passes, pure functions, complete a
+stack. `StepBuilder` makes the operations of the result in the order in which it is read, and
+`mtf_gradsync.describe` prints the same value. The passes:
 
 1. From the outermost wrapper to the innermost, each gives its stages for its place (`Place`: the
-replica axes, and the islands and stages around it). 2. Each stage gets to know those inside it,
-because some depend on them (a loss scale). 3. If a stage takes another form of gradients than the
-stage before it gives, a converting stage is inserted.
+   replica axes, and the islands and stages around it).
+2. Each stage gets to know those inside it, because some depend on them (a loss scale).
+3. If a stage takes another form of gradients than the stage before it gives, a converting stage is
+   inserted (`with_conversions`). A stack is then completed (`completed`).
+4. If gradients have weights, stages for them are added (`with_weights` in the file `weighted`).
+5. Conditions become blocks of stages that run in the same steps (`in_blocks`): the builder makes a
+   branch for each.
 """
 
 from __future__ import annotations
@@ -26,6 +31,23 @@ from mtf_gradsync.reduce import Strategy
 from mtf_gradsync.reduce.strategy import has_gradient_reduction
 
 
+class Condition(NamedTuple):
+    """The condition of a stage on all that comes after it: it runs in some steps only.
+
+    In these steps the scalar holds that the stage gives to `GradientSet.only_when`.
+
+    Attributes:
+      when: the steps, in words ("every 4th"), if the condition decides which steps make an update;
+        only one stage of a stack can decide that. "" if it only skips some updates.
+      as_call: whether the branch is one function call, as for `mtf_gradsync.step.Conditional`.
+      counts_every_step: whether the other steps advance the global step, too.
+    """
+
+    when: str = ""
+    as_call: bool = False
+    counts_every_step: bool = False
+
+
 class Stage:
     """A wrapper's work on gradients on their way to an update; the base class passes them on.
 
@@ -38,8 +60,8 @@ class Stage:
         form.
       gives: `Form.REDUCED` if the stages inside get reduced gradients; None if they get gradients
         in the form that `apply` returns.
-      due: the steps on which the stages inside run, as text ("every 4th"); "" if other stages
-        decide that. Only one stage of a stack can decide it.
+      condition: the condition on all that comes after the stage; None if it runs in the same steps
+        as the stage.
       finite: "skips" if the stage skips gradients that are not finite, so that stages inside do not
         get them; "needs" if it needs to get such gradients; "" otherwise.
       squares: whether the stage squares gradients: squares overflow before gradients do.
@@ -48,7 +70,7 @@ class Stage:
 
     takes: Form | PerShard | None = None
     gives: Form | None = None
-    due: str = ""
+    condition: Condition | None = None
     finite: str = ""
     squares: bool = False
     takes_parts: bool = False
@@ -107,6 +129,8 @@ class Stage:
 
     def apply(self, gradients: GradientSet, step: Any) -> GradientSet:
         """Makes the stage's operations; returns the gradients for the next stage.
+
+        A stage with a condition returns what `GradientSet.only_when` returns.
 
         Args:
           gradients: the gradients, in the form that the stage takes.
@@ -184,11 +208,14 @@ class IslandAxes(NamedTuple):
       islands: the axes between islands.
       inside: the replica axes inside an island; None for a single island without a known mesh.
       axes: all replica axes; None for a single island without a known mesh.
+      agree: a function that makes one boolean scalar for all islands, from one of each: whether all
+        are true or, if its second argument is true, whether any is.
     """
 
     islands: ReplicaAxes
     inside: ReplicaAxes | None
     axes: ReplicaAxes | None
+    agree: Callable[[mtf.Tensor, bool], mtf.Tensor]
 
 
 class Program(NamedTuple):
@@ -446,6 +473,39 @@ def with_conversions(segments: Sequence[Segment], takes_pending: bool) -> tuple[
             stages += reduction_of(form, segment.reduction)
         result.append(segment._replace(stages=tuple(stages)))
     return tuple(result)
+
+
+class Block(NamedTuple):
+    """Stages of a stack that run in the same steps.
+
+    Attributes:
+      condition: the condition under which these stages run, and all later ones; None for the first
+        block, which runs in every step.
+      stages: the stages, each with the number of its wrapper, or None if it belongs to no wrapper.
+    """
+
+    condition: Condition | None
+    stages: tuple[tuple[int | None, Stage], ...]
+
+
+def in_blocks(stack: Stack) -> tuple[Block, ...]:
+    """Returns the stages of a completed stack in blocks, of which each runs inside those before it.
+
+    A stage with a condition is the last one of its block.
+    """
+    blocks, stages = [], []
+    condition: Condition | None = None
+    numbered = [(i, x) for i, segment in enumerate(stack.segments) for x in segment.stages]
+    for number, stage in (
+        *((None, x) for x in stack.first),
+        *numbered,
+        *((None, x) for x in stack.last),
+    ):
+        stages.append((number, stage))
+        if stage.condition is not None:
+            blocks.append(Block(condition, tuple(stages)))
+            condition, stages = stage.condition, []
+    return (*blocks, Block(condition, tuple(stages)))
 
 
 #: What to do about gradients of several meshes.

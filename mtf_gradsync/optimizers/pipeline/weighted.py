@@ -8,7 +8,7 @@ from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.mesh.axes import ReplicaAxes
 from mtf_gradsync.optimizers.pipeline.builder import StepBuilder
 from mtf_gradsync.optimizers.pipeline.forms import GradientSet
-from mtf_gradsync.optimizers.pipeline.stack import Stack, Stage
+from mtf_gradsync.optimizers.pipeline.stack import Condition, Stack, Stage
 from mtf_gradsync.optimizers.pipeline.weights import weighted_shards
 from mtf_gradsync.optimizers.state.slots import SlotBook
 from mtf_gradsync.optimizers.state.variables import named_state
@@ -53,6 +53,7 @@ class _OnlyWithData(Stage):
 
     name: str
     slots: SlotBook
+    condition = Condition()
 
     def apply(self, gradients: GradientSet, step: StepBuilder) -> GradientSet:
         assert gradients.weights is not None
@@ -62,6 +63,5 @@ class _OnlyWithData(Stage):
         gate = step.gate([*gradients.present, has_data])
         now = counter.value + 1 - mtf.cast(has_data, tf.int32)
         step.write([mtf.assign(counter, now)], gate)
-        step.only_when(has_data, gate, as_call=False)
         step.counts_without_data = counter
-        return gradients
+        return gradients.only_when(has_data, gate)
