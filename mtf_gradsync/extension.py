@@ -160,6 +160,7 @@ if TYPE_CHECKING:
     )
     from mtf_gradsync.optimizers.description import Description, describe
     from mtf_gradsync.optimizers.interface import TrainOptimizerInterface
+    from mtf_gradsync.optimizers.outer_values import HeldSlices
     from mtf_gradsync.optimizers.pipeline.order import (
         averages,
         keeps_outer_values,
@@ -191,14 +192,13 @@ if TYPE_CHECKING:
     from mtf_gradsync.reduce import GradientStrategy, placement_mesh_impl
     from mtf_gradsync.step import (
         WATCHED,
-        HeldSlices,
         ProgramWrites,
         StepPlan,
         gated_update,
         is_advanced,
         lowerings_of,
+        ref_variables_explained,
     )
-    from mtf_gradsync.variables import ref_variables_explained
 else:
     # Modules that need no TensorFlow come first, because a name is looked for in this order.
     _HOMES = (
@@ -215,6 +215,7 @@ else:
         "mtf_gradsync.optimizers.average",
         "mtf_gradsync.optimizers.description",
         "mtf_gradsync.optimizers.interface",
+        "mtf_gradsync.optimizers.outer_values",
         "mtf_gradsync.optimizers.pipeline.order",
         "mtf_gradsync.optimizers.pipeline.stack",
         "mtf_gradsync.optimizers.pipeline.weights",
@@ -228,7 +229,6 @@ else:
         "mtf_gradsync.optimizers.state.variables",
         "mtf_gradsync.reduce",
         "mtf_gradsync.step",
-        "mtf_gradsync.variables",
     )
 
     def __getattr__(name: str) -> Any:

@@ -35,7 +35,6 @@ TESTED_BY = {
     "gradients/test_clipping.py": ["gradients/measures"],
     "optimizers/loss_scale/test_loss_scale.py": ["gradients/losses"],
     "optimizers/outer": ["optimizers/outer_steps", "optimizers/outer_values"],
-    "optimizers/outer/test_not_finite.py": ["step/island_variables"],
     "optimizers/pipeline/test_gradient_strategy.py": [
         "gradients/reduce_gradients",
         "optimizers/pipeline/strategy_state",
@@ -60,7 +59,6 @@ TESTED_BY = {
     "optimizers/test_skips.py": ["step/outcomes"],
     "optimizers/test_weights.py": ["optimizers/pipeline/weighted", "optimizers/pipeline/weights"],
     "optimizers/test_wrapper.py": ["optimizers/interface"],
-    "reduce/test_parts.py": ["reduce/scatter_gather"],
     "gradients/test_recoverable.py": ["gradients/layout"],
     # Of sessions and runs of all runtimes, by what they leave behind.
     "runtimes/starting": ["runtimes/saving"],
@@ -137,7 +135,6 @@ TESTED_BY = {
     # Private names, and helpers of all rooms.
     "private/test_jax.py": ["tools/_private/profiles"],
     "private/test_libraries.py": ["_private/estimator_stand_ins"],
-    "runtimes/simd/test_ref_variables.py": ["variables"],
     "test_imports.py": ["_private/lazy", "extension"],
     "properties/test_arguments.py": ["_common"],
     "tools/train/test_errors.py": ["runtimes/_common"],

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-from typing import TYPE_CHECKING, Any, Callable, Collection, ContextManager, NamedTuple, Sequence
+from typing import Any, Callable, Collection, ContextManager, NamedTuple, Sequence
 
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._private.mesh_tensorflow import (
@@ -25,12 +25,10 @@ from mtf_gradsync.gradients.operations import (
     reduce_partial_sums,
     share,
 )
+from mtf_gradsync.gradients.recoverable import MissingSumWarnings
 from mtf_gradsync.reduce import Strategy
 from mtf_gradsync.step import ExtensionLowering, PlanExtension, StepPlan
 from mtf_gradsync.step.plan import flat
-
-if TYPE_CHECKING:
-    from mtf_gradsync.gradients.missing_sums import MissingSumWarnings
 
 
 class Bucket(NamedTuple):
@@ -416,11 +414,7 @@ class PendingSums(PlanExtension):
 
         flow = Flow(graph, targets, Layout(axis_of, replica_axes), sums)
         dropped = flow.dropped_sums(targets)
-        missing = None
-        if dropped:
-            from mtf_gradsync.gradients.missing_sums import MissingSumWarnings
-
-            missing = MissingSumWarnings(dropped)
+        missing = MissingSumWarnings(dropped) if dropped else None
         return PendingLowering(lowering, flow, self._buckets(flow), missing)
 
     def _buckets(self, flow: Flow) -> dict[mtf.Tensor, Bucket]:

@@ -21,8 +21,7 @@ from mtf_gradsync.gradients.pending import PendingSums
 from mtf_gradsync.mesh.axes import ProcessorGroups, ReplicaAxes
 from mtf_gradsync.reduce import Strategy
 from mtf_gradsync.reduce.one_level import PLACEMENT_BUCKET_BYTES
-from mtf_gradsync.reduce.parts import Cut, Cuts, take_parts
-from mtf_gradsync.reduce.scatter_gather import all_gather
+from mtf_gradsync.reduce.parts import Cut, Cuts, all_gather, take_parts
 from mtf_gradsync.reduce.strategy import State
 
 

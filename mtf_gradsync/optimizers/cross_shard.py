@@ -11,8 +11,8 @@ from mtf_gradsync import compat_v1
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.compat_v1 import NOT_GIVEN, OptimizerLike, given_optimizer, is_v1
 from mtf_gradsync.gradients.arguments import OwnArguments
-from mtf_gradsync.gradients.copies import SumCopies, check_group_assignment, check_groups_cover
 from mtf_gradsync.gradients.operations import each_mesh, on_present
+from mtf_gradsync.gradients.shards import SumCopies, check_group_assignment, check_groups_cover
 from mtf_gradsync.mesh.axes import LayoutLike, MeshShapeLike, ReplicaAxes
 from mtf_gradsync.optimizers.pipeline.builder import StepBuilder
 from mtf_gradsync.optimizers.pipeline.forms import Form, GradientSet

@@ -10,8 +10,8 @@ from mtf_gradsync._private.mesh_tensorflow import meshes_made
 from mtf_gradsync.compat_v1 import Reduction
 from mtf_gradsync.gradients import arguments
 from mtf_gradsync.gradients.arguments import OwnArguments
-from mtf_gradsync.gradients.copies import check_groups_cover
 from mtf_gradsync.gradients.operations import on_mesh
+from mtf_gradsync.gradients.shards import check_groups_cover
 from mtf_gradsync.optimizers.pipeline.weights import (
     WeightsOfGradients,
     check_weights,

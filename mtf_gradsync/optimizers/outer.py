@@ -2,7 +2,7 @@
 
 Every island has its own values of variables and of the inner optimizer's slots: the slices that its
 processors hold. For checkpoints, variables `<variable>/island` take over these slices, with a
-dimension for the islands (`mtf_gradsync.step.IslandVariables`). The model and the inner optimizer
+dimension for the islands (`IslandVariables`). The model and the inner optimizer
 need no change. A variable's own master (its value in checkpoints) has the outer values, which
 evaluation and export read.
 """
@@ -22,7 +22,7 @@ from mtf_gradsync.gradients.arguments import OwnArguments
 from mtf_gradsync.gradients.recoverable import check_addable, check_recoverable
 from mtf_gradsync.mesh.axes import LayoutLike, MeshShapeLike, ReplicaAxes, as_dim_names
 from mtf_gradsync.optimizers.outer_steps import OuterSettings, StepsOfIslands
-from mtf_gradsync.optimizers.outer_values import Agreed, OuterVariable
+from mtf_gradsync.optimizers.outer_values import Agreed, IslandVariables, OuterVariable
 from mtf_gradsync.optimizers.pipeline.builder import StepBuilder
 from mtf_gradsync.optimizers.pipeline.forms import Form, GradientSet, PerShard
 from mtf_gradsync.optimizers.pipeline.order import averages
@@ -38,7 +38,7 @@ from mtf_gradsync.optimizers.pipeline.words import About, Line, nth, told
 from mtf_gradsync.optimizers.skips import ReportsSkips, check_limit
 from mtf_gradsync.optimizers.wrapper import CommonArguments, OfStep
 from mtf_gradsync.reduce import FusedAllReduce, Strategy
-from mtf_gradsync.step import IslandVariables, StepPlan
+from mtf_gradsync.step import StepPlan
 
 
 @dataclasses.dataclass(frozen=True)

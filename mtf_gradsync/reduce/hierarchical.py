@@ -11,8 +11,7 @@ from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._private.patches import late_configurable
 from mtf_gradsync.mesh.axes import ProcessorGroups, axis_number, is_simd
 from mtf_gradsync.mesh.devices import process_of
-from mtf_gradsync.reduce.one_level import warn_algorithm_on_simd
-from mtf_gradsync.reduce.packs import Packer, split_pack
+from mtf_gradsync.reduce.one_level import Packer, split_pack, warn_algorithm_on_simd
 from mtf_gradsync.reduce.strategy import Strategy
 from mtf_gradsync.reduce.sums import (
     ALGORITHMS,

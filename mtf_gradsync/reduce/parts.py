@@ -1,4 +1,4 @@
-"""Cuts tensors into parts, one for each processor along axes of the mesh, and joins parts."""
+"""Parts of tensors, one for each processor along axes of the mesh: reduce-scatters, all-gathers."""
 
 from __future__ import annotations
 
@@ -6,9 +6,24 @@ import collections
 from typing import Any, NamedTuple, Sequence
 
 from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync._private.tensorflow import (
+    PASSES_ON,
+    cross_replica_gather,
+    cross_replica_scatter,
+    set_attr,
+    summed_together,
+)
 from mtf_gradsync.mesh.axes import ProcessorGroups, is_simd
 from mtf_gradsync.mesh.devices import memories
-from mtf_gradsync.reduce.sums import plan_buckets
+from mtf_gradsync.reduce.sums import (
+    pack,
+    physical_groups,
+    plan_buckets,
+    simd_all_reduce,
+    simd_wire_dtype,
+    sum_on_one_device,
+    unpack,
+)
 
 
 class Cut(NamedTuple):
@@ -169,3 +184,255 @@ def _split_axes(mesh_impl: Any, shape: Sequence[int], cuts: Cuts) -> tuple[list[
 
 def _transposed(x: tf.Tensor, order: list[int]) -> tf.Tensor:
     return x if order == sorted(order) else tf.transpose(x, order)
+
+
+# A tile of a TPU's memory: 8 sublanes of 128 lanes. Smaller parts share an all-gather.
+_TILE = 8 * 128
+# Smaller parts share a reduce-scatter. The compiler merges neighbouring ones of small tensors by
+# itself, and a packed one holds all gradients twice.
+_SCATTERED_ALONE = _TILE // 2
+# The TPU compiler does not gather a tensor into a variable's memory. If the tensor is a variable's
+# new value, the variable is copied when the step begins, and the new value when the step ends. An
+# operation after the gather, which writes into the variable's memory, saves the copies. For tensors
+# of fewer numbers than this, the operation takes more time than the copies.
+_WRITTEN_IN_PLACE = 64 * 1024
+
+
+def scatter_together(
+    mesh_impl: Any, values: Sequence[Any], groups: ProcessorGroups, cuts: Sequence[Cuts]
+) -> list[Any]:
+    """Returns each core's part of sums on a SIMD mesh; see `Strategy.reduce_scatter`.
+
+    The sums are marked as one group, which the compiler may combine.
+    """
+    shapes = [part_shape(mesh_impl, v.slice_shape, c) for v, c in zip(values, cuts)]
+    sharing = _sharing(values, shapes, cuts, _SCATTERED_ALONE)
+    with summed_together():
+        scattered = [
+            _scattered(mesh_impl, [values[i] for i in members], cuts[members[0]])
+            for members in sharing
+        ]
+    assert groups.mesh_axes is not None  # the groups run along axes
+    # A part is summed over the axes along which its tensor is not cut.
+    by_rest: dict[tuple[int, ...], list[int]] = collections.defaultdict(list)
+    for number, members in enumerate(sharing):
+        cut = mesh_axes_of(cuts[members[0]])
+        by_rest[tuple(axis for axis in groups.mesh_axes if axis not in cut)].append(number)
+    for rest, numbers in by_rest.items():
+        if rest:
+            along = ProcessorGroups.along(mesh_impl, rest)
+            sums = simd_all_reduce(mesh_impl, [scattered[n] for n in numbers], along)
+            for number, total in zip(numbers, sums):
+                scattered[number] = total
+    results: list[Any] = [None] * len(values)
+    for members, parts in zip(sharing, scattered):
+        first = members[0]
+        shape = values[first].slice_shape
+        unpacked = _parts_of(mesh_impl, parts, len(members), shape, cuts[first])
+        for index, part in zip(members, unpacked):
+            results[index] = part
+    return results
+
+
+def gather_together(mesh_impl: Any, parts: Sequence[Any], cuts: Sequence[Cuts]) -> list[Any]:
+    """Returns whole slices on each core of a SIMD mesh, gathered from the parts on all cores."""
+    results: list[Any] = [None] * len(parts)
+    with summed_together():
+        for members in _sharing(parts, [p.slice_shape for p in parts], cuts, _TILE):
+            slices = _gathered(mesh_impl, [parts[i] for i in members], cuts[members[0]])
+            for index, full in zip(members, slices):
+                results[index] = full
+    return results
+
+
+def _sharing(
+    tensors: Sequence[Any],
+    part_shapes: Sequence[Sequence[int]],
+    cuts: Sequence[Cuts],
+    least: int,
+) -> list[list[int]]:
+    """Returns lists of positions of tensors; the tensors of a list share one collective.
+
+    Tensors share it if they have one dtype, one shape of parts and the same cuts, and fewer than
+    `least` numbers in a part.
+    """
+    sharing: dict[tuple[Any, ...], list[int]] = collections.defaultdict(list)
+    for index, (tensor, shape) in enumerate(zip(tensors, part_shapes)):
+        alone = index if mtf.list_product(shape) >= least else -1
+        dtype = tensor.tensor_list[0].dtype.base_dtype
+        sharing[alone, tuple(shape), tuple(cuts[index]), dtype].append(index)
+    return list(sharing.values())
+
+
+def _scattered(mesh_impl: Any, values: Sequence[Any], cuts: Cuts) -> Any:
+    """Returns one tensor with each core's parts of the sums of values of one shape."""
+    along = slice_groups(mesh_impl, cuts)
+    dtype = values[0].tensor_list[0].dtype
+    wire = simd_wire_dtype(mesh_impl, dtype, along)
+    by_rows = len(cuts) > 1
+
+    def scatter(*xs: tf.Tensor) -> tf.Tensor:
+        if by_rows:
+            xs = tuple(to_rows(mesh_impl, x, cuts) for x in xs)
+        x = tf.stack(xs) if len(xs) > 1 else xs[0]
+        axis = x.shape.ndims - xs[0].shape.ndims + (0 if by_rows else cuts[0].tensor_axis)
+        sent = x if wire == dtype else tf.cast(x, wire)
+        total = cross_replica_scatter(sent, physical_groups(mesh_impl, along), axis)
+        return total if wire == dtype else tf.cast(total, dtype)
+
+    return mesh_impl.slicewise(scatter, *values)
+
+
+def _parts_of(
+    mesh_impl: Any, scattered: Any, count: int, shape: Sequence[int], cuts: Cuts
+) -> list[Any]:
+    """Returns the parts of `count` values of a shape, taken from what `_scattered` returned."""
+
+    def unpacked(x: tf.Tensor) -> tuple[tf.Tensor, ...]:
+        pieces = tf.unstack(x) if count > 1 else [x]
+        if len(cuts) > 1:
+            pieces = [tf.reshape(p, part_shape(mesh_impl, shape, cuts)) for p in pieces]
+        return tuple(pieces)
+
+    return list(mesh_impl.slicewise(unpacked, scattered))
+
+
+def _gathered(mesh_impl: Any, parts: Sequence[Any], cuts: Cuts) -> Sequence[Any]:
+    physical = physical_groups(mesh_impl, slice_groups(mesh_impl, cuts))
+    by_rows = len(cuts) > 1
+    shape = list(parts[0].slice_shape)
+    for cut in cuts:
+        shape[cut.tensor_axis] *= mesh_impl.shape.dims[cut.mesh_axis].size
+
+    def gather(number: tf.Tensor, *xs: tf.Tensor) -> tuple[tf.Tensor, ...]:
+        if by_rows:
+            xs = tuple(tf.reshape(x, [1, -1]) for x in xs)
+        x = tf.stack(xs) if len(xs) > 1 else xs[0]
+        axis = x.shape.ndims - xs[0].shape.ndims + (0 if by_rows else cuts[0].tensor_axis)
+        full = cross_replica_gather(x, physical, axis)
+        pieces = tf.unstack(full) if len(xs) > 1 else [full]
+        if by_rows:
+            pieces = [from_rows(mesh_impl, p, shape, cuts) for p in pieces]
+        if mtf.list_product(shape) >= _WRITTEN_IN_PLACE:
+            # Always so, but the compiler does not know it.
+            is_processor = number >= 0
+            pieces = [tf.where_v2(is_processor, p, tf.zeros_like(p)) for p in pieces]
+            for piece in pieces:
+                set_attr(piece.op, PASSES_ON, tf.AttrValue(b=True))
+        return tuple(pieces)
+
+    return list(mesh_impl.slicewise(gather, mesh_impl.laid_out_pnum(), *parts))
+
+
+# Every collective pays a latency, and the bucket bounds the extra memory.
+SIMD_BUCKET_BYTES = 32 * 1024 * 1024
+
+
+def reduce_scatter(
+    mesh_impl: Any,
+    values: Sequence[Any],
+    groups: ProcessorGroups,
+    cuts: Sequence[Cuts],
+    bucket_bytes: int = 0,
+) -> list[Any]:
+    """Returns each processor's part of sums; see `Strategy.reduce_scatter`.
+
+    On a placement mesh values are packed into buckets of at most bucket_bytes per processor, and
+    each processor adds up its part of every bucket.
+    """
+    if is_simd(mesh_impl):
+        return scatter_together(mesh_impl, values, groups, cuts)
+    results: list[Any] = [None] * len(values)
+    for turn, members in enumerate(buckets(values, cuts, bucket_bytes)):
+        bucket_values, bucket_cuts = [values[i] for i in members], [cuts[i] for i in members]
+        parts = _scatter_on_devices(mesh_impl, bucket_values, groups, bucket_cuts, turn)
+        for index, part in zip(members, parts):
+            results[index] = part
+    return results
+
+
+def _scatter_on_devices(
+    mesh_impl: Any,
+    values: Sequence[Any],
+    groups: ProcessorGroups,
+    cuts: Sequence[Cuts],
+    turn: int,
+) -> list[Any]:
+    shapes = [part_shape(mesh_impl, v.slice_shape, c) for v, c in zip(values, cuts)]
+    results: list[list[Any]] = [[None] * mesh_impl.size for _ in values]
+    for group in groups.groups:
+        packs = {}
+        for processor in group:
+            # Each value is cut on the device that holds it, so that only parts are sent.
+            with tf.device(mesh_impl.devices[processor]):
+                pieces = [
+                    all_parts(mesh_impl, v.tensor_list[processor], c) for v, c in zip(values, cuts)
+                ]
+                packs[processor] = [
+                    pack(parts) if len(parts) > 1 else parts[0] for parts in zip(*pieces)
+                ]
+        wanted: dict[int, list[int]] = {}
+        for processor in group:
+            wanted.setdefault(part_number(mesh_impl, cuts[0], processor), []).append(processor)
+        for number, processors in wanted.items():
+            device = mesh_impl.devices[processors[turn % len(processors)]]
+            total = sum_on_one_device([packs[p][number] for p in group], device)
+            with tf.device(device):
+                parts = unpack(total, shapes) if len(shapes) > 1 else [total]
+            for processor in processors:
+                for result, part in zip(results, parts):
+                    result[processor] = part
+    return [mesh_impl.LaidOutTensor(result) for result in results]
+
+
+def all_gather(
+    mesh_impl: Any, parts: Sequence[Any], cuts: Sequence[Cuts], bucket_bytes: int
+) -> list[Any]:
+    """Returns whole slices on each processor, gathered from the parts on all processors.
+
+    On a placement mesh each slice is joined once in every memory. Small parts are sent from memory
+    to memory in buckets of bucket_bytes per processor.
+    """
+    if is_simd(mesh_impl):
+        return gather_together(mesh_impl, parts, cuts)
+    results: list[Any] = [None] * len(parts)
+    packs = not one_memory(mesh_impl)
+    for turn, members in enumerate(buckets(parts, cuts, bucket_bytes if packs else 0)):
+        bucket_parts, bucket_cuts = [parts[i] for i in members], [cuts[i] for i in members]
+        full_slices = _gather_on_devices(mesh_impl, bucket_parts, bucket_cuts, turn)
+        for index, full in zip(members, full_slices):
+            results[index] = full
+    return results
+
+
+def _gather_on_devices(
+    mesh_impl: Any, parts: Sequence[Any], cuts: Sequence[Cuts], turn: int
+) -> list[Any]:
+    shapes = [part.slice_shape for part in parts]
+    packed = [part.tensor_list for part in parts]
+    if len(parts) > 1:
+        packs = mesh_impl.slicewise(lambda *xs: pack(xs), *parts).tensor_list
+    results: list[list[Any]] = [[None] * mesh_impl.size for _ in parts]
+    memory = {p: n for n, members in enumerate(memories(mesh_impl.devices)) for p in members}
+    made: dict[tuple[Any, ...], list[Any]] = {}
+    for number, group in enumerate(slice_groups(mesh_impl, cuts[0]).groups):
+        homes: dict[int, list[int]] = {}
+        for processor in group:
+            homes.setdefault(memory[processor], []).append(processor)
+        for home, members in homes.items():
+            key = (home, *(id(slices[p]) for slices in packed for p in group))
+            if key not in made:
+                with tf.device(mesh_impl.devices[members[(turn + number) % len(members)]]):
+                    by_member = (
+                        [unpack(packs[p], shapes) for p in group]
+                        if len(parts) > 1
+                        else [[packed[0][p]] for p in group]
+                    )
+                    made[key] = [
+                        joined(mesh_impl, [one[i] for one in by_member], c)
+                        for i, c in enumerate(cuts)
+                    ]
+            for processor in members:
+                for result, full in zip(results, made[key]):
+                    result[processor] = full
+    return [mesh_impl.LaidOutTensor(result) for result in results]

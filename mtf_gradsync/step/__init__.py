@@ -7,7 +7,6 @@ from mtf_gradsync.step.branch import (
     ValuesAfter,
     values_after,
 )
-from mtf_gradsync.step.island_variables import HeldSlices, IslandVariables
 from mtf_gradsync.step.outcomes import WATCHED, Watch, Watched, WatchHook
 from mtf_gradsync.step.plan import ExtensionLowering, PlanExtension, StandIn, StepPlan, built
 from mtf_gradsync.step.writes import (
@@ -22,6 +21,7 @@ from mtf_gradsync.step.writes import (
     gated_update,
     is_advanced,
     lowerings_of,
+    ref_variables_explained,
     write_in_order,
     write_slices,
 )
@@ -34,8 +34,6 @@ __all__ = [
     "DeferredUpdate",
     "ExtensionLowering",
     "Gate",
-    "HeldSlices",
-    "IslandVariables",
     "PlanExtension",
     "ProgramWrites",
     "StandIn",
@@ -53,6 +51,7 @@ __all__ = [
     "gated_update",
     "is_advanced",
     "lowerings_of",
+    "ref_variables_explained",
     "values_after",
     "write_in_order",
     "write_slices",

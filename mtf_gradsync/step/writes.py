@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from typing import Any, Callable, Mapping, Sequence
+from typing import Any, Callable, Iterator, Mapping, Sequence
 
-from mtf_gradsync._common import warn_once
+from mtf_gradsync._common import counted, warn_once
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._private.mesh_tensorflow import give_assign_fn, reassign
 from mtf_gradsync.mesh.axes import is_simd
 from mtf_gradsync.mesh.devices import check_writers, writers_of, writing
 from mtf_gradsync.step.plan import ControlInputs, ExtensionLowering, PlanExtension, StepPlan, built
-from mtf_gradsync.variables import CURE, ref_variables_explained
 
 
 class Gate:
@@ -54,20 +54,6 @@ class Gate:
                     reached.append(tf.group(*ops))
             with tf.device(next(iter(by_device), "")):
                 return tf.group(*reached)
-
-
-def _warn_of_ref_variables(lowering: mtf.Lowering) -> None:
-    for variable, laid_out in lowering.variables.items():
-        for x in laid_out.laid_out_tensor.all_slices:
-            if x.dtype != x.dtype.base_dtype:
-                warn_once(
-                    "ref variables",
-                    "Variable %s is a TensorFlow ref variable: reads and writes of ref variables "
-                    "race on a mesh, and training can go wrong silently. %s",
-                    variable.name,
-                    CURE,
-                )
-                return
 
 
 def gated_update(
@@ -474,3 +460,50 @@ _LOWERINGS = ("mtf_gradsync lowerings",)
 def lowerings_of(graph: tf.Graph) -> list[mtf.Lowering]:
     """Returns the lowerings that were made in a TensorFlow graph."""
     return graph.get_collection(_LOWERINGS)
+
+
+# Ref variables: writes of these race with reads.
+
+#: What a program has to do to get resource variables instead of ref variables, for errors.
+CURE = (
+    "Call tf.compat.v1.enable_resource_variables() at the start of the program, after "
+    "tf.compat.v1.disable_v2_behavior(), which takes it back."
+)
+
+
+class RefVariablesError(NotImplementedError):
+    """TensorFlow's error that a TPU program cannot have ref variables, with a remedy."""
+
+
+def _warn_of_ref_variables(lowering: mtf.Lowering) -> None:
+    for variable, laid_out in lowering.variables.items():
+        for x in laid_out.laid_out_tensor.all_slices:
+            if x.dtype != x.dtype.base_dtype:
+                warn_once(
+                    "ref variables",
+                    "Variable %s is a TensorFlow ref variable: reads and writes of ref variables "
+                    "race on a mesh, and training can go wrong silently. %s",
+                    variable.name,
+                    CURE,
+                )
+                return
+
+
+@contextlib.contextmanager
+def ref_variables_explained() -> Iterator[None]:
+    """Returns a context that adds a remedy to TensorFlow's errors about ref variables.
+
+    TensorFlow raises them when a TPU program is built.
+    """
+    try:
+        yield
+    except RefVariablesError:
+        raise
+    except NotImplementedError as error:
+        variables = tf.global_variables()
+        refs = [v.op.name for v in variables if v.dtype != v.dtype.base_dtype]
+        if not refs:
+            raise
+        raise RefVariablesError(
+            f"{error}. The graph has ref variables, {counted(refs, 'variable')}. {CURE}"
+        ) from error

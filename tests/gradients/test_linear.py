@@ -3,7 +3,7 @@
 import pytest
 
 from mtf_gradsync._private.libraries import tf
-from mtf_gradsync.gradients.linear import linear_arguments
+from mtf_gradsync.gradients.flow import linear_arguments
 
 F = tf.float32
 ONE = [((2, 3), F)]

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from mtf_gradsync import reduce
 from mtf_gradsync._private.libraries import tf
-from mtf_gradsync.reduce.packs import Packer, plan_packs, plan_small_groups, split_pack
+from mtf_gradsync.reduce.one_level import Packer, plan_packs, plan_small_groups, split_pack
 from mtf_gradsync.reduce.sums import (
     pack,
     packed_all_reduce,

@@ -11,10 +11,8 @@ from mtf_gradsync.reduce import (
     CompressedAllReduce,
     FusedAllReduce,
     ProcessorGroups,
-    scatter_gather,
 )
-from mtf_gradsync.reduce.parts import Cut
-from mtf_gradsync.reduce.scatter_gather import all_gather
+from mtf_gradsync.reduce.parts import Cut, all_gather
 from mtf_gradsync.runtimes.simd.emulator import emulate
 from tests.reduce import on_mesh
 
@@ -55,7 +53,7 @@ def test_parts_of_sums_and_back(strategy, kind, mesh, axes, cuts, monkeypatch):
     if kind == "own memories":
         monkeypatch.setattr(devices, "_memory", lambda device: device)
     # The first tensor takes the path of large ones.
-    monkeypatch.setattr(scatter_gather, "_WRITTEN_IN_PLACE", 1000)
+    monkeypatch.setattr("mtf_gradsync.reduce.parts._WRITTEN_IN_PLACE", 1000)
 
     def make(mesh_impl, values):
         all_processors = ProcessorGroups.along(mesh_impl, axes)
@@ -122,7 +120,7 @@ def test_devices_of_other_memories_send_parts_alone(strategy, size, monkeypatch)
 
 def test_cpu_replicas_make_no_pass_over_gathered_values(monkeypatch):
     """What lets the TPU compiler write in place is in the program, and not in what they run."""
-    monkeypatch.setattr(scatter_gather, "_WRITTEN_IN_PLACE", 1)
+    monkeypatch.setattr("mtf_gradsync.reduce.parts._WRITTEN_IN_PLACE", 1)
     with tf.Graph().as_default() as graph:
         with simd.tpu_program("all:2", "") as program:
             impl = program.mesh_impl

@@ -9,8 +9,7 @@ import mtf_gradsync as gs
 from mtf_gradsync import reduce, simd, xla
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.reduce import ProcessorGroups
-from mtf_gradsync.reduce.parts import Cut
-from mtf_gradsync.reduce.scatter_gather import all_gather, reduce_scatter
+from mtf_gradsync.reduce.parts import Cut, all_gather, reduce_scatter
 from mtf_gradsync.runtimes.xla.executable import Cache, lowered
 from mtf_gradsync.runtimes.xla.replica_program import replica_program
 from mtf_gradsync.runtimes.xla.runner.combiner import combined_for_cpus
