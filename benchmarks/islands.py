@@ -145,14 +145,17 @@ def measure_kills(options: report.Options) -> report.Table:
         title=f"{ISLANDS} islands and their merger that live some seconds, in a folder that fails",
         rows=[row],
         notes=(
-            "Numbers that move at random, no model; a step of 0.05 s, meetings every 10 steps, a"
-            " checkpoint after each step.",
-            f"faults: half a second each of {', '.join(FAULTS)}, for half of the requests.",
-            "steps: that islands made. killed: those that were in no checkpoint when their island"
-            " was killed, at most one each. unaccounted: all others that are in no version, or in"
-            " two.",
-            "wrong or lost: versions with other bits than --replay makes, or without a decision;"
-            " contributions that two versions have, or none has merged, dropped or refused.",
+            "These islands train no model: their variables are numbers that change at random. A"
+            " step takes 0.05 s, islands exchange values every 10 steps, and write a checkpoint"
+            " after each step.",
+            f"A fault is half a second in which half of the requests to the folder fail:"
+            f" {', '.join(FAULTS)}.",
+            '"steps" counts the steps of all islands. "killed" counts the steps that were in no'
+            " checkpoint when their island was killed, at most one for each kill."
+            ' "unaccounted" counts all other steps that are in no version, or in two.',
+            '"wrong or lost" counts versions without a decision or with other bits than --replay'
+            " makes, and contributions that are in two versions, or that were neither merged nor"
+            " dropped nor refused.",
         ),
         targets=[report.Target(f"wrong, lost or unaccounted in {happened}", bad, 0, "")],
     )
@@ -357,13 +360,19 @@ def _end(curve: list[tuple[float, float, float]]) -> float:
 
 def _notes(scale: Scale) -> list[str]:
     return [
-        f"A step takes {scale.step_seconds:g} s; an island that was killed (kill -9) is started"
-        f" again {scale.down_seconds:g} s later, in the mean, and then takes as long as it takes.",
-        "killed 1 in N: of island-steps. One program dies with each of its islands.",
-        "goodput: tokens in the last version over what all islands make in the time if none dies."
-        " living: what those could make that were there. made: what their steps were of.",
-        f"Islands meet every 10 steps and go on meanwhile (wait none). Nats: of the last {LAST}"
-        " versions, at the same number of tokens; none where a series was given up before.",
+        f"A step takes {scale.step_seconds:g} s. An island that was killed (kill -9) is started"
+        f" again {scale.down_seconds:g} s later on average, and then needs time to build its"
+        " session.",
+        '"1 in N" means that one in N steps of an island ends with a kill of the island.'
+        ' "one program" is OuterOptimizer, where a kill ends all islands.',
+        '"goodput" is the number of tokens in the last version of the values, divided by the tokens'
+        " that all islands could train on in this time if none was killed or slow."
+        ' "living" divides the tokens that the running islands could train on by the same number.',
+        '"useful/living" divides the tokens in the last version by the tokens that running islands'
+        ' could train on, and "useful/made" by the tokens that they did train on.',
+        'Islands exchange values every 10 steps and train on meanwhile (wait="none").'
+        f' "held-out nats" is the mean loss of the last {LAST} versions at the same number of'
+        " tokens. It is empty if a series was stopped before.",
     ]
 
 

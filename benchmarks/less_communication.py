@@ -174,12 +174,16 @@ def measure(options: report.Options) -> report.Table:
         + f", {steps} steps of Adam",
         rows=rows,
         notes=(
-            "bytes a step: what a core gives to collectives, a sum counted twice since it goes"
-            " there and back; those of outer steps divided over the steps between.",
-            "every H, rate, momentum: OuterOptimizer with Nesterov momentum.",
-            "Adam without bias correction, and embeddings that begin at 1."
+            '"bytes a step" is what one core puts into collectives. A sum counts twice, because'
+            " terms are sent and the result is sent back.",
+            "The bytes of an outer step are divided by the number of steps from one outer step to"
+            " the next.",
+            'A row "every H, rate, momentum" is OuterOptimizer with H inner steps, this outer'
+            " learning rate, and this Nesterov momentum.",
+            "The optimizer is Adam without bias correction, and embeddings begin at a scale of 1."
             if has_defaults
-            else "Adam with bias correction, and embeddings that begin as a classifier's weights.",
+            else "The optimizer is Adam with bias correction, and embeddings begin like the weights"
+            " of a classifier.",
         ),
         plot=lambda axes: _plot(axes, curves),
     )
@@ -284,7 +288,7 @@ def measure_link(options: report.Options) -> report.Table:
         name="less_communication_link",
         title=f"The same model on 2 processes over a link of {megabits:g} Mbit/s each way",
         rows=rows,
-        notes=("The link counts all that the processes send each other, the protocol included.",),
+        notes=("The bytes on the link include those of the network protocol.",),
     )
 
 

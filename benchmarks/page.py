@@ -51,36 +51,41 @@ MEASURED_BY = {
 # What a table shows, in words and a picture; figures are the table's.
 READ = {
     "islands": """\
-[What it shows](guides/islands.md#what-was-measured), with a picture.
+The guide on islands says [what this table shows](guides/islands.md#what-was-measured), and has a
+picture of it.
 """,
     "less_communication": """\
-8 bits, and outer gradients in 8 bits or in fragments, cost nothing that two seeds could show, with
-error feedback or without; 4 bits and a high rank cost one or two hundredths of a nat, rank 4 and
-outer steps about a tenth, rank 1 a third. The model still learns fast when training ends: how much
-outer steps cost a longer training was not measured. How to use them: [less
-communication](guides/less_communication.md).
+With two seeds no loss is measurable for gradients in 8 bits, with error feedback or without, and
+none for outer gradients in 8 bits or in fragments. Gradients in 4 bits or of rank 16 cost one or
+two hundredths of a nat. Rank 4 and outer steps cost about a tenth of a nat, and rank 1 a third.
+The model still learns fast when this training ends. How much outer steps cost in a longer training
+was not measured. The guide [less communication](guides/less_communication.md) shows how to use
+these optimizers and strategies.
 
-![Held-out loss by steps: 8 bits lie on float32, low ranks and outer steps
+![Held-out loss by steps: the curve of 8 bits is that of float32; low ranks and outer steps lie
 above](images/less_communication.png)
 """,
     "rounding": """\
-Rounded to nearest, small updates are lost, and the model learns less. Rounded by chance, its loss
-is that of float32 variables to what is seen of it here, with slots in bfloat16, too: the loss of a
-batch is a bfloat16 number, and these are 1/64 apart. How to use it:
-[AdamW](adamw.md#variables-in-bfloat16-rounding-by-chance).
+If bfloat16 variables are rounded to the nearest number, small updates are lost, and the model
+learns less. If they are rounded by chance, this table shows no difference to float32 variables,
+even if slots are bfloat16, too. Smaller differences than this cannot be seen, because the loss of
+a batch is a bfloat16 number, and neighbouring numbers are 1/64 apart. The page
+[AdamW](adamw.md#variables-in-bfloat16-rounding-by-chance) says how to round by chance.
 """,
     "less_communication_link": """\
-What remains of a step where next to nothing is sent is computing and the latency of the link.
+A step that sends next to nothing still takes the time of its computation and the latency of the
+link.
 """,
 }
 HEAD = """\
 # Benchmarks
 
-`python -m benchmarks.page` writes this page from the files in `benchmarks/results`; each table
-names the command that measures it. Ratios are medians of the ratios of interleaved rounds, in
-brackets their quartiles: compare ratios, since times depend on the machine. *bare* is
-Mesh-TensorFlow's own optimizer with the same model, mesh, session options and resource variables;
-*wrapped* is `CrossShardOptimizer` around it. Nothing here was timed on a GPU or a TPU.
+`python -m benchmarks.page` writes this page from the files in `benchmarks/results`. The command
+above each table measures the table. Programs are measured in turns, round after round. A ratio is
+the median of the ratios of all rounds, followed by their quartiles in brackets. Compare ratios,
+because times depend on the machine. In all tables *bare* is Mesh-TensorFlow's own optimizer with
+the same model, mesh, session options and resource variables, and *wrapped* is `CrossShardOptimizer`
+around this optimizer. Nothing on this page was timed on a GPU or a TPU.
 """
 
 

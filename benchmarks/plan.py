@@ -84,7 +84,8 @@ def _measure(
     return rows, (
         *notes,
         *(
-            f"{name}: {layers} layers of {width}, {sequences} sequences of {tokens} tokens"
+            f'The model "{name}" has {layers} layers of width {width}, and a batch of {sequences} '
+            f"sequences of {tokens} tokens."
             for name, ((layers, width, sequences, tokens), _) in sizes.items()
         ),
     )
@@ -94,17 +95,18 @@ def _said(calibration: Calibration, names: list[str]) -> tuple[str, ...]:
     """A calibration, and the models that were planned with it, for the notes of the table."""
     rates = calibration.rates
     return (
-        f"rates for {'; '.join(names)}: "
+        f"Rates fitted to calibration steps, for {'; '.join(names)}: "
         f"{1e-9 / rates.flop if rates.flop else math.inf:.0f} GFLOP/s and "
         f"{1e-9 / rates.byte if rates.byte else math.inf:.0f} GB/s of all cores, "
-        f"{1e6 * rates.operation:.2f} us an operation, {1e9 * rates.core_byte:.3f} s more for a GB "
-        f"of one core, {1e3 * rates.meeting:.3f} ms a meeting of all cores, "
-        f"{1e9 * rates.exchanged_byte:.3f} s for a GB that collectives hand on, "
-        f"{1e9 * rates.new_byte:.3f} s for a GB of new memory, "
-        f"{1e6 * rates.division:.2f} us to divide an operation among threads",
-        "corrections by cores and cores that meet: "
-        + ", ".join(f"{n}, {g}: {c:.3f}" for (n, g), c in calibration.corrections.items()),
-        f"calibration: {calibration.took:.0f} s",
+        f"{1e6 * rates.operation:.2f} us for an operation, {1e9 * rates.core_byte:.3f} s more for "
+        f"a GB that one core touches, {1e3 * rates.meeting:.3f} ms for a collective of all cores, "
+        f"{1e9 * rates.exchanged_byte:.3f} s for a GB that a core puts into collectives, "
+        f"{1e9 * rates.new_byte:.3f} s for a GB of memory that is allocated anew, "
+        f"{1e6 * rates.division:.2f} us to divide an operation among threads.",
+        "Calibration steps took this many times as long as predicted, by the number of cores and "
+        "of cores in a collective: "
+        + "; ".join(f"{n}, {g}: {c:.3f}" for (n, g), c in calibration.corrections.items())
+        + f". The calibration took {calibration.took:.0f} s.",
     )
 
 
@@ -134,9 +136,10 @@ def _certainty(name: str, rows: list[report.Row]) -> str:
     times = [row["measured ms"].median for row in rows]
     first = min(rows, key=lambda row: row["predicted rank"])
     return (
-        f"{name}: the slowest mesh takes {max(times) / min(times):.2f} times the fastest's time, "
-        f"the one named first {first['measured ms'].median / min(times):.3f} times; "
-        f"{sum(apart(*pair) for pair in pairs)} of {len(pairs)} pairs can be told apart"
+        f'For the model "{name}", a step on the slowest mesh takes {max(times) / min(times):.2f} '
+        "times as long as on the fastest mesh, and on the mesh that is predicted to be the fastest "
+        f"{first['measured ms'].median / min(times):.3f} times. The measurement tells for "
+        f"{sum(apart(*pair) for pair in pairs)} of {len(pairs)} pairs of meshes which is faster."
     )
 
 

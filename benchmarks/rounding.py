@@ -78,9 +78,9 @@ def measure(options: report.Options) -> report.Table:
         title=f"A byte-level language model that computes in bfloat16, {steps} steps of AdamW",
         rows=rows,
         notes=(
-            "bytes a number: of a variable and its two slots.",
-            "The same batches and first values in all rows of a seed; first values are rounded to "
-            "bfloat16 where variables are.",
+            '"bytes a number" is the size of one number of a variable together with its two slots.',
+            "All rows of a seed have the same batches and the same initial values. Initial values "
+            "are rounded to bfloat16 if variables are bfloat16.",
         ),
     )
 
@@ -164,7 +164,7 @@ def measure_cost(options: report.Options) -> report.Table:
         name="rounding_cost",
         title="What the TPU compiler expects of a step of the small language model in bfloat16",
         rows=rows,
-        notes=("The compiler's own estimate, which is no timing.",),
+        notes=("These numbers are estimates of the TPU compiler. No step was timed.",),
         targets=targets,
     )
 

@@ -60,8 +60,10 @@ def measure(options: report.Options) -> report.Table:
         title="Training step on every runtime (CrossShardOptimizer), against bare Mesh-TensorFlow",
         rows=rows,
         notes=(
-            "bare: Mesh-TensorFlow's optimizer on its placement mesh; the others are wrapped.",
-            "XLA start: from the lowered program to the end of the first step, nothing cached.",
+            '"bare" is Mesh-TensorFlow\'s optimizer on its own placement mesh; in all other columns'
+            " CrossShardOptimizer wraps it.",
+            '"XLA start" is the time from the lowered program to the end of the first step, with an'
+            " empty compilation cache.",
         ),
         targets=targets,
         plot=lambda axes: _plot(axes, rows),

@@ -59,9 +59,12 @@ def measure(options: report.Options) -> report.Table:
         title="Growth with cores and layers, processor seconds",
         rows=rows,
         notes=(
-            "Two sequences of 64 tokens a core, layers of 128; batch split over half of the cores.",
-            "to be compiled: cores share variables (simd.compiled_only), as plan and compile do.",
-            "compile: on the clock, in the compiler's process. GiB: largest of either process.",
+            "On N cores the layers are 128 wide, and the batch of 2N sequences of 64 tokens is"
+            " split N/2 ways.",
+            'In programs "to be compiled" all cores share variables (simd.compiled_only), as in the'
+            " commands plan and compile.",
+            '"compile s" is wall-clock time in the compiler\'s process. "GiB" is the memory of the'
+            " larger process.",
         ),
         targets=targets,
         plot=lambda axes: _plot(axes, rows),

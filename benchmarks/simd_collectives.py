@@ -39,8 +39,10 @@ def measure(options: report.Options) -> report.Table:
         title="CrossReplicaSum operations for the gradients on a SIMD mesh, bytes a core",
         rows=rows,
         notes=(
-            "in the whole step: with those of the forward and backward pass and of the update.",
-            "groups: sums that are made together, which the compilers of TPUs and GPUs combine.",
+            '"in the whole step" also counts the operations of the forward pass, the backward pass'
+            " and the update.",
+            '"groups" counts groups of sums that are made together. The compilers of TPUs and GPUs'
+            " combine each group.",
         ),
     )
 

@@ -47,10 +47,13 @@ def measure(options: report.Options) -> report.Table:
         title="Training step (median and quartiles over rounds; ratios are made round by round)",
         rows=rows,
         notes=(
-            "dense: 40 layers, 80 gradients, Adam, mesh of 8. lm: 4-layer transformer, Adafactor,"
-            " mesh 4x2.",
-            "wrapped+mesh: the wrapped optimizer on mtf_gradsync.placement_mesh_impl.",
-            "floor: forward and backward alone, gradients left as partial sums on each processor.",
+            'The model "dense" has 40 layers and 80 gradients, and is trained by Adam on a mesh of'
+            " 8 processors.",
+            'The model "lm" is a 4-layer transformer, trained by Adafactor on a mesh of 4x2.',
+            '"wrapped+mesh" is the wrapped optimizer on a mesh of'
+            " mtf_gradsync.placement_mesh_impl.",
+            '"floor" is the time of the forward and backward pass alone, whose gradients stay'
+            " unreduced.",
         ),
         targets=targets,
         plot=lambda axes: _plot(axes, rows),

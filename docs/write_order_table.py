@@ -47,11 +47,12 @@ WRAPPERS: dict[str, Callable[[Any], Wrapper]] = {
 _START = """\
 # Which wrapper around which
 
-Wrappers nest. This table is generated from what the stages of each wrapper take and give, by
-`python docs/write_order_table.py`; a test trains a model by every pair and holds it against the
-table. A row is the outer wrapper, a column the inner one: "✓" where the order works,
-or the number of the reason below. A wrong order raises an error that says the same, and which order
-to take.
+Wrappers can be nested. The row of this table is the outer wrapper, the column is the inner wrapper.
+A cell is "✓" if the outer wrapper can be around the inner one. Otherwise it is the number of the
+reason below why this order is refused. A refused order raises an error with this reason and the
+order to use instead. `python docs/write_order_table.py` generates the table from the forms of
+gradients that the stages of each wrapper take and give. A test trains a model with every pair, and
+compares what happens with this table.
 
 """
 
@@ -89,7 +90,11 @@ def page() -> str:
                 reasons.append(why)
             cells.append("✓" if why is None else str(reasons.index(why) + 1))
         lines.append(f"| {letter} | " + " | ".join(cells) + " |")
-    lines += ["", "Reasons:", ""]
+    lines += [
+        "",
+        "These are the reasons. OUTER is the outer wrapper, and INNER is the wrapper inside it:",
+        "",
+    ]
     generic = {
         "outer": "OUTER",
         "inner": "INNER",
@@ -98,10 +103,11 @@ def page() -> str:
     lines += [f"{number}. {why.format(**generic)}" for number, why in enumerate(reasons, 1)]
     lines += ["", "## The stages of each wrapper", ""]
     lines += [
-        "Where a stage takes another form of gradients than it gets, one that converts is first.",
+        "A stage is one step of an update. If a stage takes gradients in another form than the "
+        "stage before it gives, the package converts the gradients in between.",
         "",
     ]
-    lines += ["| wrapper | stage | takes | gives | those inside run |", "|---|---|---|---|---|"]
+    lines += ["| wrapper | stage | takes | gives | stages inside it run |", "|---|---|---|---|---|"]
     for name, make in WRAPPERS.items():
         made = make(plain())
         for stage in made.stages(made._place(None, (), None)):
