@@ -24,12 +24,14 @@ if "PYTEST_XDIST_WORKER" not in os.environ:
 
 import absl.flags
 import pytest
-from tensorflow.python.util import tf_stack
+from tensorflow.python.util import deprecation, tf_stack
 
 from mtf_gradsync._common import reset_warnings
 from mtf_gradsync._private.libraries import tf
 from tests import documents, grappler
 
+# To import the tests makes many objects and no garbage; see `pytest_collection_finish`.
+gc.disable()
 tf.logging.set_verbosity(tf.logging.ERROR)
 tf.disable_v2_behavior()
 tf.enable_resource_variables()
@@ -41,6 +43,8 @@ logging.getLogger("tensorflow").addFilter(documents.is_not_of_garbage)
 tf.train.CheckpointSaverHook.__init__ = functools.partialmethod(
     tf.train.CheckpointSaverHook.__init__, save_graph_def=False
 )
+# Many functions look through their arguments at each call for some that are deprecated.
+deprecation._PRINT_DEPRECATION_WARNINGS = False
 # Each operation has the stack on which it was made, most of which is pytest's here, so that taking
 # it is a tenth of building a graph.
 tf_stack.extract_stack = functools.partial(
@@ -76,6 +80,7 @@ def pytest_collection_finish():
     gc.freeze()
     # Building a graph makes many objects and no garbage.
     gc.set_threshold(1_000_000, 10, 10)
+    gc.enable()
 
 
 def pytest_sessionfinish():
