@@ -29,12 +29,14 @@ class Options(NamedTuple):
       only: parts of a table to measure, by the name of what they are parts of; all of what is not
         named.
       settings: numbers that a table takes, by name.
+      out_dir: where the files of tables go; None for no files.
     """
 
     rounds: int
     quick: bool
     only: Mapping[str, Sequence[Any]] = MappingProxyType({})
     settings: Mapping[str, Any] = MappingProxyType({})
+    out_dir: Path | None = None
 
 
 class Target(NamedTuple):
@@ -127,19 +129,26 @@ def main(
         quick=args.quick,
         only={name: tuple(getattr(args, name)) for name in parts},
         settings={name: getattr(args, name) for name in settings},
+        out_dir=args.out_dir,
     )
-    args.out_dir.mkdir(parents=True, exist_ok=True)
     missed = 0
     for measure in measures:
         table = measure(options)
         print(as_text(table), end="\n\n", flush=True)
-        path = args.out_dir / f"{table.name}.json"
-        path.write_text(json.dumps(as_json(table, options), indent=2) + "\n", encoding="utf-8")
+        write(table, options)
         if args.png and table.plot:
-            _draw(table, path.with_suffix(".png"))
+            _draw(table, args.out_dir / f"{table.name}.png")
         missed += sum(not target.met for target in table.targets)
     print(f"JSON in {args.out_dir}/")
     return 1 if args.check and missed else 0
+
+
+def write(table: Table, options: Options) -> None:
+    """Writes a table's file, if files were asked for; of a long measurement after each row, too."""
+    if options.out_dir is not None:
+        options.out_dir.mkdir(parents=True, exist_ok=True)
+        text = json.dumps(as_json(table, options), indent=2) + "\n"
+        (options.out_dir / f"{table.name}.json").write_text(text, encoding="utf-8")
 
 
 def as_text(table: Table) -> str:
@@ -190,7 +199,8 @@ def as_json(table: Table, options: Options) -> Row:
         "name": table.name,
         "title": table.title,
         "options": {
-            **options._asdict(),
+            "rounds": options.rounds,
+            "quick": options.quick,
             "only": dict(options.only),
             "settings": dict(options.settings),
         },

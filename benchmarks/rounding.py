@@ -5,17 +5,19 @@ from __future__ import annotations
 import contextlib
 import sys
 import tempfile
-from typing import Any, Iterator, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 import mtf_gradsync as gs
-from benchmarks import models, report, tpu_cost
-from benchmarks.less_communication import HELD_OUT, batch_of, schedule
-from mtf_gradsync import simd, xla
+from benchmarks import less_communication, models, report, tpu_cost
+from mtf_gradsync import xla
 from mtf_gradsync._private.libraries import mtf, tf
 
-SETTINGS = {"steps": 250, "seeds": 3}
+# The README's language model, as `make train` trains it.
+README = {"layers": 2, "d_model": 128, "batch": 32, "length": 64}
+SETTINGS = {"steps": 700, "seeds": 3}
+HELD_OUT = 16
 # Of the step that rounds to nearest, in the TPU compiler's estimate.
 LIMIT = 1.02
 WIDE = mtf.VariableDType(tf.float32, tf.float32, tf.bfloat16)
@@ -52,82 +54,112 @@ NEAREST, BY_CHANCE = list(WAYS)[1:3]
 
 def measure(options: report.Options) -> report.Table:
     """Trains a language model with variables stored in each way, from several seeds."""
-    steps = 5 if options.quick else int(options.settings.get("steps", SETTINGS["steps"]))
-    seeds = 1 if options.quick else int(options.settings.get("seeds", SETTINGS["seeds"]))
-    losses: dict[str, list[float]] = {name: [] for name in WAYS}
-    # The program is the same for all seeds, and is compiled once.
-    with tempfile.TemporaryDirectory() as cache_dir:
+    settings = {**SETTINGS, **options.settings}
+    steps = 5 if options.quick else int(settings["steps"])
+    seeds = 1 if options.quick else int(settings["seeds"])
+    losses: dict[str, list[float]] = {name: [] for name in options.only.get("ways", WAYS)}
+    with Training(options.quick) as training:
         for seed in range(seeds):
-            for name, way in WAYS.items():
-                losses[name].append(held_out_loss(way, steps, seed, options.quick, cache_dir))
-                print(name, seed, losses[name][-1], file=sys.stderr, flush=True)
+            for name, found in losses.items():
+                found.append(training.run(WAYS[name], steps, seed))
+                print(name, seed, found[-1], file=sys.stderr, flush=True)
+                table = _table(losses, steps)
+                report.write(table, options)
+    return table
+
+
+def _table(losses: dict[str, list[float]], steps: int) -> report.Table:
     rows: list[report.Row] = []
-    for name, way in WAYS.items():
-        nats = float(np.mean(losses[name]))
+    first = next(iter(losses.values()))
+    for name, found in losses.items():
+        if not found:
+            continue
+        # Seed by seed, as seeds differ by more than ways do.
+        changes = [a - b for a, b in zip(found, first)]
         rows.append(
             {
                 "variables": name,
-                "bytes a number": way.bytes,
-                "held-out nats": nats,
-                "to float32": nats - rows[0]["held-out nats"] if rows else 0.0,
-                "by seed": ", ".join(f"{loss:.3f}" for loss in losses[name]),
+                "bytes a number": WAYS[name].bytes,
+                "held-out nats": float(np.mean(found)),
+                "by seed": ", ".join(f"{loss:.4f}" for loss in found),
+                "less first row, by seed": ", ".join(f"{x:+.4f}" for x in changes),
             }
         )
     return report.Table(
         name="rounding",
-        title=f"A byte-level language model that computes in bfloat16, {steps} steps of AdamW",
+        title=f"The README's language model, computed in bfloat16, {steps} steps of AdamW",
         rows=rows,
         notes=(
+            "2 layers of 128, batches of 32 sequences of 64 bytes, on one core. The learning rate is "
+            "0.003 with a warm-up and half a cosine; weights do not decay. Embeddings begin as a "
+            "classifier's weights.",
             '"bytes a number" is the size of one number of a variable together with its two slots.',
-            "All rows of a seed have the same batches and the same initial values. Initial values "
-            "are rounded to bfloat16 if variables are bfloat16.",
+            f"Losses are computed in float32, on {HELD_OUT} batches of held-out text. All rows of a "
+            "seed have the same batches and the same initial values. Initial values are rounded to "
+            "bfloat16 if variables are bfloat16.",
         ),
     )
 
 
-def held_out_loss(way: Way, steps: int, seed: int, quick: bool, cache_dir: str) -> float:
-    """Trains from a seed, and returns the loss on held-out text in nats."""
-    size = dict(layers=1, d_model=32, length=16) if quick else dict(layers=2, d_model=64)
-    made: list[simd.Program] = []
-    model = models.lm(
-        batch=16,
-        mesh_shape="batch:1",
-        layout="batch:batch",
-        scaled_embedding=True,
-        dtype=way.dtype,
-        **size,
-    )
+class Training:
+    """Trainings of the README's language model on one core."""
 
-    def optimizer() -> Any:
-        rate = tf.get_default_graph().get_tensor_by_name("rate:0")
-        return gs.CrossShardOptimizer(gs.AdamWOptimizer(rate, 0.0, **way.arguments))
+    def __init__(self, quick: bool):
+        size = dict(layers=1, d_model=32, batch=4, length=16) if quick else README
+        self._size = {**size, "mesh_shape": "one:1", "layout": "", "scaled_embedding": True}
+        self._exit = contextlib.ExitStack()
 
-    @contextlib.contextmanager
-    def block() -> Iterator[Any]:
-        tf.set_random_seed(seed + 1)
-        tf.placeholder(tf.float32, [], name="rate")
-        with simd.tpu_program(model.mesh_shape, model.layout) as program:
-            made.append(program)
-            yield program.mesh_impl
+    def __enter__(self) -> Training:
+        model = models.lm(**self._size)
+        self._directory = self._exit.enter_context(tempfile.TemporaryDirectory())
+        program, self._float32 = less_communication.program_of(model, models.FLOOR, 0)
+        self._session = self._exit.enter_context(
+            less_communication.session_of(program, self._float32)
+        )
+        return self
 
-    built = models.build(model._replace(make_optimizer=optimizer), models.BARE, block)
-    with built.graph.as_default():
-        if xla.why_no_xla():
-            opened = made[0].session(built.lowering)
-        else:
-            opened = xla.session(made[0], built.lowering, cache_dir=cache_dir)
-    with opened as session, built.graph.as_default():
+    def __exit__(self, *error: Any) -> None:
+        self._exit.close()
 
-        def step(split: str, rng: np.random.RandomState, rate: float) -> float:
-            x = batch_of(split, model.batch.shape, rng)
-            return float(session.run([built.loss, built.update], {built.x: x, "rate:0": rate})[0])
+    def run(self, way: Way, steps: int, seed: int) -> float:
+        """Trains from a seed, and returns the loss on held-out text in nats."""
 
+        def optimizer() -> Any:
+            rate = tf.get_default_graph().get_tensor_by_name("rate:0")
+            return gs.CrossShardOptimizer(gs.AdamWOptimizer(rate, 0.0, **way.arguments))
+
+        model = models.lm(**self._size, dtype=way.dtype)._replace(make_optimizer=optimizer)
+        program, built = less_communication.program_of(model, models.BARE, seed)
         rng = np.random.RandomState(seed)
-        for number in range(steps):
-            step("train", rng, schedule(number, steps))
-        # At a rate of zero an update changes no variable.
+        with less_communication.session_of(program, built) as session, built.graph.as_default():
+            for step in range(steps):
+                x = less_communication.batch_of("train", model.batch.shape, rng)
+                feed = {built.x: x, "rate:0": less_communication.schedule(step, steps)}
+                session.run([built.loss, built.update], feed)
+            path = _as_float32(session.save(f"{self._directory}/trained"))
+        self._session.restore(path)
         rng = np.random.RandomState(5)
-        return float(np.mean([step("validation", rng, 0.0) for _ in range(HELD_OUT)]))
+        asked = [
+            less_communication.batch_of("validation", model.batch.shape, rng)
+            for _ in range(HELD_OUT)
+        ]
+        loss, x = self._float32.loss, self._float32.x
+        return float(np.mean([self._session.run(loss, {x: batch}) for batch in asked]))
+
+
+def _as_float32(path: str) -> str:
+    """Writes a checkpoint's variables once more, in float32."""
+    reader = tf.train.load_checkpoint(path)
+    with tf.Graph().as_default(), tf.Session() as session:
+        variables = [
+            tf.get_variable(
+                name, initializer=reader.get_tensor(name).astype("f"), use_resource=True
+            )
+            for name, dtype in reader.get_variable_to_dtype_map().items()
+            if dtype.is_floating
+        ]
+        session.run(tf.global_variables_initializer())
+        return tf.train.Saver(variables).save(session, f"{path}-float32")
 
 
 def measure_cost(options: report.Options) -> report.Table:
@@ -171,5 +203,5 @@ def measure_cost(options: report.Options) -> report.Table:
 
 if __name__ == "__main__":
     measures = [measure] + ([] if xla.why_no_tpu_compiler() else [measure_cost])
-    parts = {"topologies": tpu_cost.TOPOLOGIES}
+    parts = {"topologies": tpu_cost.TOPOLOGIES, "ways": tuple(WAYS)}
     sys.exit(report.main(measures, "python -m benchmarks.rounding", parts, SETTINGS))
