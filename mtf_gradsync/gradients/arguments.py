@@ -353,7 +353,10 @@ def check_rate(rate: Any) -> Any:
     """
     if is_number(rate):
         return check_number("learning_rate", rate, str(_RATES))
-    if not is_scalar(rate) or not rate.dtype.is_floating:
+    dtype = (
+        rate.activation_dtype if isinstance(rate, mtf.Variable) else getattr(rate, "dtype", None)
+    )
+    if not is_scalar(rate) or not dtype.is_floating:
         raise TypeError(
             "learning_rate must be a number or a floating scalar, a tf or mtf tensor or variable, "
             f"got {rate!r}. For a schedule give the tensor that it returns, such as "

@@ -6,11 +6,11 @@ import functools
 import re
 from typing import Any, Callable, NamedTuple, Sequence, Union
 
-from mtf_gradsync._common import did_you_mean, warn_once
+from mtf_gradsync._common import check_number, did_you_mean, warn_once
 from mtf_gradsync._private.libraries import mtf
 from mtf_gradsync._private.patches import late_configurable
 from mtf_gradsync.compat_v1 import NOT_GIVEN, given_optimizer, is_v1
-from mtf_gradsync.gradients.arguments import check_grads_and_variables
+from mtf_gradsync.gradients.arguments import check_grads_and_variables, check_rate
 from mtf_gradsync.gradients.clipping import check_clip_norm, clip_together
 from mtf_gradsync.optimizers.sharded_variables import PartOfVariable
 from mtf_gradsync.optimizers.state.slots import check_bare_update
@@ -91,10 +91,12 @@ class ByVariable(mtf.optimize.Optimizer):
             expression that matches the names of the variables (`re.search`), or a function that
             returns whether a variable belongs to the group. `what` is a dictionary of arguments
             that differ from those of `opt` ("learning_rate", "weight_decay_rate", ...), another
-            optimizer, or None for no update. In a dictionary, "clip_norm" is the norm to which the
-            group's gradients together are clipped.
-          learning_rate: the learning rate for opt and the groups' classes or factories; only if opt
-            is a class or factory.
+            optimizer, or None for no update. A dictionary can also have "learning_rate_factor": the
+            group's learning rate is this number times that of `opt`, also if that is a schedule;
+            "clip_norm": the norm to which the group's gradients together are clipped; and
+            "optimizer": another optimizer, or a class or factory that the other arguments are for.
+          learning_rate: the learning rate for opt and the groups' classes or factories: a number, a
+            scalar tensor or a variable; only if opt is a class or factory.
           name: name in errors and warnings.
 
         Raises:
@@ -103,9 +105,8 @@ class ByVariable(mtf.optimize.Optimizer):
         """
         self.name = name
         self._learning_rate = learning_rate
-        make = None if not isinstance(opt, type) and hasattr(opt, "apply_grads") else opt
         self._others = _Group(None, self._made(opt))
-        self._groups = tuple(self._group(pair, make) for pair in groups)
+        self._groups = tuple(self._group(pair, opt) for pair in groups)
 
     @property
     def _all(self) -> tuple[_Group, ...]:
@@ -186,7 +187,7 @@ class ByVariable(mtf.optimize.Optimizer):
         told = [(g.opt, f"{g.changes}: {g.name}", sum(its is g for its in of)) for g in self._all]
         return [one for one in told if one[2] or not variables]
 
-    def _group(self, pair: Any, make: Any) -> _Group:
+    def _group(self, pair: Any, opt: Any) -> _Group:
         if not isinstance(pair, (tuple, list)) or len(pair) != 2:
             raise TypeError(
                 f"{self.name}: a group is a pair of which variables and what updates them, such as "
@@ -199,30 +200,46 @@ class ByVariable(mtf.optimize.Optimizer):
         if not isinstance(what, dict):
             return _Group(which, self._made(what))
         changes = dict(what)
-        clip_norm = changes.pop("clip_norm", None)
+        clip_norm, make = changes.pop("clip_norm", None), changes.pop("optimizer", None)
         if clip_norm is not None:
             check_clip_norm(clip_norm)
-        told = "".join(f", {key} {value}" for key, value in what.items())
-        if not changes:
-            return _Group(which, self._others.opt, clip_norm, told)
-        if make is None:
+        told = "".join(f", {key} {value}" for key, value in what.items() if key != "optimizer")
+        if changes:
+            made = self._with(changes, opt if make is None else make, opt, which)
+        else:
+            made = self._others.opt if make is None else self._made(make)
+        return _Group(which, made, clip_norm, told)
+
+    def _with(self, changes: dict[str, Any], make: Any, opt: Any, which: Which) -> Any:
+        """Returns the optimizer that `make` makes with the arguments of a group."""
+        if not isinstance(make, type) and hasattr(make, "apply_grads"):
             raise TypeError(
-                f"{self.name} got the optimizer {self._others.opt!r}, whose arguments are set, and "
-                f"{what!r} for {which!r}. Give a class or factory as opt, such as "
+                f"{self.name} got the optimizer {make!r}, whose arguments are set, and "
+                f"{changes!r} for {which!r}. Give a class or factory as opt, such as "
                 "functools.partial(gs.AdamWOptimizer, learning_rate=0.001) (in gin: "
                 f"`{self.name}.opt = @AdamWOptimizer`, without parentheses)."
             )
-        if self._learning_rate is not NOT_GIVEN:
-            changes = {"learning_rate": self._learning_rate, **changes}
+        rate = {} if self._learning_rate is NOT_GIVEN else {"learning_rate": self._learning_rate}
+        arguments = {**rate, **changes}
+        factor = arguments.pop("learning_rate_factor", None)
+        if factor is not None:
+            of_opt = rate or getattr(opt, "keywords", {})
+            if "learning_rate" in changes or of_opt.get("learning_rate") is None:
+                raise TypeError(
+                    f'{self.name}: "learning_rate_factor" for {which!r} multiplies the learning '
+                    f"rate of {opt!r}, so the group has no learning_rate of its own, and that of "
+                    f"opt is given: {self.name}(opt, groups, learning_rate=0.001)."
+                )
+            arguments["learning_rate"] = _times(of_opt["learning_rate"], factor)
         try:
-            opt = make(**changes)
+            made = make(**arguments)
         except TypeError as error:
             raise TypeError(
-                f"{self.name}: {make!r} does not take {changes!r} for {which!r}: {error} Give a "
+                f"{self.name}: {make!r} does not take {arguments!r} for {which!r}: {error} Give a "
                 "factory its own arguments by name, such as functools.partial(gs.AdamWOptimizer, "
                 "learning_rate=0.001)."
             ) from error
-        return _Group(which, self._checked(opt), clip_norm, told)
+        return self._checked(made)
 
     def _made(self, opt: Any) -> Any:
         """Returns the optimizer `opt`, or the one that the class or factory `opt` makes."""
@@ -257,6 +274,15 @@ class ByVariable(mtf.optimize.Optimizer):
                     group.name,
                     did_you_mean(group.name, known),
                 )
+
+
+def _times(rate: Any, factor: Any) -> Any:
+    """Returns a learning rate times a number; the rate may be a function that returns one."""
+    factor = check_number("learning_rate_factor", factor, "a number of 0 or more")
+    if callable(rate):
+        return lambda: _times(rate(), factor)
+    rate = check_rate(rate)
+    return (rate.value if isinstance(rate, mtf.Variable) else rate) * factor
 
 
 def _name_of(which: Callable[..., Any]) -> str:

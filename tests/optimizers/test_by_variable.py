@@ -102,6 +102,84 @@ def test_what_stays_as_it_is_has_no_slots_and_is_not_reduced(mesh_kind, wrapper)
         assert sent < all_sent
 
 
+RATES = {
+    "number": lambda mesh: 0.02,
+    "tensor": lambda mesh: tf.constant(0.04) * 0.5,
+    "variable": lambda mesh: (
+        mtf.get_variable(
+            mesh, "rate", mtf.Shape([]), initializer=tf.constant_initializer(0.02), trainable=False
+        ).operation
+    ),
+    "schedule": lambda mesh: mtf.rsqrt(mtf.cast(gs.get_update_step(mesh), tf.float32) + 1.0) * 0.02,
+}
+
+
+@pytest.mark.parametrize("kind", RATES)
+def test_groups_multiply_one_learning_rate(mesh_kind, kind):
+    """Of the same optimizer, and of another one, which is one of TensorFlow."""
+    sgd = functools.partial(gs.MeshOptimizer, tf.train.GradientDescentOptimizer)
+    groups = [
+        ("b1", {"learning_rate_factor": 0.1, "weight_decay_rate": 0.0}),
+        ("scale", {"optimizer": sgd, "learning_rate_factor": 5}),
+    ]
+
+    def build(mesh, inputs):
+        rate = RATES[kind](mesh)
+        adamw = functools.partial(gs.AdamWOptimizer, epsilon=1e-3)
+        opt = lambda: gs.CrossShardOptimizer(  # noqa: E731
+            gs.ByVariable(adamw, groups, learning_rate=rate)
+        )
+        return models.train(opt)(mesh, inputs)
+
+    def at(factor):
+        return lambda t: factor * 0.02 / (t + 1) ** 0.5 if kind == "schedule" else factor * 0.02
+
+    of_groups = Groups(
+        {
+            ("b1",): AdamW(at(0.1), 0.0, epsilon=1e-3),
+            ("scale",): SgdAt(at(5)),
+            ("w1",): AdamW(at(1), 0.01, epsilon=1e-3),
+        }
+    )
+    feeds = models.mlp_batches(3)
+    values = harness.run(mesh_kind, SHAPE, LAYOUT, build, feeds).variables
+    for name, value in reference.train(of_groups, feeds).items():
+        np.testing.assert_allclose(values[name], value, rtol=0, atol=4e-6, err_msg=name)
+
+
+class SgdAt:
+    """Gradient descent at a rate that depends on the number of earlier updates."""
+
+    def __init__(self, rate):
+        self.rate, self.t = rate, 0
+
+    def __call__(self, values, grads):
+        self.t += 1
+        return Sgd(self.rate(self.t - 1))(values, grads)
+
+
+def test_a_factor_is_of_the_rate_of_opt_wherever_that_is_given():
+    groups = [
+        ("a", {"learning_rate_factor": 0.5}),
+        ("b", {"learning_rate_factor": 3, "optimizer": gs.MuonOptimizer, "momentum": 0.5}),
+        ("c", {"optimizer": gs.MuonOptimizer(0.25), "clip_norm": 1.0}),
+    ]
+    opt = gs.ByVariable(ADAMW, groups)
+    a, b, c, _ = (group.opt for group in opt._all)
+    assert (a.learning_rate, a.epsilon) == (0.005, 1e-3)
+    assert (type(b), b.learning_rate, b.momentum) == (gs.MuonOptimizer, 0.03, 0.5)
+    assert c is groups[2][1]["optimizer"]
+    assert [line.what for line in gs.describe(opt).lines] == [
+        "update by AdamW, learning_rate_factor 0.5: a",
+        "update by Muon, learning_rate_factor 3, momentum 0.5: b",
+        "update by Muon, clip_norm 1.0: c",
+        "update by AdamW: the others",
+    ]
+    v1 = functools.partial(gs.MeshOptimizer, tf.train.GradientDescentOptimizer)
+    of_function = gs.ByVariable(v1, groups[:1], learning_rate=lambda: 0.5)
+    assert of_function._all[0].opt.opt._learning_rate() == 0.25
+
+
 def test_a_group_is_clipped_by_its_own_norm(mesh_kind):
     def make():
         groups = [("1$", {"clip_norm": 0.01})]
@@ -363,6 +441,15 @@ def test_a_group_without_a_variable_is_told(caplog):
         (tf.train.AdamOptimizer(0.1), [], TypeError, "gs.MeshOptimizer"),
         (ADAMW(), [("b", {"weight_decay_rate": 0.0})], TypeError, "functools.partial"),
         (gs.AdamWOptimizer, [], ValueError, "learning_rate"),
+        (ADAMW, [("b", {"learning_rate_factor": -1})], ValueError, "learning_rate_factor must be"),
+        (
+            ADAMW,
+            [("b", {"learning_rate_factor": 2, "learning_rate": 1.0})],
+            TypeError,
+            "no learning_rate of its own",
+        ),
+        (lambda: ADAMW(), [("b", {"learning_rate_factor": 2})], TypeError, "that of opt is given"),
+        (ADAMW, [("b", {"optimizer": ADAMW(), "beta_1": 0.5})], TypeError, "arguments are set"),
     ],
 )
 def test_what_it_does_not_take(opt, groups, error, says):
@@ -378,6 +465,7 @@ def test_gin_gives_groups_and_a_wrapper_the_rate():
             ("bias", {"weight_decay_rate": 0.0}),
             ("embedding", None),
             (@is_hidden_matrix, @MuonOptimizer),
+            ("slow", {"learning_rate_factor": 0.5}),
         ]
     """)
     try:
@@ -386,7 +474,7 @@ def test_gin_gives_groups_and_a_wrapper_the_rate():
         gin.clear_config()
     assert type(opt) is gs.ByVariable
     assert [g.opt and (g.opt.learning_rate, g.opt.weight_decay_rate) for g in opt._all] == [
-        (0.25, 0.0), None, (0.25, 0.0), (0.25, 0.01)
+        (0.25, 0.0), None, (0.25, 0.0), (0.125, 0.01), (0.25, 0.01)
     ]  # fmt: skip
     assert type(opt._all[2].opt) is gs.MuonOptimizer
     assert opt._all[2].name == "is_hidden_matrix"
