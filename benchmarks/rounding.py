@@ -90,13 +90,13 @@ def _table(losses: dict[str, list[float]], steps: int) -> report.Table:
         title=f"The README's language model, computed in bfloat16, {steps} steps of AdamW",
         rows=rows,
         notes=(
-            "2 layers of 128, batches of 32 sequences of 64 bytes, on one core. The learning rate is "
-            "0.003 with a warm-up and half a cosine; weights do not decay. Embeddings begin as a "
-            "classifier's weights.",
+            "2 layers of 128, batches of 32 sequences of 64 bytes, on one core. The learning rate "
+            "is 0.003 with a warm-up and half a cosine; weights do not decay. Embeddings begin as "
+            "a classifier's weights.",
             '"bytes a number" is the size of one number of a variable together with its two slots.',
-            f"Losses are computed in float32, on {HELD_OUT} batches of held-out text. All rows of a "
-            "seed have the same batches and the same initial values. Initial values are rounded to "
-            "bfloat16 if variables are bfloat16.",
+            f"Losses are computed in float32, on {HELD_OUT} batches of held-out text. All rows of "
+            "a seed have the same batches and the same initial values. Initial values are rounded "
+            "to bfloat16 if variables are bfloat16.",
         ),
     )
 
