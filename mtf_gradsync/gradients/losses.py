@@ -146,6 +146,25 @@ def losses_behind(grads: Sequence[mtf.Tensor]) -> list[mtf.Tensor]:
     return list(dict.fromkeys(x for x in found if x.operation in outside))
 
 
+def losses_of_step(grads: Sequence[mtf.Tensor]) -> list[mtf.Tensor]:
+    """Returns the losses whose sum gradients are the derivatives of, as values of the whole step.
+
+    For a loss inside of a loop over microbatches this is the output of the loop that adds the loss
+    up. The list is empty if the gradients come from no loss, or from a loss that is no output of
+    its loop.
+    """
+    if not grads:
+        return []
+    graph = grads[0].graph
+    computed = {x: call.losses for call in gradients_calls(graph) for x in call.outputs}
+    outside = set(graph.operations)
+    loops = [op for op in graph.operations if isinstance(op, mtf.WhileLoopOperation)]
+    added_up = {x: y for op in loops for x, y in zip(loop_body(op).outputs, op.outputs)}
+    found = dict.fromkeys(x for t in _before(grads, computed) for x in computed.get(t, ()))
+    values = [x if x.operation in outside else added_up.get(x) for x in found]
+    return [] if None in values else values
+
+
 def _check_first_order(graph: mtf.Graph, seeds: set[Seed], owner: str) -> None:
     """Raises ValueError if a loss depends on gradients of another loss that is scaled, too.
 

@@ -441,9 +441,15 @@ class _Accumulate(Stage):
         variables: Sequence[mtf.Variable],
         arguments: OwnArguments,
     ) -> None:
-        """Logs how gradients accumulate; raises ValueError if sharded sums cannot be split."""
+        """Logs how gradients accumulate; raises ValueError if that is not possible.
+
+        Sharded sums may have nothing to split, or should_skip_update_fn may find no loss.
+        """
         given = [v for g, v in zip(grads, variables) if g is not None]
         if given:
+            check_skip = getattr(self.wrapper._skip_fn, "check", None)
+            if check_skip is not None:
+                check_skip([g for g in grads if g is not None])
             parts = self._parts
             if parts is not None and not (parts.shapes_of(given) or share_copies(parts.axes)):
                 raise ValueError(
@@ -500,8 +506,10 @@ class _Accumulate(Stage):
         if skip_fn is not None:
             if weights is not None:  # without data, a mean may be 0 / 0
                 gradients = without_skipped(gradients, mtf.less_equal(weights.total, 0.0))
-            skip, kept = says_skip(skip_fn, gradients.present, wrapper.reducer, name)
+            received, strategy = step.received[0], wrapper.reducer
+            skip, state_after = says_skip(skip_fn, gradients, received, strategy, name)
             skip = step.agreed(on_mesh(skip, mesh), by_any=True)
+            kept = state_after(skip)
             gradients = without_skipped(gradients, skip)
             counted -= mtf.cast(skip, tf.int32)
         weight: mtf.Tensor | None = None

@@ -25,12 +25,13 @@ from mtf_gradsync.optimizers.state.variables import (
     SLOTS_COLLECTION,
     STATE_COLLECTION,
     SUMS_NOT_KEPT,
-    Ring,
     StateNote,
 )
 
 _logger = logging.getLogger(__name__)
 _MANY_UPDATES = 2**30
+# Operations whose outputs have no other elements than one of their inputs, and the input's number.
+_COPIES = {"Fill": 1, "BroadcastTo": 0, "Cast": 0, "Identity": 0}
 
 
 def reshard(value: np.ndarray, num_shard_dims: int, new_shape: Sequence[int]) -> np.ndarray:
@@ -168,7 +169,8 @@ class Saved:
         These are slots of variables of which the checkpoint has no slot: if it has one slot of a
         variable, the variable's other slots must not begin anew beside that one.
         """
-        state = {note.name for note in self._graph.get_collection(STATE_COLLECTION)}
+        own: list[StateNote] = self._graph.get_collection(STATE_COLLECTION)
+        state, held = {note.name for note in own}, {n.name: n.held for n in own if n.held}
         notes = self._graph.get_collection(SLOTS_COLLECTION)
         there = {x for note in notes for x in note.siblings if self.find(x)}
         if not there - state:
@@ -177,7 +179,7 @@ class Saved:
         found = {}
         for variable in self._graph.get_collection(tf.GraphKeys.GLOBAL_VARIABLES):
             name, shape = variable.op.name, tuple(variable.shape.as_list())
-            if name not in slots:
+            if held.get(name, name) not in slots:
                 continue
             start = _begins_with(variable)
             if start is not None:
@@ -200,10 +202,13 @@ class Saved:
         """Returns how the checkpoint's variable differs from the graph's; None if it does not."""
         name, shape = variable.op.name, tuple(variable.shape.as_list())
         dtype = variable.dtype.base_dtype
-        source = self.find(note.held or name, of_islands=note.held is not None)
+        source = self._find_noted(note.held or name, note)
         if source is None or (note.counter and not self.find(note.counter)):
             return None if note.start is None else Change(None, (), None, shape, dtype, note)
-        if note.ring and self._has_other_size(note.ring):
+        if note.ring:
+            here = (*shape[: note.num_island_dims], note.ring.size)
+            if self.shapes.get(self._find_noted(note.ring.values, note), here) == here:
+                return None
             return Change(source, self.shapes[source], 0, shape, dtype, note, looks_alike=True)
         saved_shape, islands = self.shapes[source], self._islands_of(source, note)
         rest = shape[note.num_island_dims + note.num_shard_dims :]
@@ -218,15 +223,29 @@ class Saved:
         looks_alike = is_alike and not is_empty
         return Change(source, saved_shape, dims if fits else None, shape, dtype, note, looks_alike)
 
-    def _has_other_size(self, ring: Ring) -> bool:
-        return self.shapes.get(ring.values, (ring.size,)) != (ring.size,)
+    def _find_noted(self, name: str, note: StateNote) -> str | None:
+        return self.find(name, of_islands=note.held is not None)
 
-    def _newest(self, ring: Ring) -> np.ndarray:
-        """Returns the newest `ring.size` values of a ring in the checkpoint, the oldest first."""
-        values, count = self.read(ring.values), int(self.read(ring.num_values))
-        if count >= len(values):
-            values = np.roll(values, -(count % len(values)))
-        return values[: min(count, len(values))][-ring.size :]
+    def _of_ring(self, name: str, change: Change) -> np.ndarray:
+        """Returns a variable of a ring that has another size, or other islands, in the checkpoint.
+
+        The newest values come first, the oldest of them at the beginning. For other islands, whose
+        values are of another kind, the ring has no values.
+        """
+        note, ring = change.note, change.note.ring
+        assert ring is not None
+        islands = change.shape[: note.num_island_dims]
+        values = self.read(self._find_noted(ring.values, note))
+        counts = self.read(self._find_noted(ring.num_values, note))
+        if values.shape[:-1] != islands or name not in ring[:2]:
+            return np.zeros(change.shape, change.dtype.as_numpy_dtype)
+        size, found = values.shape[-1], []
+        for some, count in zip(values.reshape(-1, size), counts.reshape(-1)):
+            newest = np.roll(some, -(count % size)) if count >= size else some
+            newest = newest[: min(count, size)][-ring.size :]
+            padded = np.pad(newest, (0, ring.size - len(newest)))
+            found.append(padded if name == ring.values else len(newest))
+        return np.reshape(found, change.shape).astype(change.dtype.as_numpy_dtype)
 
     def _islands_of(self, name: str, note: StateNote | None = None) -> tuple[int, ...]:
         """Returns the sizes of those first dims of a saved variable that number islands."""
@@ -262,11 +281,8 @@ class Saved:
         """Returns the value to restore for a variable in `changes`."""
         change = self.changes[name]
         note = change.note
-        if note.ring and change.looks_alike and self._has_other_size(note.ring):
-            newest = self._newest(note.ring)
-            if name == note.ring.num_values:
-                return np.asarray(len(newest), change.dtype.as_numpy_dtype)
-            return np.pad(newest, (0, note.ring.size - len(newest)))
+        if note.ring and change.saved_name is not None:
+            return self._of_ring(note.held or name, change)
         if change.saved_name is not None and note.fill is None:
             return self._moved(change)
         value: Any = note.start if change.saved_name is None else note.fill
@@ -399,8 +415,8 @@ class Saved:
 def _begins_with(variable: Any) -> float | None:
     """Returns the number that all elements of a variable begin with; None if they differ."""
     value = variable.initial_value
-    if value.op.type == "Fill":
-        value = value.op.inputs[1]
+    while value.op.type in _COPIES:
+        value = value.op.inputs[_COPIES[value.op.type]]
     if value.op.type != "Const":
         return None
     found = np.unique(tf.get_static_value(value))

@@ -87,7 +87,8 @@ class StateNote(NamedTuple):
       weight: the name of the variable with the total weight of the additions to this sum, if they
         have weights.
       ring: the ring of last values of which this is one of the two variables, or None. If the size
-        of the ring changes, the newest values are kept.
+        of the ring changes, the newest values are kept; if the number of islands changes, none. Any
+        other variable with this note begins at zero then.
     """
 
     name: str

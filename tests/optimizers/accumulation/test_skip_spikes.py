@@ -1,5 +1,8 @@
-"""skip_spikes against its rule in numpy: alone, over restarts, and in a training."""
+"""skip_spikes against its rule in numpy: in stacks, over restarts, and in a training."""
 
+import functools
+
+import gin
 import numpy as np
 import pytest
 
@@ -11,107 +14,285 @@ from tests.sessions import session_of, train
 SHAPE, LAYOUT, _ = harness.MESHES["2x2"]
 AXES = {"mesh_shape": SHAPE, "layout": LAYOUT}
 NAME = "GradientAccumulationOptimizer"
+DEVIATIONS, ROWS = 3.0, 4
+NAN, INF = np.nan, np.inf
+# Of a step without data.
+NOTHING = {"norm": 0.0, "loss": -INF}
+STATE = {"norm": "norms", "loss": "losses"}
 
 
 class Rule:
-    """Which norms of a series are spikes, in float64."""
+    """Which values of a series are spikes, in float64."""
 
-    def __init__(self, deviations, window):
-        self.deviations, self.window, self.norms, self.row = deviations, window, [], 0
+    def __init__(self, window, nothing):
+        self.window, self.nothing, self.values, self.row = window, nothing, [], 0
 
-    def __call__(self, norm):
+    def skips(self, value):
         few = max(2, self.window // 8)
-        kept = self.norms[-self.window :]
-        limit = np.mean(kept) + self.deviations * np.std(kept) if kept else 0
-        is_spike = len(self.norms) >= few and not norm <= limit
-        self.row = self.row + bool(np.isfinite(norm)) if is_spike else 0
-        if self.row > few and np.isfinite(norm):
-            self.norms, self.row, is_spike = [], 0, False
-        if not np.isfinite(norm):
-            return True
-        if not is_spike:
-            self.norms.append(norm)
-        return is_spike
+        kept = self.values[-self.window :]
+        mean, is_finite = np.mean(kept) if kept else 0.0, np.isfinite(value)
+        limit = mean + DEVIATIONS * max(np.std(kept), 1e-4 * abs(mean)) if kept else 0.0
+        has_data = value != self.nothing
+        is_spike = has_data and len(self.values) >= few and not value <= limit
+        row = self.row + bool(is_finite) if is_spike else 0
+        self.value, self.row, self.begins = value, min(row, few), row > few and is_finite
+        return has_data and (not is_finite or (is_spike and not self.begins))
+
+    def taken(self):
+        self.values = [] if self.begins else self.values
+        self.row = 0
+        self.values += [self.value] if self.value != self.nothing else []
 
 
-def applied(passes=1, deviations=3.0, window=16, more=()):
-    """Applies gradients that are fed, of two variables."""
+class Rules:
+    """The rules of islands, each with the norms and the losses that it sees."""
+
+    def __init__(self, window, islands=1):
+        self.of = {kind: [Rule(window, NOTHING[kind]) for _ in range(islands)] for kind in NOTHING}
+
+    def skips(self, values):
+        """Returns whether a step is skipped; `values` are each island's norm, and the loss."""
+        *norms, loss = values
+        pairs = [*zip(self.of["norm"], norms), *((rule, loss) for rule in self.of["loss"])]
+        skip = any([rule.skips(value) for rule, value in pairs])
+        for rule, _ in pairs:
+            if not skip:
+                rule.taken()
+        return skip
+
+    def restart(self, window, islands):
+        if islands != len(self.of["norm"]):
+            self.__init__(window, islands)
+        for rules in self.of.values():
+            for rule in rules:
+                rule.values = rule.values[-min(rule.window, window) :]
+                rule.row = rule.row if rule.window == window else 0
+                rule.window = window
+
+    def assert_kept(self, found):
+        for kind, rules in self.of.items():
+            ring, count = (
+                found.get(name, found.get(f"{name}/island"))
+                for name in (f"{NAME}/{STATE[kind]}", f"{NAME}/num_{STATE[kind]}")
+            )
+            for values, number, rule in zip(np.reshape(ring, (len(rules), -1)), count.flat, rules):
+                kept = rule.values[-rule.window :]
+                assert min(number, rule.window) == len(kept)
+                np.testing.assert_allclose(
+                    np.sort(values[: len(kept)]), np.sort(kept), rtol=1e-6, atol=1e-30
+                )
+
+
+def accumulation(window, passes=1, of=("norm", "loss"), **more):
+    return gs.GradientAccumulationOptimizer(
+        mtf.optimize.SgdOptimizer(0.0),
+        passes,
+        should_skip_update_fn=gs.skip_spikes(DEVIATIONS, window, of),
+        accumulate="synced",
+        **AXES,
+        **more,
+    )
+
+
+STACKS = {
+    "alone": accumulation,
+    "islands": lambda window: gs.OuterOptimizer(accumulation(window), 4, **AXES),
+    "clip": lambda window: gs.ClipByGlobalNormOptimizer(accumulation(window), 0.5),
+    "scale": lambda window: gs.LossScaleOptimizer(accumulation(window, 3), loss_scale=2.0**10),
+    "loop": accumulation,
+    "weights": functools.partial(accumulation, passes=2),
+}
+ISLANDS = {"islands": 2}
+
+
+def program(stack, window):
+    """Two variables of zeros, whose gradients are fed, and a loss that is fed."""
 
     def build(mesh, inputs):
-        dims = {"w": [mtf.Dimension("inputs", 3), mtf.Dimension("hidden", 4)], "b": []}
-        made = {n: mtf.get_variable(mesh, n, mtf.Shape(d)).operation for n, d in dims.items()}
-        grads = [mtf.import_tf_tensor(mesh, inputs[f"of_{n}"], mtf.Shape(dims[n])) for n in dims]
-        opt = gs.GradientAccumulationOptimizer(
-            mtf.optimize.SgdOptimizer(0.0),
-            passes,
-            should_skip_update_fn=gs.skip_spikes(deviations, window),
-            accumulate="synced",
-            **AXES,
-            **dict(more),
+        batch = mtf.Dimension("batch", ROWS)
+        dims = {"w": [mtf.Dimension("inputs", 3), mtf.Dimension("hidden", 4)], "b": [], "loss": []}
+        fed = {
+            name: mtf.import_tf_tensor(mesh, inputs[f"of_{name}"], mtf.Shape([batch, *own]))
+            for name, own in dims.items()
+        }
+        w, b = (
+            mtf.get_variable(mesh, name, dims[name], initializer=tf.zeros_initializer())
+            for name in "wb"
         )
-        return opt.apply_grads(grads, list(made.values())), {}
+        opt = STACKS[stack](window)
+
+        def loss_of(fed):
+            rows = mtf.Shape([fed["loss"].shape.dims[0]])
+            each = fed["loss"] + mtf.reduce_sum(fed["w"] * w, output_shape=rows) + fed["b"] * b
+            return {"loss": mtf.reduce_sum(each) * (1.0 / ROWS)}
+
+        if stack == "loop":
+            grads, _ = mtf.serialize_training_step(fed, loss_of, batch, 2)
+            return opt.apply_grads(grads, mesh.graph.trainable_variables), {}
+        loss, weight = loss_of(fed)["loss"], None
+        if stack == "weights":
+            weight = mtf.import_tf_tensor(mesh, inputs["of_weight"], mtf.Shape([]))
+            loss = loss * weight / weight
+        return opt.apply_gradients(opt.compute_gradients(loss, weights=weight)), {}
 
     return build
 
 
-def feeds_of(norms):
-    rng = np.random.RandomState(0)
-    feeds = []
-    for norm in norms:
+def feeds_of(series):
+    """Returns feeds with given norms, of the first rows and the last rows, and losses."""
+    rng, feeds = np.random.RandomState(0), []
+    for *norms, loss in series:
         w, b = rng.randn(3, 4), rng.randn()
-        size = norm / np.sqrt(np.sum(w**2) + b**2)
+        norms = np.repeat(norms, ROWS // len(norms)) / np.sqrt(np.sum(w**2) + b**2)
         with np.errstate(invalid="ignore"):
-            feeds.append({"of_w": (w * size).astype("f"), "of_b": np.float32(b * size)})
+            feed = {"w": np.multiply.outer(norms, w), "b": norms * b}
+            feed["loss"] = loss * np.array([1.5, 0.5, 1.25, 0.75])  # of each example
+        feed["weight"] = np.float64(loss != NOTHING["loss"])
+        feeds.append({f"of_{name}": x.astype("f") for name, x in feed.items()})
     return feeds
 
 
-def a_series():
-    """Usual norms, spikes, what is not finite, and another scale from some step on."""
-    rng = np.random.RandomState(1)
-    norms = list(rng.uniform(0.9, 1.1, 60))
-    for step, norm in {1: 1.05, 20: 30.0, 21: np.nan, 30: np.inf, 40: 5.0, 59: 1e30}.items():
-        norms[step] = norm
-    return [*norms, *rng.uniform(90.0, 110.0, 20), *rng.uniform(0.9, 1.1, 5)]
+@functools.lru_cache(maxsize=None)
+def built(kind, stack, window):
+    return harness.built(kind, SHAPE, LAYOUT, program(stack, window), feeds_of([(1.0, 0.0)])[0])
 
 
-@pytest.mark.parametrize("size", [1.0, pytest.param(1e-12, marks=pytest.mark.slow)])
-def test_it_skips_what_the_rule_skips(mesh_kind, size):
-    norms = [size * norm for norm in a_series()]
-    feeds, rule = feeds_of(norms), Rule(3.0, 16)
-    skips = [rule(norm) for norm in norms]
-    # Five of the series, and the first step of the new scale.
-    assert sum(skips) == 6
-    program = harness.built(mesh_kind, SHAPE, LAYOUT, applied(), feeds[0])
-    after = program.after_each(feeds)
-    np.testing.assert_array_equal([x[f"{NAME}/skipped"] for x in after], np.cumsum(skips))
-    kept = after[-1]
-    assert kept[f"{NAME}/num_norms"] == len(rule.norms)
-    np.testing.assert_allclose(np.sort(kept[f"{NAME}/norms"]), np.sort(rule.norms[-16:]), rtol=1e-6)
+def usual(number, seed=1):
+    rng = np.random.RandomState(seed)
+    return [(rng.uniform(0.9, 1.1), rng.uniform(2.0, 2.2)) for _ in range(number)]
 
 
-def test_a_restart_goes_on_with_what_it_knew(tmp_path):
-    norms = [*np.random.RandomState(1).uniform(0.9, 1.1, 20), 30.0]
-    feeds = feeds_of(norms)
-    program = harness.built("placement", SHAPE, LAYOUT, applied(), feeds[0])
-    with program.graph.as_default():
-        saver, masters = tf.train.Saver(), {v.op.name: v for v in tf.global_variables()}
-        for begin, end in [(0, 20), (20, 21)]:
-            with program._session() as session:
-                session.run(program.init)
-                if begin:
-                    saver.restore(session, f"{tmp_path}/model")
-                session.run(program.restore)
-                for feed in feeds[begin:end]:
-                    session.run(program.updates, {program.inputs[k]: v for k, v in feed.items()})
-                session.run(program.collect)
-                skipped = session.run(masters[f"{NAME}/skipped"])
-                saver.save(session, f"{tmp_path}/model")
-    assert skipped == 1
+def changed(series, changes):
+    return [changes.get(number, pair) for number, pair in enumerate(series)]
 
 
-@pytest.mark.parametrize("where", ["local", "synced"])
+def scaled(series, norm, loss):
+    return [(norm * x, loss * y) for x, y in series]
+
+
+FIRST = changed(
+    usual(40),
+    {
+        0: (NAN, NAN), 1: (INF, NAN), 12: (30.0, 2.1), 13: (NAN, NAN), 14: (1.0, 4.0),
+        15: (1.0, NAN), 16: (1.0, INF), 25: (1e30, 1e30), 26: (0.0, 2.1), 30: (5.0, -40.0),
+        35: (0.01, 2.1),
+    },
+)  # fmt: skip
+RANDOM = np.random.RandomState(5)
+SERIES = {
+    # Not finite at first; spikes of either and of both; then another scale of one and of the other.
+    "spikes": [*FIRST, *scaled(usual(8, 2), 100.0, 1.0), *scaled(usual(8, 3), 100.0, 7.0)],
+    "small": scaled(FIRST, 1e-12, -1e-6),
+    # Rounding makes no spike where nothing else differs.
+    "constant": changed([(0.3, -0.7)] * 24, {20: (0.301, -0.7), 21: (0.3, -0.69)}),
+    "zeros": changed([(0.0, 0.0)] * 12, {0: (1.0, 0.0), 10: (2.0, 0.0), 11: (0.0, 1e-20)}),
+    "heavy tails": list(zip(np.exp(RANDOM.standard_t(2, 60)), RANDOM.standard_t(2, 60))),
+}
+
+
+def as_seen(series):
+    """A gradient that is not finite makes the loss NaN, too."""
+    return [(*norms, loss if np.isfinite(norms).all() else NAN) for *norms, loss in series]
+
+
+def skipped_so_far(found):
+    return int(np.max(found.get(f"{NAME}/skipped", found.get(f"{NAME}/skipped/island"))))
+
+
+def assert_follows(kind, stack, series, window=8, seen=None):
+    """Runs steps, and compares skips and what is kept with the rules.
+
+    Returns the numbers of the steps that are skipped. `seen` are the values that the rules see, if these are not those of the series.
+    """
+    rules = Rules(window, ISLANDS.get(stack, 1))
+    skips = [rules.skips(values) for values in seen or as_seen(series)]
+    after = built(kind, stack, window).after_each(feeds_of(series))
+    np.testing.assert_array_equal([skipped_so_far(x) for x in after], np.cumsum(skips))
+    rules.assert_kept(after[-1])
+    return set(np.flatnonzero(skips))
+
+
+@pytest.mark.parametrize("kind", ["placement", "simd", pytest.param("xla", marks=pytest.mark.slow)])
+def test_it_skips_what_the_rule_skips(kind):
+    skips = {name: assert_follows(kind, "alone", series) for name, series in SERIES.items()}
+    assert {0, 1, 12, 13, 14, 15, 16, 25, 30} <= skips["spikes"]
+    # The third step in a row on another scale begins anew.
+    assert skips["spikes"] & {40, 41, 42, 48, 49, 50} == {40, 41, 48, 49}
+    assert skips["constant"] == {20, 21}
+    assert len(skips["heavy tails"]) > 5
+
+
+WITHOUT_DATA = (NOTHING["norm"], NOTHING["loss"])
+OTHERS = {
+    # Norms are those before the clip: clipped ones are all alike.
+    "clip": FIRST,
+    # Of the last one, the gradients times the scale overflow.
+    "scale": [*FIRST, (1e36, 2.1)],
+    # The loss of all microbatches together.
+    "loop": FIRST,
+    "weights": changed(FIRST, dict.fromkeys((0, 5, 20), WITHOUT_DATA)),
+    # Norms of different sizes, and spikes of one island, which the other one does not keep.
+    "islands": [
+        (x, 100.0 * y, loss)
+        for (x, loss), (y, _) in zip(FIRST, changed(usual(40, 2), {22: (9.0, 0.0)}))
+    ]
+    + [(50.0 * x, (100.0 if n < 3 else 2e4) * x, loss) for n, (x, loss) in enumerate(usual(12))],
+}
+
+
+@pytest.mark.parametrize("kind", ["simd", "placement"])
+@pytest.mark.parametrize("stack", OTHERS)
+@pytest.mark.mostly_slow(keep="simd")
+def test_it_does_in_every_stack(kind, stack):
+    series = OTHERS[stack]
+    seen = [*as_seen(FIRST), (INF, 2.1)] if stack == "scale" else None
+    assert len(assert_follows(kind, stack, series, seen=seen)) >= 7
+
+
+RESTARTS = [
+    (("alone", 16), ("alone", 16)),
+    (("alone", 16), ("alone", 8)),
+    (("alone", 8), ("alone", 16)),
+    (("islands", 16), ("islands", 8)),
+    (("islands", 8), ("islands", 16)),
+    (("alone", 8), ("islands", 8)),
+    (("islands", 8), ("alone", 8)),
+]
+
+
+@pytest.mark.parametrize(("before", "after"), RESTARTS)
+@pytest.mark.parametrize("kind", ["simd", "placement"])
+@pytest.mark.mostly_slow(keep="simd")
+def test_a_restart_goes_on_with_what_it_knew(kind, before, after, tmp_path):
+    """With the newest values, if the window is another one; with other islands it begins anew."""
+    path, rules, skipped = None, Rules(before[1], ISLANDS.get(before[0], 1)), 0
+    first, then = usual(29, 2), changed(usual(12, 3), {1: (30.0, 2.1), 5: (1.0, 4.0)})
+    for (stack, window), series in [(before, [*first, (50.0, 2.0)]), (after, then)]:
+        rules.restart(window, islands := ISLANDS.get(stack, 1))
+        series = [(*[norm] * islands, loss) for norm, loss in series]
+        made = built(kind, stack, window)
+        with session_of(made) as session:
+            if path is not None:
+                session.restore(path)
+            assert skipped_so_far(session.variables()) == skipped
+            train(made, session, feeds_of(series))
+            path, found = session.save(str(tmp_path / "model")), session.variables()
+        skipped += sum([rules.skips(values) for values in series])
+        assert skipped_so_far(found) == skipped
+        rules.assert_kept(found)
+
+
+def test_a_plain_saver_says_what_restores_another_window(tmp_path):
+    with session_of(built("placement", "alone", 8)) as session:
+        path = session.save(str(tmp_path / "model"))
+    with session_of(built("placement", "alone", 16), tf.train.Saver) as session:
+        with pytest.raises(ValueError, match="another window"):
+            session.restore(path)
+
+
+@pytest.mark.parametrize(("where", "of"), [("local", "norm"), ("synced", "loss")])
 @pytest.mark.mostly_slow
-def test_a_training_with_ten_bad_batches_is_that_without_them(mesh_kind, where):
+def test_a_training_with_ten_bad_batches_is_that_without_them(mesh_kind, where, of):
     rng = np.random.RandomState(3)
     good, bad = models.mlp_batches(60, seed=5), models.mlp_batches(10, seed=6)
     at = sorted(rng.choice(np.arange(20, 60), 10, replace=False))
@@ -128,7 +309,8 @@ def test_a_training_with_ten_bad_batches_is_that_without_them(mesh_kind, where):
 
         return models.train(opt)
 
-    values = harness.run(mesh_kind, SHAPE, LAYOUT, make(gs.skip_spikes(6.0, 32)), feeds).variables
+    fn = gs.skip_spikes(6.0, 32, of)
+    values = harness.run(mesh_kind, SHAPE, LAYOUT, make(fn), feeds).variables
     assert values[f"{NAME}/skipped"] == 10
     expected = reference.train(reference.Sgd(0.02), good)
     without = harness.run(mesh_kind, SHAPE, LAYOUT, make(gs.skip_not_finite), feeds).variables
@@ -138,102 +320,55 @@ def test_a_training_with_ten_bad_batches_is_that_without_them(mesh_kind, where):
     assert max(np.max(np.abs(without[n] - v)) for n, v in expected.items()) > 0.1
 
 
-def test_it_is_named_and_counted(caplog, capfd):
-    norms = [*np.random.RandomState(1).uniform(0.9, 1.1, 20), 30.0]
-    feeds = feeds_of(norms)
-    harness.run("simd", SHAPE, LAYOUT, applied(), feeds)
+def test_it_is_named_and_counted(caplog):
+    built("simd", "alone", 8).run(feeds_of([*usual(20), (30.0, 2.0)]))
     assert "microbatch step skipped" in caplog.text
-    assert "should_skip_update_fn skip_spikes says so" in caplog.text
-
-
-@pytest.mark.parametrize("mesh_kind", ["placement", "simd"])
-def test_islands_have_norms_of_their_own(mesh_kind):
-    """The second island has gradients a hundred times as large, and then a spike."""
-    rng = np.random.RandomState(2)
-    batch, dim = mtf.Dimension("batch", 2), mtf.Dimension("inputs", 3)
-    sizes = [[rng.uniform(0.9, 1.1), rng.uniform(90.0, 110.0)] for _ in range(12)]
-    sizes[8] = [1.0, 5000.0]
-    sizes[10] = [50.0, 100.0]  # less than the other island always has
-    feeds = [{"x": np.outer(size, [1, 0, 0]).astype("f")} for size in sizes]
-
-    def build(mesh, inputs):
-        w = mtf.get_variable(mesh, "w", [dim], initializer=tf.zeros_initializer()).operation
-        x = mtf.import_tf_tensor(mesh, inputs["x"], mtf.Shape([batch, dim]))
-        place = {"mesh_shape": "islands:2", "layout": "batch:islands"}
-        accumulated = gs.GradientAccumulationOptimizer(
-            mtf.optimize.SgdOptimizer(0.1),
-            1,
-            should_skip_update_fn=gs.skip_spikes(6.0, 32),
-            **place,
-        )
-        opt = gs.OuterOptimizer(accumulated, 4, **place)
-        each = mtf.reduce_sum(x * w.value, output_shape=[batch])
-        return opt.minimize(mtf.reduce_mean(each)), {}
-
-    after = harness.built(mesh_kind, "islands:2", "batch:islands", build, feeds[0]).after_each(
-        feeds
-    )
-    skipped = [
-        int(np.max(x.get(f"{NAME}/skipped", x.get(f"{NAME}/skipped/island")))) for x in after
-    ]
-    assert skipped == [0] * 8 + [1, 1, 2, 2]
-    found = after[-1][f"{NAME}/norms/island"]
-    np.testing.assert_allclose(found[:, :8], np.transpose(sizes[:8]), rtol=1e-5)
-
-
-@pytest.mark.parametrize(("before", "after"), [(16, 32), (32, 16), (16, 8)])
-@pytest.mark.parametrize("kind", ["placement", "simd"])
-@pytest.mark.mostly_slow(every=3)
-def test_another_window_goes_on_with_the_newest_norms(kind, before, after, tmp_path):
-    norms = list(np.random.RandomState(1).uniform(0.9, 1.1, 40))
-    feeds = feeds_of([*norms, 30.0, 1.0])
-    first, then = (
-        harness.built(kind, SHAPE, LAYOUT, applied(window=window), feeds[0])
-        for window in (before, after)
-    )
-    with session_of(first) as session:
-        train(first, session, feeds[:40])
-        path = session.save(str(tmp_path / "model"))
-    with session_of(then) as session:
-        session.restore(path)
-        train(then, session, feeds[40:])
-        found = session.variables()
-    kept = [*norms[-min(before, after) :], 1.0][-after:]
-    assert found[f"{NAME}/skipped"] == 1
-    written = min(before, after) + 1
-    assert found[f"{NAME}/num_norms"] == written
-    # The next one replaces the oldest.
-    order = (
-        np.roll(found[f"{NAME}/norms"], -(written % after))
-        if written > after
-        else (found[f"{NAME}/norms"][:written])
-    )
-    np.testing.assert_allclose(order, kept, rtol=1e-5)
-
-
-def test_a_plain_saver_says_what_restores_another_window(tmp_path):
-    feed = feeds_of([1.0])[0]
-    first, then = (
-        harness.built("placement", SHAPE, LAYOUT, applied(window=window), feed)
-        for window in (16, 32)
-    )
-    with session_of(first) as session:
-        path = session.save(str(tmp_path / "model"))
-    saver = tf.train.Saver
-    with session_of(then, saver) as session, pytest.raises(ValueError, match="another window"):
-        session.restore(path)
+    assert "should_skip_update_fn skip_spikes of norm and loss says so" in caplog.text
 
 
 def test_a_training_of_nothing_but_nans_ends_by_name():
-    feeds = feeds_of([np.nan] * 5)
-    build = applied(more={"max_steps_without_update": 3})
-    with pytest.raises((gs.NoUpdateError, tf.errors.InvalidArgumentError), match="b"):
-        harness.run("simd", SHAPE, LAYOUT, build, feeds)
+    def build(mesh, inputs):
+        w = mtf.get_variable(mesh, "w", [], initializer=tf.zeros_initializer())
+        opt = accumulation(8, of="norm", max_steps_without_update=3)
+        return opt.minimize(w * mtf.import_tf_tensor(mesh, inputs["x"], mtf.Shape([]))), {}
+
+    with pytest.raises(gs.NoUpdateError, match="w"):
+        harness.run("simd", SHAPE, LAYOUT, build, [{"x": np.float32(NAN)}] * 5)
+
+
+def test_gradients_of_no_loss_are_refused_before_anything_is_built():
+    mesh = mtf.Mesh(mtf.Graph(), "mesh")
+    w = mtf.get_variable(mesh, "w", [])
+    grad = mtf.import_tf_tensor(mesh, tf.zeros([]), mtf.Shape([]))
+    before = list(mesh.graph.operations)
+    with pytest.raises(ValueError, match="does not find the loss"):
+        accumulation(8).apply_grads([grad], [w.operation])
+    assert mesh.graph.operations == before
+    assert accumulation(8, of="norm").apply_grads([grad], [w.operation])
+
+
+def test_gin_makes_it_and_describe_shows_it():
+    gin.parse_config(
+        """
+        GradientAccumulationOptimizer.should_skip_update_fn = @skip_spikes()
+        skip_spikes.of = ("norm", "loss")
+        skip_spikes.window = 64
+        """
+    )
+    opt = gs.GradientAccumulationOptimizer(mtf.optimize.SgdOptimizer(0.1), 2)
+    assert "skip steps by skip_spikes of norm and loss" in str(gs.describe(opt))
 
 
 @pytest.mark.parametrize(
     ("arguments", "says"),
-    [({"deviations": 0.0}, "deviations"), ({"window": 7}, "window"), ({"window": 8.5}, "window")],
+    [
+        ({"deviations": 0.0}, "deviations"),
+        ({"window": 7}, "window"),
+        ({"window": 8.5}, "window"),
+        ({"of": "losses"}, "of must be"),
+        ({"of": ()}, "of must be"),
+        ({"of": ("norm", "norm")}, "of must be"),
+    ],
 )
 def test_bad_arguments(arguments, says):
     with pytest.raises(ValueError, match=says):
