@@ -24,6 +24,7 @@ from benchmarks import (
     scale,
     sharded_updates,
     simd_collectives,
+    spikes,
     sync_replicas,
     timeline,
     training_step,
@@ -54,6 +55,7 @@ TABLES = (
     islands,
     islands_merges,
     rounding,
+    spikes,
     timeline,
 )
 

@@ -38,6 +38,7 @@ ORDER = (
     "islands_kills",
     "rounding",
     "rounding_cost",
+    "spikes",
 )
 # Tables that stand in a page of their own: the page, its part, and what writes it.
 ELSEWHERE = {"tpu_cost": ("tpu.md", "what-a-tpu-would-pay", "python docs/write_tpu_cost_table.py")}
@@ -71,6 +72,10 @@ learns less. If they are rounded by chance, this table shows no difference to fl
 even if slots are bfloat16, too. Smaller differences than this cannot be seen, because the loss of
 a batch is a bfloat16 number, and neighbouring numbers are 1/64 apart. The page
 [AdamW](adamw.md#variables-in-bfloat16-rounding-by-chance) says how to round by chance.
+""",
+    "spikes": """\
+What is skipped, and how to skip it: [gradients that are not
+finite](accumulation.md#gradients-that-are-not-finite).
 """,
     "less_communication_link": """\
 A step that sends next to nothing still takes the time of its computation and the latency of the

@@ -11,27 +11,34 @@ import numpy as np
 import mtf_gradsync as gs
 from benchmarks import inner_optimizers, report, timing
 
-SETTINGS = {"steps": 200, "seeds": 1, "batch": 16}
+SETTINGS = {"steps": 100, "seeds": 1, "batch": 16}
 POISONED, RATE, NAME = 10, 0.003, "GradientAccumulationOptimizer"
 
 
-def _skipping(rate: Any) -> Any:
-    fn = gs.skip_spikes(deviations=6.0, window=64)
-    where = {"mesh_shape": "one:1", "layout": ""}
-    inner = gs.AdamWOptimizer(rate)
-    return gs.GradientAccumulationOptimizer(inner, 1, should_skip_update_fn=fn, **where)
+def _skipping(of: Any) -> Callable[[Any], Any]:
+    def make(rate: Any) -> Any:
+        fn = gs.skip_spikes(deviations=6.0, window=64, of=of)
+        where = {"mesh_shape": "one:1", "layout": ""}
+        inner = gs.AdamWOptimizer(rate)
+        return gs.GradientAccumulationOptimizer(inner, 1, should_skip_update_fn=fn, **where)
+
+    return make
 
 
 def _clipping(rate: Any) -> Any:
     return gs.ClipByGlobalNormOptimizer(gs.AdamWOptimizer(rate), 1.0)
 
 
+BOTH = ("norm", "loss")
+# How steps are made, and whether there are poisoned batches.
 WAYS: dict[str, tuple[Callable[[Any], Any], bool]] = {
     "no poisoned batches": (gs.AdamWOptimizer, False),
-    "no poisoned batches, skip_spikes": (_skipping, False),
+    "no poisoned batches, skip_spikes of both": (_skipping(BOTH), False),
     "poisoned": (gs.AdamWOptimizer, True),
     "poisoned, clipped to a norm of 1": (_clipping, True),
-    "poisoned, skip_spikes": (_skipping, True),
+    "poisoned, skip_spikes of the norm": (_skipping("norm"), True),
+    "poisoned, skip_spikes of the loss": (_skipping("loss"), True),
+    "poisoned, skip_spikes of both": (_skipping(BOTH), True),
 }
 
 
@@ -55,7 +62,7 @@ def measure(options: report.Options) -> report.Table:
         rows.append(row)
     return report.Table(
         name="spikes",
-        title=f"The README's language model, {steps} steps of AdamW, {POISONED} of them poisoned",
+        title=f"Ten poisoned batches, the README's language model, {steps} steps of AdamW",
         rows=rows,
         notes=(
             f"2 layers of 128, batches of {settings['batch']} sequences of 64 bytes. A poisoned "

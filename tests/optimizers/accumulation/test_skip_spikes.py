@@ -14,7 +14,7 @@ from tests.sessions import session_of, train
 SHAPE, LAYOUT, _ = harness.MESHES["2x2"]
 AXES = {"mesh_shape": SHAPE, "layout": LAYOUT}
 NAME = "GradientAccumulationOptimizer"
-DEVIATIONS, ROWS = 3.0, 4
+DEVIATIONS, ROWS = 4.0, 4
 NAN, INF = np.nan, np.inf
 # Of a step without data.
 NOTHING = {"norm": 0.0, "loss": -INF}
@@ -157,7 +157,7 @@ def built(kind, stack, window):
     return harness.built(kind, SHAPE, LAYOUT, program(stack, window), feeds_of([(1.0, 0.0)])[0])
 
 
-def usual(number, seed=1):
+def usual(number, seed=3):
     rng = np.random.RandomState(seed)
     return [(rng.uniform(0.9, 1.1), rng.uniform(2.0, 2.2)) for _ in range(number)]
 
@@ -202,7 +202,8 @@ def skipped_so_far(found):
 def assert_follows(kind, stack, series, window=8, seen=None):
     """Runs steps, and compares skips and what is kept with the rules.
 
-    Returns the numbers of the steps that are skipped. `seen` are the values that the rules see, if these are not those of the series.
+    Returns the numbers of the steps that are skipped. `seen` are the values that the rules see, if
+    these are not those of the series.
     """
     rules = Rules(window, ISLANDS.get(stack, 1))
     skips = [rules.skips(values) for values in seen or as_seen(series)]
@@ -215,9 +216,8 @@ def assert_follows(kind, stack, series, window=8, seen=None):
 @pytest.mark.parametrize("kind", ["placement", "simd", pytest.param("xla", marks=pytest.mark.slow)])
 def test_it_skips_what_the_rule_skips(kind):
     skips = {name: assert_follows(kind, "alone", series) for name, series in SERIES.items()}
-    assert {0, 1, 12, 13, 14, 15, 16, 25, 30} <= skips["spikes"]
     # The third step in a row on another scale begins anew.
-    assert skips["spikes"] & {40, 41, 42, 48, 49, 50} == {40, 41, 48, 49}
+    assert skips["spikes"] == {0, 1, 12, 13, 14, 15, 16, 25, 30, 40, 41, 48, 49}
     assert skips["constant"] == {20, 21}
     assert len(skips["heavy tails"]) > 5
 
@@ -247,6 +247,37 @@ def test_it_does_in_every_stack(kind, stack):
     series = OTHERS[stack]
     seen = [*as_seen(FIRST), (INF, 2.1)] if stack == "scale" else None
     assert len(assert_follows(kind, stack, series, seen=seen)) >= 7
+
+
+@pytest.mark.parametrize("kind", ["simd", pytest.param("placement", marks=pytest.mark.slow)])
+def test_gradients_of_two_meshes_have_one_norm_and_one_loss(kind):
+    def build(*meshes_and_inputs):
+        *meshes, inputs = meshes_and_inputs
+        grads, variables = [], []
+        for number, mesh in enumerate(meshes):
+            zero = tf.zeros_initializer()
+            v = mtf.get_variable(mesh, f"v{number}", [], initializer=zero)
+            x = mtf.import_tf_tensor(mesh, inputs["of_b"], mtf.Shape([mtf.Dimension("batch", 4)]))
+            loss = mtf.import_tf_tensor(mesh, inputs["of_loss"], x.shape)
+            grads += mtf.gradients([mtf.reduce_mean(x * v + loss)], [v])
+            variables.append(v.operation)
+        opt = gs.GradientAccumulationOptimizer(
+            mtf.optimize.SgdOptimizer(0.0),
+            1,
+            should_skip_update_fn=gs.skip_spikes(DEVIATIONS, 8, ("norm", "loss")),
+        )
+        return opt.apply_grads(grads, variables), {}
+
+    feeds = [
+        {"of_b": np.full(4, norm, "f"), "of_loss": np.full(4, loss, "f")} for norm, loss in FIRST
+    ]
+    made = harness.built(kind, SHAPE, LAYOUT, build, feeds[0], more_meshes=[(SHAPE, LAYOUT)])
+    rules = Rules(8)
+    series = [(2**0.5 * norm, 2 * loss) for norm, loss in as_seen(FIRST)]
+    skips = [rules.skips(values) for values in series]
+    after = made.after_each(feeds)
+    np.testing.assert_array_equal([skipped_so_far(x) for x in after], np.cumsum(skips))
+    rules.assert_kept(after[-1])
 
 
 RESTARTS = [
