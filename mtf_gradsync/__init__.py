@@ -46,7 +46,6 @@ from mtf_gradsync.optimizers import (
     reported,
     skip_large_updates,
     skip_not_finite,
-    skip_spikes,
 )
 from mtf_gradsync.optimizers.schedules import adafactor_decay_rate_per_update, per_update
 from mtf_gradsync.optimizers.state.beginning import keep_state_where_values_come_from_checkpoints
@@ -84,6 +83,7 @@ if TYPE_CHECKING:
         MuonOptimizer,
         describe,
         is_hidden_matrix,
+        skip_spikes,
     )
     from mtf_gradsync.reduce import LowRankAllReduce, QuantizedAllReduce
     from mtf_gradsync.runtimes import simd as simd
@@ -107,6 +107,7 @@ else:  # a type checker that saw `__getattr__` would take any name
             "MuonOptimizer": "mtf_gradsync.optimizers.muon",
             "describe": "mtf_gradsync.optimizers.description",
             "is_hidden_matrix": "mtf_gradsync.optimizers.muon",
+            "skip_spikes": "mtf_gradsync.optimizers.spikes",
             "LowRankAllReduce": "mtf_gradsync.reduce.low_rank",
             "QuantizedAllReduce": "mtf_gradsync.reduce.quantized",
             "Cluster": "mtf_gradsync.runtimes.cluster",
@@ -154,6 +155,7 @@ configurable_when_named(
         "MuonOptimizer": "mtf_gradsync.optimizers.muon",
         "QuantizedAllReduce": "mtf_gradsync.reduce.quantized",
         "session_config": "mtf_gradsync.runtimes.settings",
+        "skip_spikes": "mtf_gradsync.optimizers.spikes",
         "SpecBuilder": "mtf_gradsync.tools.estimator.spec_builder",
     }
 )

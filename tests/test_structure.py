@@ -45,7 +45,10 @@ TESTED_BY = {
     ],
     "optimizers/pipeline/test_random_stacks.py": ["optimizers/pipeline/stack"],
     "optimizers/accumulation": ["optimizers/pipeline/accumulators"],
-    "optimizers/accumulation/test_skip_spikes.py": ["optimizers/skip_functions"],
+    "optimizers/accumulation/test_skip_spikes.py": [
+        "optimizers/skip_functions",
+        "optimizers/spikes",
+    ],
     "optimizers/sharded_updates": ["optimizers/sharded_variables"],
     "optimizers/state/test_resharding.py": [
         "optimizers/state/checkpoints",

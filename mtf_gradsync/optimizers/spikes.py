@@ -1,0 +1,229 @@
+"""Steps that are skipped because their gradients or their loss far exceed the usual."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple, Sequence
+
+import gin
+
+from mtf_gradsync._common import check_number, check_whole_number
+from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync.gradients import global_norm
+from mtf_gradsync.gradients.clipping import unclipped
+from mtf_gradsync.gradients.losses import losses_of_step
+from mtf_gradsync.gradients.operations import on_mesh
+from mtf_gradsync.optimizers.pipeline.forms import GradientSet
+from mtf_gradsync.optimizers.skip_functions import State, StateAfter, skip_not_finite
+from mtf_gradsync.optimizers.state.variables import Ring, named_state
+from mtf_gradsync.reduce import Strategy
+from mtf_gradsync.step import StepPlan
+
+
+class _Series(NamedTuple):
+    """The names of the state of one series of values, and the value of a step without data.
+
+    Such a step is no spike, and its value is not kept.
+    """
+
+    values: str
+    num_values: str
+    spikes_in_a_row: str
+    without_data: float
+
+
+class _Changed(NamedTuple):
+    """A variable, with its values after a step that is taken and after one that is skipped."""
+
+    variable: mtf.Variable
+    taken: mtf.Tensor
+    skipped: mtf.Tensor
+
+
+_SERIES = {
+    "norm": _Series("norms", "num_norms", "spikes_in_a_row", 0.0),
+    "loss": _Series("losses", "num_losses", "loss_spikes_in_a_row", -float("inf")),
+}
+# A smaller deviation is that of rounding, where all values are equal.
+_LEAST_DEVIATION = 1e-4
+
+
+@gin.configurable(module="mtf_gradsync")
+class skip_spikes:
+    """A rule that skips steps whose gradients or loss far exceed the usual, or are not finite.
+
+    A step is a spike if the norm of its gradients is more than `deviations` standard deviations
+    above the mean of the last `window` norms. Norms of skipped steps are not among these. In the
+    first `window / 8` steps, but at least two, norms are collected, and only steps that are not
+    finite are skipped. After as many spikes in a row the norms are taken for the new scale of the
+    training: the mean then begins anew. A deviation of less than 1e-4 of the mean counts as that,
+    so that rounding makes no spike.
+
+    With `of="loss"` the same holds for losses. With `of=("norm", "loss")` it holds for each of the
+    two by its own mean, and a spike of either is skipped.
+
+    The norm is that of one microbatch step's gradients; if they are per shard, as for
+    `skip_large_updates`. If a wrapper around the accumulation clips them, it is their norm before
+    the clip. The loss is the one that `mtf.gradients` was given for the microbatch step, or the sum
+    if there were several, of the whole batch and without a loss scale.
+
+    Each island of `OuterOptimizer` has means of its own, and norms of its own gradients; the loss
+    is that of all islands. A step that is a spike for one island is skipped by all.
+
+    State, by name of the wrapper, in checkpoints: `<name>/norms`, float32 `[window]`,
+    `<name>/num_norms`, int32, how many norms were written, and `<name>/spikes_in_a_row`, int32. For
+    losses: `<name>/losses`, `<name>/num_losses` and `<name>/loss_spikes_in_a_row`. A run with
+    another window goes on with the newest values. With other islands the means begin anew.
+
+    Examples:
+      >>> mesh = {"mesh_shape": "all:4", "layout": "batch:all"}
+      >>> opt = gs.GradientAccumulationOptimizer(
+      ...     mtf.optimize.SgdOptimizer(0.1), 8, should_skip_update_fn=gs.skip_spikes(), **mesh
+      ... )
+      >>> print(gs.describe(opt))
+      every step  add up gradients on each shard; skip steps by skip_spikes  (GradientAcc...)
+      every 8th   reduce over batch, 4 shards: fused                         (GradientAcc...)
+                  update by Sgd
+
+    References:
+      OLMo-core's SkipStepOptimizer, which skips by the loss and by the norm.
+    """
+
+    skips_not_finite = True
+
+    def __init__(
+        self, deviations: float = 6.0, window: int = 128, of: str | Sequence[str] = "norm"
+    ):
+        """Sets how far above the usual values a spike is.
+
+        Args:
+          deviations: how many standard deviations above the mean a value may be, greater than 0.
+          window: the number of values in the mean and the deviation, 8 or more.
+          of: the values: "norm" for norms of gradients, "loss", or ("norm", "loss") for both. A
+            loss is found by the gradients, which `mtf.gradients` has to compute from it.
+
+        Raises:
+          ValueError: an argument is out of range.
+        """
+        check_number("deviations", deviations, "greater than 0", above=True)
+        self.deviations, self.window = float(deviations), check_whole_number("window", window)
+        if window < 8:
+            raise ValueError(f"window must be 8 or more, got {window!r}.")
+        self.of = (of,) if isinstance(of, str) else tuple(of)
+        if not self.of or len(set(self.of)) < len(self.of) or not set(self.of) <= set(_SERIES):
+            raise ValueError(f"of must be 'norm', 'loss' or ('norm', 'loss'), got {of!r}.")
+        self.__name__ = "skip_spikes"
+        if self.of != ("norm",):
+            self.__name__ += f" of {' and '.join(self.of)}"
+
+    def check(self, grads: Sequence[mtf.Tensor]) -> None:
+        """Raises ValueError if losses are needed, and gradients come from no loss."""
+        if "loss" in self.of and not losses_of_step(grads):
+            raise ValueError(
+                f"skip_spikes(of={self.of!r}) does not find the loss: the gradients do not come "
+                "from mtf.gradients of a loss, or they come from a loop of which the loss is no "
+                "output. Compute them by opt.compute_gradients(loss), or give of='norm'."
+            )
+
+    def decide(
+        self, given: GradientSet, received: GradientSet, strategy: Strategy, name: str
+    ) -> tuple[mtf.Tensor, StateAfter]:
+        """Returns whether to skip a step, and a function that makes the new state.
+
+        Args:
+          given: the gradients of the step.
+          received: these gradients as the stack received them.
+          strategy: the wrapper's reduction strategy.
+          name: the wrapper's name.
+        """
+        mesh, grads = given.mesh, [unclipped(g) for g in given.present]
+        changes: list[_Changed] = []
+        skips = []
+        for kind in self.of:
+            value = _loss(received, mesh) if kind == "loss" else global_norm(grads, strategy)
+            skip, some = self._of_series(_SERIES[kind], mtf.cast(value, tf.float32), name)
+            skips.append(skip)
+            changes += some
+        if self.of == ("loss",) or grads != given.present:
+            # Clipped gradients may be NaN, although their norm was finite before.
+            skips.append(skip_not_finite(given.present, strategy))
+
+        def after(skip: mtf.Tensor) -> State:
+            def choose(x: tf.Tensor, y: tf.Tensor, skip: tf.Tensor) -> tf.Tensor:
+                return tf.where_v2(skip, y, x)
+
+            return [
+                (c.variable, mtf.cwise(choose, [c.taken, c.skipped, skip], c.taken.dtype))
+                for c in changes
+            ]
+
+        return functools.reduce(mtf.logical_or, skips), after
+
+    def _of_series(
+        self, series: _Series, value: mtf.Tensor, name: str
+    ) -> tuple[mtf.Tensor, list[_Changed]]:
+        """Returns whether a value is a spike or not finite, and the state of its series."""
+        mesh, dim = value.mesh, mtf.Dimension("spike_window", self.window)
+        ring = Ring(f"{name}/{series.values}", f"{name}/{series.num_values}", self.window)
+        values = named_state(mesh, ring.values, mtf.Shape([dim]), tf.float32, ring=ring)
+        num_values = named_state(mesh, ring.num_values, ring=ring)
+        in_a_row = named_state(mesh, f"{name}/{series.spikes_in_a_row}", ring=ring)
+        few = max(2, self.window // 8)
+
+        def step(now: tf.Tensor, kept: tf.Tensor, count: tf.Tensor, row: tf.Tensor) -> Any:
+            # 1. The mean and deviation, in units of the largest value, as squares may overflow.
+            places = tf.range(self.window)
+            number = tf.cast(tf.maximum(tf.minimum(count, self.window), 1), tf.float32)
+            is_kept = tf.cast(places < count, tf.float32)
+            unit = tf.maximum(tf.reduce_max(is_kept * tf.abs(kept)), 1e-30)
+            mean = tf.reduce_sum(is_kept * (kept / unit)) / number
+            deviation = tf.sqrt(tf.reduce_sum(is_kept * tf.square(kept / unit - mean)) / number)
+            deviation = tf.maximum(deviation, _LEAST_DEVIATION * tf.abs(mean))
+            # 2. Whether the value is a spike. A NaN is not less than anything.
+            has_data = tf.not_equal(now, series.without_data)
+            is_finite = tf.logical_or(tf.math.is_finite(now), tf.logical_not(has_data))
+            is_usual = now / unit <= mean + self.deviations * deviation
+            is_spike = tf.logical_and(count >= few, tf.logical_not(is_usual))
+            row = tf.where_v2(is_spike, row + tf.cast(is_finite, tf.int32), 0)
+            begins = tf.logical_and(row > few, is_finite)
+            skip = tf.logical_or(
+                tf.logical_not(is_finite), tf.logical_and(is_spike, tf.logical_not(begins))
+            )
+            # 3. The state after the step if it is not skipped, and the spikes in a row if it is,
+            # maybe for another reason.
+            count = tf.where_v2(begins, 0, count)
+            here = tf.logical_and(has_data, tf.equal(places, tf.math.floormod(count, self.window)))
+            # Once the window is full, only the position in it matters.
+            count = tf.where_v2(count >= 2 * self.window, count - self.window, count)
+            count += tf.cast(has_data, tf.int32)
+            return tf.where_v2(here, now, kept), count, tf.minimum(row, few), skip
+
+        state = [values, num_values, in_a_row]
+        # Mesh-TF takes the shape of the first input for outputs that are to be scalars.
+        inputs = [value, *(v.value for v in state)]
+        shapes = [*(v.shape for v in state), value.shape]
+        dtypes = [tf.float32, tf.int32, tf.int32, tf.bool]
+        kept, count, row, skip = mtf.slicewise(step, inputs, shapes, dtypes, [], 0)
+        none = mtf.zeros_like(row)
+        return skip, [
+            _Changed(values, kept, values.value),
+            _Changed(num_values, count, num_values.value),
+            _Changed(in_a_row, none, row),
+        ]
+
+
+def _loss(received: GradientSet, mesh: mtf.Mesh) -> mtf.Tensor:
+    """Returns the loss of the whole batch, on `mesh`; that of a step without data is -infinity."""
+    losses = losses_of_step(received.present)
+    with StepPlan.of(received.graph).outside_of_branches():
+        # Reduced here, on every step.
+        values = [mtf.cwise(lambda x: tf.cast(x, tf.float32), [x], tf.float32) for x in losses]
+        values = [on_mesh(mtf.reduce_sum(x), mesh) for x in values]
+    loss = functools.reduce(mtf.add, values)
+    if received.weights is None:
+        return loss
+    nothing = _SERIES["loss"].without_data
+    return mtf.cwise(
+        lambda x, weight: tf.where_v2(weight > 0, x, nothing),
+        [loss, on_mesh(received.weights.total, mesh)],
+    )
