@@ -19,9 +19,11 @@ from mtf_gradsync._private.patches import (
     keep_summaries_in_meta_graphs,
     note_gradients,
     note_meshes,
+    patch_when_called,
     read_only_own_flags,
     recompute_each_shard_by_itself,
 )
+from mtf_gradsync._private.tensorflow import checkpoint_initializers
 from mtf_gradsync.compat_v1 import MeshOptimizer
 from mtf_gradsync.gradients import (
     clip_by_global_norm,
@@ -48,13 +50,6 @@ from mtf_gradsync.optimizers import (
     skip_not_finite,
 )
 from mtf_gradsync.optimizers.schedules import adafactor_decay_rate_per_update, per_update
-from mtf_gradsync.optimizers.state.beginning import keep_state_where_values_come_from_checkpoints
-from mtf_gradsync.optimizers.state.checkpoints import adapt_checkpoint
-from mtf_gradsync.optimizers.state.savers import (
-    ReshardingSaver,
-    check_what_savers_restore,
-    restore_in_pipelines,
-)
 from mtf_gradsync.optimizers.state.slots import check_bare_optimizers
 from mtf_gradsync.reduce import (
     FusedAllReduce,
@@ -88,9 +83,11 @@ if TYPE_CHECKING:
     from mtf_gradsync.reduce import LowRankAllReduce, QuantizedAllReduce
     from mtf_gradsync.runtimes import simd as simd
     from mtf_gradsync.runtimes import xla as xla
+    from mtf_gradsync.runtimes.checkpoints import adapt_checkpoint
     from mtf_gradsync.runtimes.cluster import Cluster, join_cluster
     from mtf_gradsync.runtimes.copy_checks import CopiesError, watch_copies
     from mtf_gradsync.runtimes.processes.members import LOST_PROCESS_EXIT_CODE, ProcessesError
+    from mtf_gradsync.runtimes.savers import ReshardingSaver
     from mtf_gradsync.runtimes.settings import session_config
     from mtf_gradsync.tools import estimator as estimator
     from mtf_gradsync.tools import islands as islands
@@ -110,6 +107,8 @@ else:  # a type checker that saw `__getattr__` would take any name
             "skip_spikes": "mtf_gradsync.optimizers.spikes",
             "LowRankAllReduce": "mtf_gradsync.reduce.low_rank",
             "QuantizedAllReduce": "mtf_gradsync.reduce.quantized",
+            "ReshardingSaver": "mtf_gradsync.runtimes.savers",
+            "adapt_checkpoint": "mtf_gradsync.runtimes.checkpoints",
             "Cluster": "mtf_gradsync.runtimes.cluster",
             "join_cluster": "mtf_gradsync.runtimes.cluster",
             "CopiesError": "mtf_gradsync.runtimes.copy_checks",
@@ -139,9 +138,14 @@ call_around_lowering(before_lowering, after_lowering)
 keep_apart_when_combined(StandIn)
 keep_summaries_in_meta_graphs()
 explain_mesh_tensors_to_tensorflow()
-check_what_savers_restore()
-restore_in_pipelines()
-keep_state_where_values_come_from_checkpoints()
+# What checkpoints of other runs need is loaded when a program restores one, or first trains.
+_SAVERS = "mtf_gradsync.runtimes.savers"
+patch_when_called(libraries.tf.train.Saver, "restore", f"{_SAVERS}.restore_checked")
+patch_when_called(
+    libraries.mtf.Lowering, "copy_masters_to_slices", f"{_SAVERS}.copy_masters_to_slices"
+)
+for _module in checkpoint_initializers():
+    patch_when_called(_module, "init_from_checkpoint", f"{_SAVERS}.init_from_checkpoint")
 
 configurable_when_named(
     {

@@ -19,8 +19,10 @@ __all__ = [
     "ISLAND",
     "NOT_GIVEN",
     "PASSES_ON",
+    "SLOTS_COLLECTION",
     "STAND_INS",
     "STATE_COLLECTION",
+    "SUMS_NOT_KEPT",
     "TOGETHER_ATTR",
     "WATCHED",
     "AppliesGradients",
@@ -38,19 +40,17 @@ __all__ = [
     "OuterOptimizer",
     "ProgramWrites",
     "ReportsSkips",
-    "ReshardingSaver",
-    "Saved",
     "SlotOwners",
+    "StateNote",
     "StepPlan",
     "SyncReplicasOptimizer",
     "TrainOptimizerInterface",
     "UpdateCounters",
     "WeightsOfGradients",
     "Wrapper",
-    "adapt_checkpoint",
+    "advance_step_after",
     "as_layout",
     "as_mesh_shape",
-    "averaged_checkpoint",
     "averages",
     "begin_anew",
     "check_averages_kept",
@@ -62,10 +62,10 @@ __all__ = [
     "did_you_mean",
     "forget_mesh",
     "gated_update",
-    "give_initializer",
     "gradient_noise_scale",
     "in_sums_now",
     "is_advanced",
+    "is_marked",
     "is_number",
     "is_simd",
     "is_whole_number",
@@ -100,7 +100,6 @@ __all__ = [
     "warn_once",
     "weight_now",
     "why_not",
-    "write_changed",
 ]
 
 if TYPE_CHECKING:
@@ -129,7 +128,7 @@ if TYPE_CHECKING:
         GATHERS,
         PASSES_ON,
         TOGETHER_ATTR,
-        give_initializer,
+        advance_step_after,
     )
     from mtf_gradsync.compat_v1 import NOT_GIVEN, AppliesGradients
     from mtf_gradsync.mesh.axes import (
@@ -155,7 +154,6 @@ if TYPE_CHECKING:
     from mtf_gradsync.optimizers.average import (
         AVERAGE,
         NoAveragesError,
-        averaged_checkpoint,
         check_averages_kept,
     )
     from mtf_gradsync.optimizers.description import Description, describe
@@ -178,15 +176,16 @@ if TYPE_CHECKING:
         updates_before,
     )
     from mtf_gradsync.optimizers.skips import ReportsSkips
-    from mtf_gradsync.optimizers.state.beginning import Beginnings, begin_anew
-    from mtf_gradsync.optimizers.state.checkpoints import Saved, adapt_checkpoint, write_changed
-    from mtf_gradsync.optimizers.state.savers import ReshardingSaver
+    from mtf_gradsync.optimizers.state.beginning import Beginnings, begin_anew, is_marked
     from mtf_gradsync.optimizers.state.slots import SlotOwners, owner_of
     from mtf_gradsync.optimizers.state.variables import (
         ACCUMULATOR,
         ISLAND,
+        SLOTS_COLLECTION,
         STAND_INS,
         STATE_COLLECTION,
+        SUMS_NOT_KEPT,
+        StateNote,
         UpdateCounters,
     )
     from mtf_gradsync.reduce import GradientStrategy, placement_mesh_impl
@@ -223,8 +222,6 @@ else:
         "mtf_gradsync.optimizers.schedules",
         "mtf_gradsync.optimizers.skips",
         "mtf_gradsync.optimizers.state.beginning",
-        "mtf_gradsync.optimizers.state.checkpoints",
-        "mtf_gradsync.optimizers.state.savers",
         "mtf_gradsync.optimizers.state.slots",
         "mtf_gradsync.optimizers.state.variables",
         "mtf_gradsync.reduce",

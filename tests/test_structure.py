@@ -50,11 +50,7 @@ TESTED_BY = {
         "optimizers/spikes",
     ],
     "optimizers/sharded_updates": ["optimizers/sharded_variables"],
-    "optimizers/state/test_resharding.py": [
-        "optimizers/state/checkpoints",
-        "optimizers/state/variables",
-    ],
-    "optimizers/state/test_restoring.py": ["optimizers/state/savers"],
+    "runtimes/checkpoints/test_resharding.py": ["optimizers/state/variables"],
     "optimizers/state/test_schedules.py": ["optimizers/schedules"],
     "optimizers/state/test_shared_slots.py": ["optimizers/state/slots"],
     "optimizers/sync_replicas": ["optimizers/replicas"],

@@ -45,6 +45,26 @@ def patch(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
     setattr(owner, name, made)
 
 
+def patch_when_called(owner: Any, name: str, place: str) -> None:
+    """Replaces a library's function by one whose module is loaded when it is first called.
+
+    Args:
+      owner: the module or class that has the library's function.
+      name: the function's name in it.
+      place: the full name of the new function. It gets the library's function before its arguments.
+    """
+    module, _, function = place.rpartition(".")
+
+    def load_and_call(there: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return getattr(importlib.import_module(module), function)(there, *args, **kwargs)
+
+        return call
+
+    load_and_call.__qualname__ = place
+    patch(owner, name, load_and_call)
+
+
 _Function = TypeVar("_Function")
 # Names that gin may bind whose modules are not loaded yet, and these modules.
 _when_named: dict[str, str] = {}

@@ -11,7 +11,6 @@ import sys
 from typing import Any, Callable, ContextManager, Iterator, NamedTuple, Sequence
 
 from tensorflow.python.ops import variable_scope
-from tensorflow.python.training import training_util
 
 from mtf_gradsync._common import walk
 from mtf_gradsync._private.libraries import tf
@@ -20,20 +19,6 @@ from mtf_gradsync._private.libraries import tf
 def set_attr(operation: tf.Operation, name: str, value: tf.AttrValue) -> None:
     """Sets an attribute of an operation that has not run yet; TensorFlow does not check it."""
     operation._set_attr(name, value)
-
-
-def advance_step_after_reads(graph: tf.Graph) -> None:
-    """Makes increments of the global step wait for all reads of it in the same training step.
-
-    Otherwise a hook, or a printed line, gets the number before the increment in one run and the
-    number after it in another. A second call does the same for reads made since the first one.
-    """
-    step = tf.train.get_global_step(graph)
-    if step is None or not hasattr(step, "handle"):  # a ref variable's reads have no operation
-        return
-    of_hooks = training_util._get_or_create_global_step_read(graph).op
-    reads = [op for op in step.handle.consumers() if op.type == "ReadVariableOp"]
-    advance_step_after(step, [*reads, of_hooks])
 
 
 def root_scope() -> ContextManager[tf.VariableScope]:
@@ -271,18 +256,6 @@ def local_devices() -> Sequence[Any]:
     return device_lib.list_local_devices()
 
 
-def variables_of_saver(saver: tf.train.Saver) -> set[str] | None:
-    """Returns the names of the variables that a saver saves.
-
-    Returns None if the saver was made without variables, or from a SaverDef.
-    """
-    given = saver._var_list
-    if given is None:
-        return None
-    variables = given.values() if isinstance(given, dict) else given
-    return {v.op.name for v in variables if hasattr(v, "op")}
-
-
 class MovingAverageSettings(NamedTuple):
     """The arguments of a `tf.train.ExponentialMovingAverage`, numbers or tensors."""
 
@@ -296,16 +269,6 @@ def moving_average_settings(
 ) -> MovingAverageSettings:
     """Returns the arguments that a moving average was made with."""
     return MovingAverageSettings(average._decay, average._num_updates, average._zero_debias)
-
-
-def initializer_of(variable: tf.Variable) -> tuple[Any, Any]:
-    """Returns the operation that initializes a variable, and its initial value."""
-    return variable.initializer, variable._initial_value
-
-
-def give_initializer(variable: tf.Variable, initializer: tuple[Any, Any]) -> None:
-    """Sets a variable's initializer and initial value, a pair as from `initializer_of`."""
-    variable._initializer_op, variable._initial_value = initializer
 
 
 def checkpoint_initializers() -> list[Any]:

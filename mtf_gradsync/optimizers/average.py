@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import math
-import os
-import tempfile
-from typing import Any, Iterator, NamedTuple, Sequence
+from typing import Any, NamedTuple, Sequence
 
 import gin
 
@@ -23,8 +20,7 @@ from mtf_gradsync.optimizers.pipeline.builder import StepBuilder
 from mtf_gradsync.optimizers.pipeline.forms import GradientSet
 from mtf_gradsync.optimizers.pipeline.stack import Place, Stage
 from mtf_gradsync.optimizers.pipeline.words import About, Line, told
-from mtf_gradsync.optimizers.state.beginning import derived_variable, is_marked
-from mtf_gradsync.optimizers.state.checkpoints import Saved, write_changed
+from mtf_gradsync.optimizers.state.beginning import derived_variable
 from mtf_gradsync.optimizers.state.slots import SlotBook, SlotOwners
 from mtf_gradsync.optimizers.state.variables import note_state, unstacked, update_counter
 from mtf_gradsync.optimizers.wrapper import CommonArguments, Wrapper
@@ -48,38 +44,6 @@ def check_averages_kept() -> None:
             "wrap it in mtf_gradsync.AverageOptimizer, or give SyncReplicasOptimizer "
             "variable_averages and variables_to_average."
         )
-
-
-@contextlib.contextmanager
-def averaged_checkpoint(path: str, variables: Sequence[Any]) -> Iterator[str]:
-    """Yields the path of a temporary checkpoint with averages in place of the variables.
-
-    The temporary checkpoint has only `variables`; a variable without an average keeps its own
-    value. The file name is that of `path`. The checkpoint is deleted when the block ends.
-
-    Raises:
-      NoAveragesError: the checkpoint has no average of any of the variables.
-    """
-    saved = Saved(path)
-    names = [variable.op.name for variable in variables if variable.op.name in saved.shapes]
-    averages = {name: f"{name}/{AVERAGE}" for name in names if f"{name}/{AVERAGE}" in saved.shapes}
-    if not averages:
-        raise NoAveragesError(
-            f"evaluate_with_averages: the checkpoint {path} has no moving averages of the model's "
-            f"variables (<variable>/{AVERAGE}). mtf_gradsync.AverageOptimizer keeps them in "
-            "training."
-        )
-    found = {name: saved.read(average) for name, average in averages.items()}
-    values = {
-        # Averages are wider than narrow variables. Before training they are the variables.
-        name: average.astype(saved.dtypes[name].as_numpy_dtype)
-        for name, average in found.items()
-        if not is_marked(average)
-    }
-    with tempfile.TemporaryDirectory() as directory:
-        target = os.path.join(directory, os.path.basename(path))
-        write_changed(path, target, values, only=names)
-        yield target
 
 
 class AverageRule(NamedTuple):

@@ -12,18 +12,17 @@ import numpy as np
 from mtf_gradsync.extension import (
     ISLAND,
     STATE_COLLECTION,
-    ReshardingSaver,
-    Saved,
     begin_anew,
     close_to,
-    give_initializer,
     mtf,
     owner_of,
     some_of,
     tf,
 )
 from mtf_gradsync.runtimes._common import ACCEPT_FLAG, ConfigError, TrainingError, first_line
-from mtf_gradsync.runtimes._private.tensorflow import session_interface
+from mtf_gradsync.runtimes._private.tensorflow import give_initializer, session_interface
+from mtf_gradsync.runtimes.checkpoints import Saved
+from mtf_gradsync.runtimes.savers import ReshardingSaver
 from mtf_gradsync.runtimes.starting import (
     STATE_FILE,
     UNREADABLE,

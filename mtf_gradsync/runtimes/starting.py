@@ -14,8 +14,9 @@ from typing import Any, Callable, Iterator, Mapping, NamedTuple, Sequence
 
 from tqdm import tqdm
 
-from mtf_gradsync.extension import averaged_checkpoint, tf, write_changed
+from mtf_gradsync.extension import tf
 from mtf_gradsync.runtimes._common import SKIP_FLAG, ConfigError, first_line
+from mtf_gradsync.runtimes.checkpoints import averaged_checkpoint, write_changed
 
 
 def free_name(path: Path) -> Path:

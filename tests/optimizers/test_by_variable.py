@@ -10,8 +10,8 @@ import pytest
 import mtf_gradsync as gs
 from mtf_gradsync import simd
 from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync.optimizers.state.checkpoints import write_changed
 from mtf_gradsync.runtimes import saving
+from mtf_gradsync.runtimes.checkpoints import write_changed
 from tests import harness, models, reference, wrappers
 from tests.reference import AdamW, Sgd
 from tests.sessions import session_of, train

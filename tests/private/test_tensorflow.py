@@ -11,7 +11,6 @@ from mtf_gradsync._common import walk
 from mtf_gradsync._private.libraries import tf
 from mtf_gradsync._private.tensorflow import (
     advance_step_after,
-    advance_step_after_reads,
     checkpoint_initializers,
     collective_sum,
     control_flow_context,
@@ -20,10 +19,8 @@ from mtf_gradsync._private.tensorflow import (
     cross_replica_gather,
     cross_replica_scatter,
     forget_closed_scopes,
-    give_initializer,
     hyperparameters,
     in_loop_or_branch,
-    initializer_of,
     is_in_loop,
     local_devices,
     moving_average_settings,
@@ -32,10 +29,15 @@ from mtf_gradsync._private.tensorflow import (
     root_scope,
     set_attr,
     trace_function,
-    variables_of_saver,
     write_to_own_memory,
 )
-from mtf_gradsync.runtimes._private.tensorflow import session_interface
+from mtf_gradsync.runtimes._private.tensorflow import (
+    advance_step_after_reads,
+    give_initializer,
+    initializer_of,
+    session_interface,
+    variables_of_saver,
+)
 from mtf_gradsync.tools._private.tensorflow import add_saving_listeners, summary_writers
 
 

@@ -10,23 +10,14 @@ masters, they replace the mark.
 
 from __future__ import annotations
 
-import logging
 from typing import Any, Callable, Iterable, Mapping, NamedTuple
 
 import numpy as np
 
-from mtf_gradsync._common import some_of
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._private.mesh_tensorflow import give_copy_to_slices, master_of
-from mtf_gradsync._private.patches import patch
-from mtf_gradsync._private.tensorflow import (
-    checkpoint_initializers,
-    give_initializer,
-    initializer_of,
-)
 from mtf_gradsync.optimizers.state.variables import STATE_COLLECTION, StateNote
 
-_logger = logging.getLogger(__name__)
 # The collection of a tf graph's `Beginning`s. It is not exported, as its key is not a string.
 _BEGINNINGS = ("mtf_gradsync beginnings",)
 # The collection of names of derived variables, lowered or not.
@@ -185,32 +176,3 @@ def begin_anew(graph: tf.Graph) -> set[str]:
     derived = graph.get_collection(_DERIVED)
     own = (note.name for note in notes if note.start is not None and note.follows is None)
     return {*derived, *own}
-
-
-def keep_state_where_values_come_from_checkpoints() -> None:
-    """Makes `tf.train.init_from_checkpoint` and `warm_start` leave wrappers' state as it is."""
-
-    def initialize_others(initialize: Any) -> Any:
-        def init_from_checkpoint(*args: Any, **kwargs: Any) -> None:
-            graph = tf.get_default_graph()
-            anew = begin_anew(graph)
-            variables = [v for v in tf.global_variables() if v.op.name in anew] if anew else []
-            before = [initializer_of(v) for v in variables]
-            initialize(*args, **kwargs)
-            kept = []
-            for variable, own in zip(variables, before):
-                if initializer_of(variable)[0] is not own[0]:
-                    give_initializer(variable, own)
-                    kept.append(variable.op.name)
-            if kept:
-                _logger.warning(
-                    "%s: sums, counts and averages of wrappers do not begin as in a checkpoint of "
-                    "another run, but as in every new run. To go on with that run, restore the "
-                    "checkpoint by a tf.train.Saver.",
-                    some_of(kept),
-                )
-
-        return init_from_checkpoint
-
-    for owner in checkpoint_initializers():
-        patch(owner, "init_from_checkpoint", initialize_others)

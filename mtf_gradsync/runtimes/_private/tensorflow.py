@@ -14,8 +14,9 @@ import sys
 from typing import Any, ContextManager, Iterator, Sequence
 
 import numpy as np
+from tensorflow.python.training import training_util
 
-from mtf_gradsync.extension import tf
+from mtf_gradsync.extension import advance_step_after, tf
 
 #: The attribute that says which TPU program an operation belongs to. TensorFlow 2.12 to 2.21.
 TPU_PROGRAM_ATTR = "_tpu_replicate"
@@ -190,3 +191,39 @@ def xla_element_types() -> dict[str, int]:
     from tensorflow.compiler.xla import xla_data_pb2
 
     return dict(xla_data_pb2.PrimitiveType.items())
+
+
+def advance_step_after_reads(graph: tf.Graph) -> None:
+    """Makes increments of the global step wait for all reads of it in the same training step.
+
+    Otherwise a hook, or a printed line, gets the number before the increment in one run and the
+    number after it in another. A second call does the same for reads made since the first one.
+    """
+    step = tf.train.get_global_step(graph)
+    if step is None or not hasattr(step, "handle"):  # a ref variable's reads have no operation
+        return
+    of_hooks = training_util._get_or_create_global_step_read(graph).op
+    reads = [op for op in step.handle.consumers() if op.type == "ReadVariableOp"]
+    advance_step_after(step, [*reads, of_hooks])
+
+
+def variables_of_saver(saver: tf.train.Saver) -> set[str] | None:
+    """Returns the names of the variables that a saver saves.
+
+    Returns None if the saver was made without variables, or from a SaverDef.
+    """
+    given = saver._var_list
+    if given is None:
+        return None
+    variables = given.values() if isinstance(given, dict) else given
+    return {v.op.name for v in variables if hasattr(v, "op")}
+
+
+def initializer_of(variable: tf.Variable) -> tuple[Any, Any]:
+    """Returns the operation that initializes a variable, and its initial value."""
+    return variable.initializer, variable._initial_value
+
+
+def give_initializer(variable: tf.Variable, initializer: tuple[Any, Any]) -> None:
+    """Sets a variable's initializer and initial value, a pair as from `initializer_of`."""
+    variable._initializer_op, variable._initial_value = initializer

@@ -13,8 +13,9 @@ from typing import Any, Callable, Iterable, Mapping, Sequence, TypeVar
 
 import numpy as np
 
-from mtf_gradsync.extension import WATCHED, Beginnings, adapt_checkpoint, counted, mtf, tf
+from mtf_gradsync.extension import WATCHED, Beginnings, counted, mtf, tf
 from mtf_gradsync.runtimes._private.mesh_tensorflow import SLICES_COLLECTION, restored_lowering
+from mtf_gradsync.runtimes.checkpoints import adapt_checkpoint
 
 _logger = logging.getLogger("mtf_gradsync")
 

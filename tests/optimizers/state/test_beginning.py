@@ -7,8 +7,8 @@ import pytest
 
 import mtf_gradsync as gs
 from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync.optimizers.average import averaged_checkpoint
 from mtf_gradsync.optimizers.state.beginning import is_marked
+from mtf_gradsync.runtimes.checkpoints import averaged_checkpoint
 from tests import harness
 
 STEPS = 5

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 import mtf_gradsync as gs
 from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync.optimizers.state import checkpoints, variables
+from mtf_gradsync.optimizers.state import variables
+from mtf_gradsync.runtimes import checkpoints
 from tests import harness, models
 
 EPS = np.finfo(np.float32).eps

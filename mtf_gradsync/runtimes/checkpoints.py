@@ -8,24 +8,29 @@ those of the island's own part of the batch, and are added up over islands.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import math
 import os
+import tempfile
 import uuid
-from typing import Any, Iterable, Mapping, NamedTuple, Sequence
+from typing import Any, Iterable, Iterator, Mapping, NamedTuple, Sequence
 
 import numpy as np
 
-from mtf_gradsync._common import some_of
-from mtf_gradsync._private.libraries import tf
-from mtf_gradsync.optimizers.state.variables import (
+from mtf_gradsync.extension import (
     ACCUMULATOR,
+    AVERAGE,
     ISLAND,
     SLOTS_COLLECTION,
     STATE_COLLECTION,
     SUMS_NOT_KEPT,
+    NoAveragesError,
     StateNote,
+    is_marked,
+    some_of,
+    tf,
 )
 
 _logger = logging.getLogger(__name__)
@@ -529,3 +534,35 @@ def write_changed(
         )
         with tf.Session() as session:
             session.run(save, {inputs[name]: value for name, value in new.items()})
+
+
+@contextlib.contextmanager
+def averaged_checkpoint(path: str, variables: Sequence[Any]) -> Iterator[str]:
+    """Yields the path of a temporary checkpoint with averages in place of the variables.
+
+    The temporary checkpoint has only `variables`; a variable without an average keeps its own
+    value. The file name is that of `path`. The checkpoint is deleted when the block ends.
+
+    Raises:
+      NoAveragesError: the checkpoint has no average of any of the variables.
+    """
+    saved = Saved(path)
+    names = [variable.op.name for variable in variables if variable.op.name in saved.shapes]
+    averages = {name: f"{name}/{AVERAGE}" for name in names if f"{name}/{AVERAGE}" in saved.shapes}
+    if not averages:
+        raise NoAveragesError(
+            f"evaluate_with_averages: the checkpoint {path} has no moving averages of the model's "
+            f"variables (<variable>/{AVERAGE}). mtf_gradsync.AverageOptimizer keeps them in "
+            "training."
+        )
+    found = {name: saved.read(average) for name, average in averages.items()}
+    values = {
+        # Averages are wider than narrow variables. Before training they are the variables.
+        name: average.astype(saved.dtypes[name].as_numpy_dtype)
+        for name, average in found.items()
+        if not is_marked(average)
+    }
+    with tempfile.TemporaryDirectory() as directory:
+        target = os.path.join(directory, os.path.basename(path))
+        write_changed(path, target, values, only=names)
+        yield target
