@@ -85,7 +85,7 @@ def measure(options: report.Options) -> report.Table:
         config, chips, budget = MODELS[name]
         if options.quick:
             config, chips = f"{config}\nnum_layers = 1\nd_model = 64\n", "v5e:4"
-        load, began = os.getloadavg()[0], time.monotonic()
+        load, began, used = os.getloadavg()[0], time.monotonic(), _processor_seconds()
         with tempfile.TemporaryDirectory() as folder:
             gin_file, found = Path(folder, "model.gin"), Path(folder, "best.json")
             gin_file.write_text(config)
@@ -96,32 +96,39 @@ def measure(options: report.Options) -> report.Table:
                      f"--gin_file={gin_file}", f"--json={found}"]
                 )  # fmt: skip
             answer = json.loads(found.read_text())
-        print(said.getvalue(), file=sys.stderr)
-        seconds = time.monotonic() - began
+        print(said.getvalue(), file=sys.stderr, flush=True)
         chosen, checked = answer["chosen"] or {}, answer["checked"] or {}
         rows.append(
             {
                 "model": name,
                 "chips": chips,
+                "budget GB": budget / 1e9,
                 "divisions": answer["divisions"],
                 "mesh": chosen.get("mesh_shape"),
-                "layout": chosen.get("layout"),
                 "stack": answer["name"],
                 "predicted ms": chosen and 1e3 * chosen["predicted"]["seconds"],
                 "compiler ms": checked and 1e3 * checked["seconds"],
                 "predicted GB": chosen and chosen["predicted"]["bytes_per_core"] / 1e9,
                 "compiler GB": checked and checked["bytes_per_core"] / 1e9,
+                "compiled": len(answer["tried"]) + bool(checked),
                 "exit code": code,
-                "seconds": seconds,
+                "seconds": time.monotonic() - began,
+                "processor seconds": _processor_seconds() - used,
                 "load": f"{load:.1f} to {os.getloadavg()[0]:.1f}",
             }
         )
     notes = (
-        "Exit code 0: found, and proved on this machine, scaled down, to be the same training.",
-        "The compiler's figures are of two layers, times what is predicted for all of those two.",
-        "Load: the machine's, of two processors, before and after.",
+        "Exit code 0: found, and proved on this machine, scaled down, to be the same training. "
+        "The compiler's figures are of two layers, times what is predicted for all over what is "
+        "predicted for these two; *compiled* is how many divisions it was asked about. Processor "
+        "seconds are of both processors and all processes of the command; *load* is the machine's, "
+        "before and after.",
     )
     return report.Table("best_division", "The best division of known models", rows, notes)
+
+
+def _processor_seconds() -> float:
+    return sum(os.times()[:4])  # of this process and of those that it waited for
 
 
 if __name__ == "__main__":

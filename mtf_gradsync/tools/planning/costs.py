@@ -104,9 +104,9 @@ class StepCosts(NamedTuple):
     kept: Mapping[Array, int]
     sums: Mapping[_Sum, int]
     reshapes: Mapping[_Reshape, int]
-    variables: tuple[Array, ...]
-    gradients: tuple[Array, ...]
-    others: tuple[Array, ...]
+    variables: Mapping[Array, int]
+    gradients: Mapping[Array, int]
+    others: Mapping[Array, int]
     update_reads: Mapping[Array, int]
     shapes: tuple[tuple[tuple[str, int], ...], ...]
     batch_dims: tuple[str, ...]
@@ -197,9 +197,11 @@ def read_costs(
     return StepCosts(
         **found,
         kept=_kept(graph.operations, forward, backward),
-        variables=tuple(Array.of(v, v.slice_dtype) for v in variables),
-        gradients=tuple(Array.of(g) for g in made),
-        others=tuple(Array.of(v, v.slice_dtype) for v in graph.all_variables if v not in trained),
+        variables=collections.Counter(Array.of(v, v.slice_dtype) for v in variables),
+        gradients=collections.Counter(map(Array.of, made)),
+        others=collections.Counter(
+            Array.of(v, v.slice_dtype) for v in graph.all_variables if v not in trained
+        ),
         update_reads=reads,
         shapes=tuple({Array.of(x).dims for op in graph.operations for x in op.outputs}),
         batch_dims=tuple(batch_dims),
@@ -273,6 +275,13 @@ class Predictor:
         )  # fmt: skip
         self.shards = math.prod(self._sizes[axis] for axis in self.replica_axes)
         self._check()
+        self._peak = machine.peak_flops_per_core or math.inf
+        self._bandwidth = machine.bytes_per_second_per_core or math.inf
+        self._values, self._slots, self._gradients = (
+            self._sum_of(arrays) for arrays in (costs.variables, costs.others, costs.gradients)
+        )
+        self._sums = self._sum_of(_in_float32(costs.gradients))
+        self._steps: dict[int, tuple[float, float, float]] = {}
 
     def _check(self) -> None:
         used = set()
@@ -328,48 +337,53 @@ class Predictor:
 
     def predict(self, stack: Stack) -> Predicted:
         """Returns the predicted cost of an update of the whole batch with a stack of wrappers."""
-        steps, costs = stack.steps, self._costs
-        peak = self._machine.peak_flops_per_core or math.inf
-        bandwidth = self._machine.bytes_per_second_per_core or math.inf
-        compute = sum(
-            count
-            * max(
-                2 * self._numbers(one.dims, steps) / peak,
-                sum(self._bytes(x, steps) for x in one.arrays) / bandwidth,
-            )
-            for one, count in costs.products.items()
-        )
-        compute += _TOUCHED * self._sum_of(costs.touched, steps) / bandwidth
-        model = sum(self._model_collectives(steps))
-        values = sum(map(self._bytes, costs.variables))
-        slots = sum(map(self._bytes, costs.others))
-        gradients = sum(map(self._bytes, costs.gradients))
-        sums = float(sum(self._numbers(x.dims, 1) * _FLOAT32 for x in costs.gradients))
+        steps, costs, bandwidth = stack.steps, self._costs, self._bandwidth
+        if steps not in self._steps:
+            self._steps[steps] = self._step(steps)
+        operations, collectives, kept = self._steps[steps]
         part = 1 / self.shards
         sum_share = {"": 0.0, "sharded": part}.get(stack.sums, 1.0)
-        compute += 2 * sum_share * sums / bandwidth
+        compute = operations + 2 * sum_share * self._sums / bandwidth
         update_share = part if stack.sharded_updates else 1.0
         # With sharded updates, parts of new values are written by the update, and read and written
         # again by the all-gather.
         passes = 4 if stack.sharded_updates else 2
-        once = passes * values + 2 * update_share * slots + self._sum_of(costs.update_reads)
-        once /= bandwidth
-        wire = sums if steps > 1 else gradients
-        each, at_update = self._sync(stack, gradients, wire)
-        memory = values + update_share * slots + sum_share * sums + _HELD * gradients
-        memory += _KEPT * self._sum_of(costs.kept, steps)
+        once = passes * self._values + 2 * update_share * self._slots
+        once = (once + self._sum_of(costs.update_reads)) / bandwidth
+        each, at_update = self._sync(stack)
+        memory = self._values + update_share * self._slots + sum_share * self._sums
+        memory += _HELD * self._gradients + kept
         if stack.inner_steps:
             # Values and momentum of the outer steps.
-            memory += 2 * sums
-            once += 4 * sums / bandwidth / stack.inner_steps
+            memory += 2 * self._sums
+            once += 4 * self._sums / bandwidth / stack.inner_steps
         sync = steps * each + at_update
         return Predicted(
-            steps * (compute + model) + once + sync,
+            steps * (compute + collectives) + once + sync,
             memory,
             steps * compute + once,
-            steps * model,
+            steps * collectives,
             sync,
         )
+
+    def _step(self, steps: int) -> tuple[float, float, float]:
+        """Returns what one of `steps` microbatch steps costs, whatever the wrappers are.
+
+        The seconds of its operations, the seconds of the model's collectives, and the bytes that
+        the forward pass keeps for the backward pass.
+        """
+        costs = self._costs
+        compute = sum(
+            count
+            * max(
+                2 * self._numbers(one.dims, steps) / self._peak,
+                sum(self._bytes(x, steps) for x in one.arrays) / self._bandwidth,
+            )
+            for one, count in costs.products.items()
+        )
+        compute += _TOUCHED * self._sum_of(costs.touched, steps) / self._bandwidth
+        kept = _KEPT * self._sum_of(costs.kept, steps)
+        return compute, sum(self._model_collectives(steps)), kept
 
     def _model_collectives(self, steps: int) -> Iterator[float]:
         """Yields the times of a microbatch step's collectives, except of gradients over shards."""
@@ -400,15 +414,11 @@ class Predictor:
             sizes.append([size for _, size in array.dims])
         return places[0] == places[1] and sizes[0] == sizes[1]
 
-    def _sync(self, stack: Stack, gradients: float, wire: float) -> tuple[float, float]:
-        """Returns the times of a stack's collectives: in each microbatch step, and in each update.
-
-        `gradients` is the bytes of all gradients on a core. `wire` is the bytes of the gradients as
-        an update reduces them.
-        """
-        axes = self.replica_axes
+    def _sync(self, stack: Stack) -> tuple[float, float]:
+        """Returns the times of collectives of a stack: in a microbatch step, and in an update."""
+        axes, costs = self.replica_axes, self._costs
         if stack.inner_steps:
-            float32 = sum(self._numbers(x.dims, 1) * _FLOAT32 for x in self._costs.variables)
+            float32 = self._sum_of(_in_float32(costs.variables))
             return 0.0, self.seconds("all-reduce", axes, float32) / stack.inner_steps
 
         def summed(size: float) -> float:
@@ -416,26 +426,36 @@ class Predictor:
                 return sum(self.seconds("all-reduce", [axis], size) for axis in axes)
             return self.seconds("all-reduce", axes, size)
 
-        def in_parts(operation: str, arrays: Sequence[Array], number_bytes: int = 0) -> float:
+        def in_parts(operation: str, arrays: Mapping[Array, int]) -> float:
             # Each array has a reduce-scatter or all-gather of its own.
             share = 1 if operation == "reduce-scatter" else self.shards
-            sizes = [self._numbers(x.dims, 1) * (number_bytes or x.number_bytes) for x in arrays]
-            return sum(self.seconds(operation, axes, size / share) for size in sizes)
+            return sum(
+                count * self.seconds(operation, axes, self._bytes(array) / share)
+                for array, count in arrays.items()
+            )
 
-        costs, each, at_update = self._costs, 0.0, 0.0
-        wide = _FLOAT32 if stack.steps > 1 else 0
+        each = at_update = 0.0
+        of_update = _in_float32(costs.gradients) if stack.steps > 1 else costs.gradients
         if stack.sharded_updates:
             at_update += in_parts("all-gather", costs.variables)
             messages = _MESSAGES * sum(costs.update_reads.values())
             at_update += messages * self.seconds("all-reduce", axes, _LEAST_BYTES)
         if stack.sums == "synced":
-            each = summed(gradients)
+            each = summed(self._gradients)
         elif stack.sums == "sharded":
             each = in_parts("reduce-scatter", costs.gradients)
             if not stack.sharded_updates:
-                at_update += in_parts("all-gather", costs.gradients, wide)
+                at_update += in_parts("all-gather", of_update)
         elif stack.sharded_updates:
-            at_update += in_parts("reduce-scatter", costs.gradients, wide)
+            at_update += in_parts("reduce-scatter", of_update)
         else:
-            at_update += summed(wire)
+            at_update += summed(self._sum_of(of_update))
         return each, at_update
+
+
+def _in_float32(arrays: Mapping[Array, int]) -> Mapping[Array, int]:
+    """Returns the same arrays, with numbers of four bytes."""
+    found: collections.Counter[Array] = collections.Counter()
+    for array, count in arrays.items():
+        found[array._replace(number_bytes=_FLOAT32)] += count
+    return found

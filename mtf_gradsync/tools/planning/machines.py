@@ -198,11 +198,14 @@ class Machine(Protocol):
 class TpuMachine:
     """A `Machine` of one TPU slice or several equal ones, which need not exist on this computer."""
 
-    def __init__(self, topology: str, dcn_bytes_per_second: float | None = None):
+    def __init__(
+        self, topology: str, dcn_bytes_per_second: float | None = None, by_branches: bool = False
+    ):
         """Makes the machine of a topology such as "v5e:4x4"; asks the compiler where its cores are.
 
         Several slices ("2xv5e:4x4") need `dcn_bytes_per_second`: the bytes per second that a chip
-        sends over the data center network.
+        sends over the data center network. `by_branches` is for `compile_lowered`: one compilation
+        in place of three.
         """
         named = slice_of(topology)
         if named.slices > 1 and dcn_bytes_per_second is None:
@@ -212,6 +215,7 @@ class TpuMachine:
             )
         places = places_of(topology)
         self.name = topology
+        self._by_branches = by_branches
         self.cores = len(places)
         self.slices = named.slices
         self._of_slice = self.cores // self.slices
@@ -232,7 +236,7 @@ class TpuMachine:
 
         If the program has conditionals, `Compiled.step` is a step with the update.
         """
-        made = compile_lowered(lowered, self.name, begun=begun)
+        made = compile_lowered(lowered, self.name, begun=begun, by_branches=self._by_branches)
         if made.memory is None:
             return Compiled(made.error, seconds=made.seconds)
         costs = made.estimates

@@ -12,6 +12,7 @@ from typing import Any, Callable, Iterator, NamedTuple, Sequence
 import gin
 
 from mtf_gradsync.extension import Wrapper, describe, mtf, settings_by_global_step, tf
+from mtf_gradsync.runtimes import simd
 from mtf_gradsync.runtimes._common import ConfigError
 from mtf_gradsync.runtimes.simd.program import compiled_only
 from mtf_gradsync.tools import planning
@@ -224,10 +225,8 @@ class BestDivision:
         if self._config.schedule_step and counts:
             return f"train.run.schedule_step and {counts[0].split()[0]} both count updates"
         with bound([*self._alone(), *counts, *self._schedule_step()]), tf.Graph().as_default():
-            job = resolve_job(_on_one_core(gin_files.bound_run_config()))
             with gin_files.bound_to_mesh("all:1", ""):
-                step = tf.identity(tf.train.get_or_create_global_step().read_value())
-                opt, rate = optimizer_and_rate(job, step, mtf.Mesh(mtf.Graph(), "mesh"))
+                opt, rate = _optimizer_alone(_on_one_core(gin_files.bound_run_config()))
             innermost = opt.innermost() if isinstance(opt, Wrapper) else opt
             if settings_by_global_step(types.SimpleNamespace(rate=rate), _UNLIKELY_K):
                 return "its learning rate follows microbatch steps"
@@ -245,8 +244,11 @@ class BestDivision:
         first = (*self._stack.around, *self._stack.inside)
         return [f"train.run.optimizer = {self._scoped(first[0])}", *self._chain(first)]
 
-    def costs(self) -> StepCosts:
-        """Returns what a step on the whole batch costs, read from an mtf graph for one core."""
+    def costs(self) -> tuple[StepCosts, list[mtf.Variable]]:
+        """Returns what a step on the whole batch costs, and the variables that it trains.
+
+        Both are read from an mtf graph for one core.
+        """
         lines = [*self._alone(), f"train.run.batch_size = {self._batch}", *_counts(1)]
         with bound(lines), tf.Graph().as_default():
             job = resolve_job(_on_one_core(gin_files.bound_run_config()))
@@ -257,7 +259,7 @@ class BestDivision:
                 loss, pairs, opt, _ = model_and_optimizer(job, model, features, step)
                 grads, variables = [g for g, _ in pairs], [v for _, v in pairs]
                 opt.apply_grads(grads, variables)
-                return read_costs(loss, grads, variables, _BATCH, self._batch)
+                return read_costs(loss, grads, variables, _BATCH, self._batch), variables
 
     def choices(
         self,
@@ -342,7 +344,7 @@ class BestDivision:
         compiled_costs = costs
         if fewer:
             with bound(fewer):
-                compiled_costs = self.costs()
+                compiled_costs, _ = self.costs()
 
         def check(choice: Choice) -> Checked:
             with self._bound(choice, fewer):
@@ -382,13 +384,12 @@ class BestDivision:
             program, [graph.loss], job.tokens_per_step, graph.num_parameters, per_update
         )
 
-    def described(self, choice: Choice) -> str:
+    def described(self, choice: Choice, variables: Sequence[mtf.Variable]) -> str:
         """Returns what the optimizer of a division does in a step (`gs.describe`)."""
-        with self._bound(choice) as config, tf.Graph().as_default():
-            job = resolve_job(dataclasses.replace(config, mesh_devices=None))
-            with compiled_only():
-                graph, _ = build_simd(job)
-            return str(describe(graph.optimizers[0]))
+        mesh = choice.mesh_shape, choice.layout
+        with self._bound(choice) as config, tf.Graph().as_default(), simd.tpu_program(*mesh):
+            opt, _ = _optimizer_alone(dataclasses.replace(config, mesh_devices=None))
+            return str(describe(opt, *mesh, variables))
 
     def proved(self, choice: Choice, replica_axes: Sequence[str]) -> tuple[str, Verification]:
         """Verifies a division on this machine, with smaller sizes.
@@ -414,6 +415,12 @@ class BestDivision:
         with self._bound(choice._replace(mesh_shape=mesh_shape, stack=stack), lines):
             found = verify_config(divisions=())
         return ", ".join(filter(None, said)), found
+
+
+def _optimizer_alone(config: RunConfig) -> tuple[Any, Any]:
+    """Returns the optimizer and the learning rate of a config, made without its model."""
+    step = tf.identity(tf.train.get_or_create_global_step().read_value())
+    return optimizer_and_rate(resolve_job(config), step, mtf.Mesh(mtf.Graph(), "mesh"))
 
 
 def _on_one_core(config: RunConfig) -> RunConfig:
@@ -500,7 +507,7 @@ def find_and_prove(
     """
     limits = [x for x in (budget, machine.memory_per_core) if x is not None]
     best = BestDivision(layouts, most_steps)
-    costs = best.costs()
+    costs, variables = best.costs()
     choices, why = best.choices(costs, machine, mesh_shapes, inner_steps)
     if not choices:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in list(why.items())[:3])
@@ -514,7 +521,7 @@ def find_and_prove(
         return found, 1
     choice = found.chosen
     say("\n".join(["", "Lines for the end of the config:", "", *best.lines(choice)]))
-    say(f"\nWhat its optimizer does:\n\n{best.described(choice)}")
+    say(f"\nWhat its optimizer does:\n\n{best.described(choice, variables)}")
     if choice.stack.inner_steps:
         say(
             "\nOuter steps change the training: the proof below is of a step without them, and "

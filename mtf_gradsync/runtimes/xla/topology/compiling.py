@@ -34,6 +34,8 @@ _EXAMPLES = ", ".join(g.example for g in GENERATIONS)
 _STAGES = ("before", "after", "after_unsharded", "conditions_true", "conditions_false")
 # Estimate -> the name of its compiled program, if that is a different name.
 _STAGE_OF = {"step": "after"}
+# A conditional in the text of a program.
+_IF = '"stablehlo.if"('
 
 
 def compile_for_tpu(
@@ -122,6 +124,7 @@ def compile_lowered(
     others: Mapping[str, str] | None = None,
     update_not_split: bool = False,
     begun: Callable[[subprocess.Popen[str]], None] = lambda process: None,
+    by_branches: bool = False,
 ) -> CompiledProgram:
     """Returns the TPU compiler's answer for a program that `lower` made; see `compile_for_tpu`.
 
@@ -129,9 +132,14 @@ def compile_lowered(
     itself is estimated with all conditions true, and with all conditions false. To estimate loops,
     each program is compiled once more for each of its loops. With `update_not_split`
     the program is compiled a second time, without splitting its update over the cores. `begun` is
-    called once, with the compiler's process, right after the process starts.
+    called once, with the compiler's process, right after the process starts. With `by_branches`, a
+    program with a single conditional is compiled once and not three times: its estimates with the
+    condition true or false count what the branches of the compiled program do.
     """
     refused, num_replicas = lowered.refused, lowered.num_replicas
+    by_branches = by_branches and others is None and (lowered.module or "").count(_IF) == 1
+    if by_branches:
+        others = {}
     if others is None:
         others = {} if lowered.module is None else _conditions(lowered.module)
     estimated = {**({} if lowered.module is None else {"step": lowered.module}), **others}
@@ -152,6 +160,7 @@ def compile_lowered(
             tuple(find_hlo_collectives(path.read_bytes())) if path.exists() else ()
             for path in found.values()
         )
+        of_branches: dict[str, CostEstimate] = {}
         read = {
             name: read_estimate(
                 numbers,
@@ -160,6 +169,16 @@ def compile_lowered(
             )
             for name, numbers in answer.get("cost", {}).items()
         }
+        if by_branches and read:
+            numbers, compiled = answer["cost"]["step"], found["after"].read_bytes()
+            for name, value in (("conditions_true", True), ("conditions_false", False)):
+                of_branches[name] = read_estimate(
+                    numbers, compiled, slice_of(topology).rates, value
+                )
+            of_update, of_skipped_step = (
+                tuple(one for one in after if not any(other in x for x in one.inside))
+                for other in ("branch false ", "branch true ")
+            )
         if save_hlo is not None:
             Path(save_hlo).mkdir(parents=True, exist_ok=True)
             for stage in ("before", "after"):
@@ -169,6 +188,7 @@ def compile_lowered(
                 if text.exists():
                     shutil.copy(text, save_hlo)
     estimates = {name: _with_loops(name, read, *loops[name]) for name in read if name in loops}
+    estimates.update(of_branches)
     bare = answer.get("memory_of", {}).get("bare")
     return CompiledProgram(
         topology=topology,

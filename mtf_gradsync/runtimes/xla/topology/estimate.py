@@ -82,15 +82,17 @@ class CostEstimate:
         return dataclasses.replace(self, **sums)
 
 
-def read_estimate(numbers: Mapping[str, float], compiled: bytes, rates: Rates) -> CostEstimate:
+def read_estimate(
+    numbers: Mapping[str, float], compiled: bytes, rates: Rates, conditions: bool | None = None
+) -> CostEstimate:
     """Returns the estimate of a compiled program (a serialized ``HloModuleProto``).
 
     `numbers` are libtpu's "flops", "bytes accessed" and "optimal_seconds". The last is a sum in
     which each operation that libtpu cannot estimate counts as -1. `rates` are the rates of one
-    core.
+    core. `conditions` is the value of all conditions; None counts no branch of a conditional.
     """
     module = read_module(compiled)
-    work = work_of(module, rates)
+    work = work_of(module, rates, conditions)
     # The first part of a copy's result is the copy itself.
     copied = sum(
         stored_bytes(one.shape.tuple_shapes[0])

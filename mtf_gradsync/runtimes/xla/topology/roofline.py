@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Iterator, NamedTuple
+from typing import Any, Iterator, NamedTuple, Sequence
 
 from mtf_gradsync.runtimes.xla.hlo import Computation, HloModule, Instruction
 from mtf_gradsync.runtimes.xla.topology.chips import Rates
@@ -38,7 +38,7 @@ def why_doubtful(seconds: float, roofline: float) -> str:
 
 
 class Work(NamedTuple):
-    """The work of a step on one core; loops count as one iteration, and branches not at all."""
+    """The work of a step on one core; loops count as one iteration."""
 
     flops: float  # operations in products of matrices and in convolutions
     bytes: float  # bytes that operations read and write
@@ -51,11 +51,15 @@ class Work(NamedTuple):
         return tuple(t for t in self.custom_calls if t not in _FREE_CALLS | _MOVES)
 
 
-def work_of(module: HloModule, rates: Rates) -> Work:
-    """Returns the work of a compiled program on one core, for cores of some rates."""
+def work_of(module: HloModule, rates: Rates, conditions: bool | None = None) -> Work:
+    """Returns the work of a compiled program on one core, for cores of some rates.
+
+    `conditions` is the value of all conditions, which decides which branches count; None counts no
+    branch.
+    """
     flops = bytes_ = seconds = 0.0
     custom_calls = []
-    for instruction in _run_by(module.entry):
+    for instruction in _run_by(module.entry, conditions):
         own_flops, own_bytes = _flops(instruction), _bytes(instruction)
         flops, bytes_ = flops + own_flops, bytes_ + own_bytes
         seconds += max(own_flops / rates.flops, own_bytes / rates.bytes)
@@ -64,13 +68,18 @@ def work_of(module: HloModule, rates: Rates) -> Work:
     return Work(flops, bytes_, seconds, tuple(custom_calls))
 
 
-def _run_by(computation: Computation) -> Iterator[Instruction]:
-    """Yields the instructions that take time: loops count once, branches never."""
+def _run_by(computation: Computation, conditions: bool | None) -> Iterator[Instruction]:
+    """Yields the instructions that take time, those of loops once; see `work_of`."""
     for instruction in computation.instructions:
+        called: Sequence[Computation] = ()
         if instruction.opcode in ("while", "call"):
-            for called in instruction.called:
-                yield from _run_by(called)
-        elif instruction.opcode not in (*_FREE, "conditional"):
+            called = instruction.called
+        elif instruction.opcode == "conditional" and conditions is not None:
+            # The first branch is for true.
+            called = instruction.called[:1] if conditions else instruction.called[1:]
+        for one in called:
+            yield from _run_by(one, conditions)
+        if instruction.opcode not in (*_FREE, "while", "call", "conditional"):
             yield instruction
 
 

@@ -204,7 +204,7 @@ def _best(args: argparse.Namespace, paths: Sequence[Any]) -> int:
         with raised_as(TrainingError, xla.XlaMissingError, xla.CompilerDiedError):
             with raised_as(ConfigError, ValueError):
                 dcn = None if args.dcn_bandwidth is None else 1e9 * args.dcn_bandwidth
-                machine = TpuMachine(topology_of(args.chips), dcn)
+                machine = TpuMachine(topology_of(args.chips), dcn, by_branches=True)
             budget = args.budget_bytes and args.budget_bytes * machine.chips / machine.cores
             found, code = best_division.find_and_prove(
                 machine,

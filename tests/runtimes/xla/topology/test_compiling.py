@@ -14,6 +14,7 @@ from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.runtimes._private.jax import hlo_from_text
 from mtf_gradsync.runtimes._private.mesh_tensorflow import SLICES_COLLECTION
 from mtf_gradsync.runtimes.xla.hlo_collectives import bytes_by_operation
+from mtf_gradsync.runtimes.xla.topology.compiling import compile_lowered, lower
 from tests import models
 from tests.harness import MESHES, pairs
 from tests.runtimes.xla.programs import Conditional
@@ -111,6 +112,21 @@ def test_the_compiler_takes_the_training_step(wrapper, topology):
         update, other = (compiled.estimates[f"conditions_{v}"] for v in ("true", "false"))
         assert update.bytes_accessed > other.bytes_accessed > 0
         assert update.seconds > other.seconds > 0
+        if topology == "v5e:2x4":
+            check_branches(step, compiled)
+
+
+def check_branches(step, compiled):
+    """One compilation tells from its branches what three tell."""
+    once = compile_lowered(lower(step.program, [step.loss]), compiled.topology, by_branches=True)
+    assert once.memory == compiled.memory
+    assert {*once.estimates} == {"step", "conditions_true", "conditions_false"}
+    for name, estimate in once.estimates.items():
+        # Programs without the conditional are fused a little differently.
+        assert estimate.seconds == pytest.approx(compiled.estimates[name].seconds, rel=0.2)
+    for one, three in ((once.of_update, compiled.of_update),
+                       (once.of_skipped_step, compiled.of_skipped_step)):  # fmt: skip
+        assert bytes_by_operation(one) == bytes_by_operation(three)
 
 
 @pytest.mark.slow

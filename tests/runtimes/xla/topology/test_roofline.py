@@ -26,8 +26,9 @@ SUM = """
 """
 
 
-def work(text):
-    return work_of(read_module(hlo_from_text("HloModule m, is_scheduled=true\n" + text)), RATES)
+def work(text, conditions=None):
+    module = read_module(hlo_from_text("HloModule m, is_scheduled=true\n" + text))
+    return work_of(module, RATES, conditions)
 
 
 def test_each_operation_takes_the_longer_of_its_products_and_its_bytes():
@@ -204,3 +205,29 @@ ENTRY %main (x: s64[8]) -> u32[8] {
 )
 def test_what_cannot_be_beside_the_roofline_of_the_whole(seconds, why):
     assert why_doubtful(seconds, 1.0) == why
+
+
+@pytest.mark.parametrize(("conditions", "passes"), [(None, 0), (True, 2), (False, 3)])
+def test_branches_count_by_the_value_of_conditions(conditions, passes):
+    found = work(
+        """
+%update (x: f32[6,6]) -> f32[6,6] {
+  %x = f32[6,6] parameter(0)
+  ROOT %y = f32[6,6] negate(%x)
+}
+
+%skip (x: f32[6,6]) -> f32[6,6] {
+  %x = f32[6,6] parameter(0)
+  ROOT %y = f32[6,6] add(%x, %x)
+}
+
+ENTRY %main (p: pred[], x: f32[6,6]) -> f32[6,6] {
+  %p = pred[] parameter(0)
+  %x = f32[6,6] parameter(1)
+  %y = f32[6,6] negate(%x)
+  ROOT %out = f32[6,6] conditional(%p, %y, %y), true_computation=%update,
+    false_computation=%skip
+}""",
+        conditions,
+    )
+    assert found.bytes == 4 * 6 * 6 * (2 + passes)
