@@ -34,6 +34,9 @@ _TOUCHED, _KEPT, _HELD = 0.25, 0.5, 0.5
 # A collective of fewer bytes is joined with others.
 _LEAST_BYTES = 1024
 _FLOAT32 = 4
+# The TPU compiler keeps a reduce-scatter over all cores of a slice of up to so many cores. In a
+# larger slice it makes an all-reduce of it and cuts the result (libtpu 0.0.17).
+_KEPT_IN = 8
 # The share of a sharded update's sums that become separate messages.
 _MESSAGES = 0.5
 
@@ -273,7 +276,7 @@ class Predictor:
             dim.name for dim in dims
             if dim.name in {self._axis.get(name) for name in costs.batch_dims}
         )  # fmt: skip
-        self.shards = math.prod(self._sizes[axis] for axis in self.replica_axes)
+        self.shards = self._cores(self.replica_axes)
         self._check()
         self._peak = machine.peak_flops_per_core or math.inf
         self._bandwidth = machine.bytes_per_second_per_core or math.inf
@@ -318,6 +321,8 @@ class Predictor:
         """Returns the seconds of a collective along mesh axes, of `size` bytes from each core."""
         if not axes or not size:
             return 0.0
+        if operation == "reduce-scatter" and _KEPT_IN < self._machine.cores == self._cores(axes):
+            operation = "all-reduce"
         key = operation, tuple(axes)
         if key not in self._links:
             groups, most = self._groups(axes), 1e15
@@ -325,6 +330,9 @@ class Predictor:
             self._links[key] = least, self._machine.seconds(operation, groups, most) / most
         least, each = self._links[key]
         return max(least, each * size)
+
+    def _cores(self, axes: Sequence[str]) -> int:
+        return math.prod(self._sizes[axis] for axis in axes)
 
     def _groups(self, axes: Sequence[str]) -> list[tuple[int, ...]]:
         """Returns the groups of cores whose coordinates differ only along the given mesh axes."""
@@ -341,6 +349,9 @@ class Predictor:
         if steps not in self._steps:
             self._steps[steps] = self._step(steps)
         operations, collectives, kept = self._steps[steps]
+        if stack.sums == "local":
+            # The loss's all-reduce is joined with that of gradients, if a step has one.
+            collectives += self.seconds("all-reduce", self.replica_axes, _FLOAT32)
         part = 1 / self.shards
         sum_share = {"": 0.0, "sharded": part}.get(stack.sums, 1.0)
         compute = operations + 2 * sum_share * self._sums / bandwidth
