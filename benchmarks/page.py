@@ -1,4 +1,4 @@
-"""Writes docs/benchmarks.md from measured tables: `python -m benchmarks.page`.
+"""Writes docs/benchmarks.md, and tables of other pages, from files: `python -m benchmarks.page`.
 
 `python -m benchmarks --out_dir=benchmarks/results` measures all tables and writes their JSON
 files; `python -m benchmarks.NAME --out_dir=benchmarks/results` measures one. This program makes
@@ -25,6 +25,8 @@ ORDER = (
     "tpu_cost",
     "tpu_sizes",
     "plan",
+    "best_division",
+    "best_order",
     "scale",
     "accumulation",
     "sync_replicas",
@@ -41,7 +43,14 @@ ORDER = (
     "spikes",
 )
 # Tables that stand in a page of their own: the page, its part, and what writes it.
-ELSEWHERE = {"tpu_cost": ("tpu.md", "what-a-tpu-would-pay", "python docs/write_tpu_cost_table.py")}
+ELSEWHERE = {
+    "tpu_cost": ("tpu.md", "what-a-tpu-would-pay", "python docs/write_tpu_cost_table.py"),
+    "best_division": ("best.md", "three-models", "python -m benchmarks.page"),
+    "best_order": ("best.md", "is-the-choice-right", "python -m benchmarks.page"),
+}
+# Pages with tables between marks, which this program writes.
+WITH_TABLES = (ROOT / "docs" / "best.md",)
+_MARKED = re.compile(r"<!-- table (\w+) -->\n.*?<!-- end -->", re.DOTALL)
 # Tables that the program of another one measures, too.
 MEASURED_BY = {
     "less_communication_link": "less_communication",
@@ -121,13 +130,31 @@ def _section(name: str, table: dict[str, Any]) -> str:
     if name in ELSEWHERE:
         where, part, program = ELSEWHERE[name]
         return f"## {heading}\n\n{about} `{program}` writes [its tables]({where}#{part}).\n"
-    columns = list(table["rows"][0])
-    lines = [f"## {heading}", "", about, "", _line(columns), _line(["---"] * len(columns))]
-    lines += [_line([_cell(row.get(column)) for column in columns]) for row in table["rows"]]
-    lines += ["", *table["notes"], ""] if table["notes"] else [""]
+    lines = [f"## {heading}", "", about, "", *_rows_and_notes(table)]
     if name in READ:
         lines.append(READ[name])
     return "\n".join(lines)
+
+
+def _rows_and_notes(table: dict[str, Any]) -> list[str]:
+    columns = list(table["rows"][0])
+    lines = [_line(columns), _line(["---"] * len(columns))]
+    lines += [_line([_cell(row.get(column)) for column in columns]) for row in table["rows"]]
+    return [*lines, "", *table["notes"], ""] if table["notes"] else [*lines, ""]
+
+
+def with_tables(text: str, results: Path = RESULTS) -> str:
+    """Returns the text of a page with its tables as they are in the results.
+
+    A table stands between ``<!-- table NAME -->`` and ``<!-- end -->``.
+    """
+
+    def written(mark: re.Match[str]) -> str:
+        table = json.loads((results / f"{mark[1]}.json").read_text("utf-8"))
+        lines = [f"<!-- table {mark[1]} -->", *_rows_and_notes(table), "<!-- end -->"]
+        return "\n".join(lines)
+
+    return _MARKED.sub(written, text)
 
 
 def _line(cells: list[str]) -> str:
@@ -143,3 +170,6 @@ def _cell(value: Any) -> str:
 if __name__ == "__main__":
     PAGE.write_text(page(), encoding="utf-8")
     print(f"wrote {PAGE.relative_to(ROOT)}")
+    for path in WITH_TABLES:
+        path.write_text(with_tables(path.read_text("utf-8")), encoding="utf-8")
+        print(f"wrote the tables of {path.relative_to(ROOT)}")

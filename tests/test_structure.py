@@ -102,7 +102,10 @@ TESTED_BY = {
     "tools/timelines/test_known_pattern.py": ["tools/timelines/tensorflow_steps"],
     "tools/timelines/test_table.py": ["tools/timelines/recording"],
     "tools/islands/test_command.py": ["tools/train/cli/islands"],
-    "tools/train/cli/test_best_command.py": ["tools/train/best_division"],
+    "tools/train/cli/test_best_command.py": [
+        "tools/train/best_division",
+        "tools/train/config_stack",
+    ],
     "tools/train/cli/test_main.py": ["tools/train/cli/train"],
     "tools/train/cli/test_report_command.py": ["tools/train/comparison", "tools/train/traffic"],
     "tools/train/cli/test_timeline_command.py": ["tools/train/timed_run"],

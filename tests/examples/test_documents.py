@@ -136,6 +136,9 @@ def test_the_site_s_navigation_has_every_page():
 
 def test_the_page_of_benchmarks_is_made_from_results():
     assert benchmarks_page.PAGE.read_text(encoding="utf-8") == benchmarks_page.page()
+    for path in benchmarks_page.WITH_TABLES:
+        text = path.read_text(encoding="utf-8")
+        assert text == benchmarks_page.with_tables(text)
 
 
 def found(dotted):

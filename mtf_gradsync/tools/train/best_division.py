@@ -7,9 +7,7 @@ import dataclasses
 import itertools
 import math
 import types
-from typing import Any, Callable, Iterator, NamedTuple, Sequence
-
-import gin
+from typing import Any, Callable, Iterator, Sequence
 
 from mtf_gradsync.extension import Wrapper, describe, mtf, settings_by_global_step, tf
 from mtf_gradsync.runtimes import simd
@@ -24,6 +22,16 @@ from mtf_gradsync.tools.planning.search import Candidate, search
 from mtf_gradsync.tools.planning.stacks import Stack
 from mtf_gradsync.tools.train import gin_files
 from mtf_gradsync.tools.train.config import RunConfig
+from mtf_gradsync.tools.train.config_stack import (
+    JOINS,
+    MICROBATCHES,
+    OUTER,
+    REDUCES,
+    SHARDS,
+    bound_to,
+    resolved,
+    stack_of_config,
+)
 from mtf_gradsync.tools.train.mesh_settings import axes_of
 from mtf_gradsync.tools.train.model import MeshModel, placeholders, resolve_job
 from mtf_gradsync.tools.train.train_graph import (
@@ -37,19 +45,6 @@ from mtf_gradsync.tools.verification import Verification
 
 # Names of the dimensions of examples; microbatch steps divide the last.
 _BATCH = ("outer_batch", "batch")
-_REDUCES, _JOINS = "CrossShardOptimizer", "GradientAccumulationOptimizer"
-_SHARDS, _OUTER = "ShardedUpdateOptimizer", "OuterOptimizer"
-# Bindings of wrappers that the search sets, or that change no division.
-_KNOWN = {
-    _REDUCES: {"opt", "mesh_shape", "layout"},
-    _JOINS: {
-        *("opt", "backward_passes_per_step", "average_aggregated_gradients", "accumulate"),
-        *("accumulator_dtype", "checkpoint_accumulators", "mesh_shape", "layout"),
-    },
-    _SHARDS: {"opt", "mesh_shape", "layout"},
-}
-_K = "backward_passes_per_step"
-_AVERAGES, _SCALES = "AverageOptimizer", "LossScaleOptimizer"
 # No schedule has this number by chance: what divides steps by it, once it is K, counts updates.
 _UNLIKELY_K = 7919
 # Settings for lengths of a run, which count each microbatch step as a step.
@@ -67,113 +62,6 @@ _MOST_REPLICAS, _MOST_PARTS, _MOST_STEPS, _LENGTH = 4, 2, 4, 16
 _COMPILED_LAYERS = 2
 
 
-class _Stack(NamedTuple):
-    """The stack of optimizers that a config binds, by names of gin, outermost first.
-
-    Attributes:
-      scope: the gin scope of the optimizers, with a slash at its end; "" for none.
-      dividing: class names of the wrappers that divide an update, which the search replaces.
-      around: references to the wrappers that have to stand around a sharded update.
-      inside: references to the other wrappers, and to the innermost optimizer.
-      outside: class names of the wrappers around the accumulation that it may not be put around.
-    """
-
-    scope: str
-    dividing: tuple[str, ...]
-    around: tuple[str, ...]
-    inside: tuple[str, ...]
-    outside: tuple[str, ...]
-
-
-class _Value(NamedTuple):
-    """A value that gin binds, and the parameter or macro whose binding sets it."""
-
-    key: str
-    value: Any
-
-
-def _resolved(key: str, value: Any) -> _Value:
-    """Returns the value that a chain of macros ends in, and the macro that sets it.
-
-    A value that is no macro is returned with `key`, the name of its parameter.
-    """
-    while isinstance(value, gin.config.ConfigurableReference) and str(value).startswith("%"):
-        key = str(value)[1:]
-        value = gin.query_parameter(f"{key}/gin.macro.value")
-    return _Value(key, value)
-
-
-def _bound(scope: str, selector: str, parameter: str) -> Any:
-    """Returns what gin binds to a parameter for calls in `scope`; None without a binding."""
-    there = bindings()
-    parts = scope.split("/") if scope else []
-    for end in range(len(parts), -1, -1):
-        key = "/".join(parts[:end]), selector, parameter
-        if key in there:
-            return _resolved("", there[key]).value
-    return None
-
-
-def _stack_of_config() -> _Stack:
-    """Reads the stack of optimizers from gin's bindings.
-
-    Raises ConfigError if the search cannot choose another division for this stack.
-    """
-    value = _resolved("", gin.query_parameter("train.run.optimizer")).value
-    scope = None
-    names: list[str] = []
-    wrappers: list[str] = []
-    while True:
-        if not isinstance(value, gin.config.ConfigurableReference):
-            raise ConfigError(
-                "--best reads the stack of wrappers from gin's bindings, and "
-                f"{wrappers[-1] + '.opt' if wrappers else 'train.run.optimizer'} is no reference "
-                f"such as @AdafactorOptimizer; got {value!r}"
-            )
-        where, selector = value.config_key
-        scope = where if scope is None else scope
-        names.append(f"@{where}/{short_name(selector)}" if where and where != scope
-                     else f"@{short_name(selector)}")  # fmt: skip
-        following = _bound(scope, selector, "opt")
-        kind = selector.split(".")[-1]
-        if following is None:
-            break
-        if len(names) > 20:
-            raise ConfigError(f"The wrappers of the config go in a circle: {', '.join(names)}")
-        wrappers.append(kind)
-        _check_wrapper(kind, scope, selector)
-        value = following
-    dividing = tuple(kind for kind in wrappers if kind in _KNOWN)
-    kept = [name for name, kind in zip(names, [*wrappers, ""]) if kind not in _KNOWN]
-    # A loss scale stands around a sharded update, and with it what is around the scale. Averages
-    # are the same wherever they stand.
-    last = max((i + 1 for i, name in enumerate(kept) if name.endswith(_SCALES)), default=0)
-    around = tuple(name for name in kept[:last] if not name.endswith(_AVERAGES))
-    inside = tuple(name for name in kept if name not in around)
-    before = wrappers[: wrappers.index(_JOINS)] if _JOINS in wrappers else []
-    outside = tuple(kind for kind in before if kind not in _KNOWN and kind != _AVERAGES)
-    return _Stack(f"{scope}/" if scope else "", dividing, around, inside, outside)
-
-
-def _check_wrapper(kind: str, scope: str, selector: str) -> None:
-    if kind in ("SyncReplicasOptimizer", _OUTER):
-        raise ConfigError(
-            f"--best divides an update anew, and {kind} decides by its own shards which "
-            "gradients an update has: take it out of the config, or compare meshes by plan without "
-            "--best" + ("; --outer_steps considers outer steps" if kind == _OUTER else "")
-        )
-    if kind not in _KNOWN:
-        return
-    there = {p for where, name, p in bindings() if name == selector and where in ("", scope)}
-    more = sorted(there - _KNOWN[kind] - {"name"})
-    if more:
-        raise ConfigError(
-            f"--best chooses {kind} and its settings, and the config binds "
-            f"{kind}.{more[0]}, which changes what is trained or how: take it out, or compare "
-            "meshes by plan without --best"
-        )
-
-
 class BestDivision:
     """The search for the best division of the training that gin describes, and its proof."""
 
@@ -184,7 +72,7 @@ class BestDivision:
         update.
         """
         self._config = gin_files.bound_run_config()
-        self._stack = _stack_of_config()
+        self._stack = stack_of_config()
         self._layouts = layouts
         job = resolve_job(self._config)
         self._own_steps = self._steps_of_config()
@@ -201,16 +89,17 @@ class BestDivision:
         return next((s for _, s, _ in bindings() if s.split(".")[-1] == name), "")
 
     def _steps_of_config(self) -> int:
-        if _JOINS not in self._stack.dividing:
+        if JOINS not in self._stack.dividing:
             return 1
-        count = _bound(self._stack.scope.rstrip("/"), self._selector(_JOINS), _K)
+        count = bound_to(self._stack.scope.rstrip("/"), self._selector(JOINS), MICROBATCHES)
         if not isinstance(count, int) or isinstance(count, bool) or count < 1:
             raise ConfigError(
-                f"--best needs a fixed number of microbatch steps, and {_JOINS}.{_K} is {count!r}"
+                "--best needs a fixed number of microbatch steps, and "
+                f"{JOINS}.{MICROBATCHES} is {count!r}"
             )
         if count > 1 and self._stack.outside:
             raise ConfigError(
-                f"--best puts {_JOINS} around all other wrappers, and {self._stack.outside[0]} "
+                f"--best puts {JOINS} around all other wrappers, and {self._stack.outside[0]} "
                 f"stands around it, where it gets the gradients of each of {count} microbatch "
                 "steps and not their sum: put it inside, or compare meshes by plan without --best"
             )
@@ -218,8 +107,8 @@ class BestDivision:
 
     def _why_steps_are_fixed(self) -> str:
         """Returns why the config's number of microbatch steps has to stay; "" if it may change."""
-        selector, scope = self._selector(_JOINS), self._stack.scope.rstrip("/")
-        if self._own_steps > 1 and not _bound(scope, selector, "average_aggregated_gradients"):
+        selector, scope = self._selector(JOINS), self._stack.scope.rstrip("/")
+        if self._own_steps > 1 and not bound_to(scope, selector, "average_aggregated_gradients"):
             return "it adds up gradients (average_aggregated_gradients is not set)"
         counts = _counts(_UNLIKELY_K)
         if self._config.schedule_step and counts:
@@ -286,8 +175,8 @@ class BestDivision:
         names = [f"@{name}" for name in self._wrappers(stack)]
         whole = list(own.around) + list(own.inside)
         if stack.sharded_updates:
-            whole.insert(len(own.around), f"@{_SHARDS}")
-            names.remove(f"@{_SHARDS}")
+            whole.insert(len(own.around), f"@{SHARDS}")
+            names.remove(f"@{SHARDS}")
         whole = [*names, *whole]
         scale = stack.steps / self._own_steps
         lengths = {name: getattr(self._config, name) for name in _LENGTHS}
@@ -305,15 +194,15 @@ class BestDivision:
         lines += [f"train.run.optimizer = {self._scoped(whole[0])}", *self._chain(whole)]
         if stack.steps > 1:
             lines += [
-                f"{own.scope}{_JOINS}.{_K} = {stack.steps}",
-                f'{own.scope}{_JOINS}.accumulate = "{stack.sums}"',
+                f"{own.scope}{JOINS}.{MICROBATCHES} = {stack.steps}",
+                f'{own.scope}{JOINS}.accumulate = "{stack.sums}"',
             ]
             if not self.fixed:
-                lines.append(f"{own.scope}{_JOINS}.average_aggregated_gradients = True")
+                lines.append(f"{own.scope}{JOINS}.average_aggregated_gradients = True")
         if stack.reducer == "hierarchical":
             lines.append(f"{own.scope}{whole[0][1:]}.reducer = @HierarchicalAllReduce()")
         if stack.inner_steps:
-            lines.append(f"{own.scope}{_OUTER}.inner_steps = {stack.inner_steps}")
+            lines.append(f"{own.scope}{OUTER}.inner_steps = {stack.inner_steps}")
         if stack.steps > 1:
             lines += self._schedule_step()
         return [*lines, *_counts(stack.steps), *_meshes(choice.mesh_shape, choice.layout)]
@@ -322,9 +211,9 @@ class BestDivision:
     def _wrappers(stack: Stack) -> list[str]:
         """Returns the names of the wrappers that `stack` divides an update by, outermost first."""
         if stack.inner_steps:
-            return [_OUTER]
-        joins = [_JOINS] if stack.steps > 1 else []
-        return joins + ([_SHARDS] if stack.sharded_updates else [] if joins else [_REDUCES])
+            return [OUTER]
+        joins = [JOINS] if stack.steps > 1 else []
+        return joins + ([SHARDS] if stack.sharded_updates else [] if joins else [REDUCES])
 
     def _scoped(self, name: str) -> str:
         return f"@{self._stack.scope}{name[1:]}" if "/" not in name else name
@@ -439,9 +328,9 @@ def _counts(steps: int) -> list[str]:
     They are for everything that counts updates by K, but for the accumulating wrapper itself.
     """
     return [
-        f"{scope}/{short_name(selector)}.{_K} = {steps}".lstrip("/")
+        f"{scope}/{short_name(selector)}.{MICROBATCHES} = {steps}".lstrip("/")
         for scope, selector, parameter in bindings()
-        if parameter == _K and selector.split(".")[-1] != _JOINS
+        if parameter == MICROBATCHES and selector.split(".")[-1] != JOINS
     ]
 
 
@@ -468,7 +357,7 @@ def _sizes(most: dict[str, int]) -> tuple[list[str], str]:
     for (scope, selector, parameter), given in bindings().items():
         if parameter not in most or not selector.startswith("mesh_tensorflow."):
             continue
-        key, value = _resolved(f"{scope}/{short_name(selector)}.{parameter}".lstrip("/"), given)
+        key, value = resolved(f"{scope}/{short_name(selector)}.{parameter}".lstrip("/"), given)
         if isinstance(value, int) and value > most[parameter]:
             lines[key] = f"{key} = {most[parameter]}"
             words[parameter] = f"{parameter} {most[parameter]} in place of {value}"

@@ -329,3 +329,10 @@ def test_from_plan_to_proof_in_one_command(capsys, tmp_path):
     assert "The TPU compiler, with the whole model" in said
     assert said.rstrip().endswith("The same training, however it is divided.")
     assert (tmp_path / "best.json").is_file()
+    # The printed lines, behind the config in a file.
+    _, after = said.split("Lines for the end of the config:\n\n")
+    lines, described = after.split("\n\nWhat its optimizer does:\n\n")
+    own = tmp_path / "own.gin"
+    own.write_text(f'include "{TINY}"\n{lines}\n')
+    gin_files.load([str(own)], [])
+    assert described.startswith(described_when_applied())
