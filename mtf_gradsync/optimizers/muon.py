@@ -151,6 +151,8 @@ def orthogonal(x: mtf.Tensor, steps: int, matrix: Matrix) -> mtf.Tensor:
     for _ in range(steps):
         across = _renamed(x, side, second)
         s = mtf.einsum([x, across], square)
+        # An operation that needs the sum over the mesh. Without it, each use would add up its own.
+        s = mtf.slicewise(tf.identity, [s], splittable_dims=square.dims)
         s_s = mtf.einsum([_renamed(s, second, third), _renamed(s, side, third)], square)
         x = x * _A + mtf.einsum([s * _B + s_s * _C, across], x.shape)
     return mtf.reshape(x, shape)

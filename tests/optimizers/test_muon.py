@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import mtf_gradsync as gs
+from mtf_gradsync import simd
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.optimizers import muon
 from mtf_gradsync.optimizers.muon import Matrix
@@ -73,10 +74,11 @@ def use(variable, copies, inputs):
     mtf.einsum([x, variable.value], [*dims[:copies], rows, *outputs])
 
 
-def applied(make):
+def applied(make, names=tuple(VARIABLES)):
     def build(mesh, inputs):
         variables, grads = [], []
-        for name, dims in VARIABLES.items():
+        for name in names:
+            dims = VARIABLES[name]
             shape = mtf.Shape([mtf.Dimension(*d) for d in dims])
             first = tf.constant_initializer(random(0)[name])
             variables.append(mtf.get_variable(mesh, name, shape, initializer=first).operation)
@@ -87,8 +89,7 @@ def applied(make):
     return build
 
 
-@pytest.mark.parametrize("size", [1.0, 1e-18, 1e18])
-@pytest.mark.parametrize("nesterov", [True, False])
+@pytest.mark.parametrize(("size", "nesterov"), [(1.0, True), (1e-18, False), (1e18, True)])
 @pytest.mark.mostly_slow
 def test_three_updates_are_the_references(mesh_kind, size, nesterov):
     gradients = [random(seed, size) for seed in range(1, STEPS + 1)]
@@ -123,6 +124,33 @@ def test_which_matrices_stay_split():
         assert muon._stays_split(other, [mtf.Dimension("b", 3)], 5)  # nothing to gather
 
 
+def sent(size):
+    """The bytes that a core of a SIMD program sends for the update of a split matrix."""
+
+    def build(mesh, inputs):
+        shape = mtf.Shape([mtf.Dimension("few", size), mtf.Dimension("hidden", 64)])
+        w = mtf.get_variable(mesh, "w", shape, initializer=tf.ones_initializer()).operation
+        grad = mtf.import_tf_tensor(mesh, inputs["gradient"], shape)
+        return gs.MuonOptimizer(0.02).apply_grads([grad], [w]), {}
+
+    feed = {"gradient": np.ones([size, 64], "f")}
+    made = harness.built("simd", SHAPE, LAYOUT, build, feed)
+    rows = simd.list_collectives(made.program, lowering=made.lowering).rows
+    assert {row.operation for row in rows} == {"CrossReplicaSum"}
+    return sum(row.bytes_per_core for row in rows)
+
+
+@pytest.mark.parametrize(("size", "stays_split"), [(12, True), (13, False)])
+def test_of_both_ways_the_one_with_fewer_bytes_is_taken(size, stays_split, monkeypatch):
+    """By the program's collectives: one sum of the matrix, or one for each product and norm."""
+    chosen, both = sent(size), {}
+    for stays in (True, False):
+        monkeypatch.setattr(muon, "_stays_split", lambda *_, stays=stays: stays)
+        both[stays] = sent(size)
+    assert both == {True: 4 * (5 * size**2 + 2), False: 4 * size * 64}
+    assert chosen == both[stays_split] == min(both.values())
+
+
 def test_zeros_stay_zeros_and_others_are_nearly_orthogonal():
     with tf.Graph().as_default():
         mesh = mtf.Mesh(mtf.Graph(), "mesh")
@@ -150,13 +178,14 @@ def with_rest(opt):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["placement", "simd", pytest.param("xla", marks=pytest.mark.xla)])
+@pytest.mark.parametrize("kind", ["placement", pytest.param("xla", marks=pytest.mark.xla)])
 def test_in_sharded_updates_and_accumulation_it_is_the_same(kind):
+    names = ("tall", "whole", "experts")
     gradients = [random(seed) for seed in range(1, 5)]
-    feeds = [{f"gradient_of_{k}": v for k, v in grads.items()} for grads in gradients]
+    feeds = [{f"gradient_of_{k}": grads[k] for k in names} for grads in gradients]
 
     def values(wrap):
-        build = applied(lambda: wrap(with_rest(gs.MuonOptimizer(0.02))))
+        build = applied(lambda: wrap(with_rest(gs.MuonOptimizer(0.02))), names)
         return harness.run(kind, SHAPE, LAYOUT, build, feeds).variables
 
     def accumulated(opt):
@@ -169,10 +198,10 @@ def test_in_sharded_updates_and_accumulation_it_is_the_same(kind):
         np.testing.assert_allclose(parts[name], value, rtol=0, atol=2e-5, err_msg=name)
 
 
-@pytest.mark.parametrize("inner_steps", [1, 2])
 @pytest.mark.mostly_slow
-def test_islands_update_by_their_own_gradients(mesh_kind, inner_steps):
+def test_islands_update_by_their_own_gradients(mesh_kind):
     """Each row of the mesh is an island, whose matrices are split over its two processors."""
+    inner_steps = 2
     dims = [mtf.Dimension("model", 6), mtf.Dimension("hidden", 8)]
     rng = np.random.RandomState(0)
     first = rng.randn(6, 8).astype("f")
