@@ -211,6 +211,9 @@ class RecordedProgram:
             return operations
         self.innermost = opt
         self.slots += [x for x in variables[0].graph.name_to_variable if x not in before]
+        of = getattr(opt, "optimizer_of", None)
+        if of is not None:  # wrappers do not reduce gradients of variables that stay as they are
+            grads = [None if of(v) is None else g for g, v in zip(grads, variables)]
         return [*operations, *self._note(grads, variables)]
 
     def _in_order(

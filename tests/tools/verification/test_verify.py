@@ -31,6 +31,13 @@ def averaged(mesh, inputs, params, is_outermost):
     return loss, outer(inner(gs.CrossShardOptimizer(sgd()))).minimize(loss)
 
 
+def grouped(mesh, inputs, params):
+    loss = mtf.reduce_mean(model(mesh, inputs)[0])
+    adamw = functools.partial(gs.AdamWOptimizer, learning_rate=0.1)
+    opt = gs.ByVariable(adamw, [("v", None), ("w", {"learning_rate_factor": 0.5})])
+    return loss, gs.CrossShardOptimizer(opt).minimize(loss)
+
+
 def replicas(mesh, inputs, params):
     loss = mtf.reduce_mean(model(mesh, inputs)[0])
     mesh_of = {name: params[name] for name in ("mesh_shape", "layout")}
@@ -95,6 +102,14 @@ def test_clipping_beside_averages_has_its_part_in_the_reference(is_outermost):
     program = functools.partial(averaged, is_outermost=is_outermost)
     found = gs.verify(program, batches, MESH, divisions=["wrappers"])
     assert len(found.lines) == 4, str(found)
+    assert set(verdicts(found).values()) == {"equal"}, str(found)
+
+
+@pytest.mark.slow
+def test_groups_of_variables_of_which_one_stays_as_it_is():
+    """Wrappers do not reduce its gradient, so that none is compared."""
+    found = gs.verify(grouped, batches, MESH, steps=2, divisions=["batch", "wrappers"])
+    assert len(found.lines) >= 3, str(found)
     assert set(verdicts(found).values()) == {"equal"}, str(found)
 
 
