@@ -81,8 +81,7 @@ def make_count(mesh: mtf.Mesh, name: str) -> mtf.Variable:
         initializer=tf.zeros_initializer(),
         trainable=False,
     ).operation
-    # It begins at 0 also after restoring a checkpoint of a run that rounded to nearest, but for a
-    # MeshOptimizer without a wrapper, of whose updates `note_slots` does not know.
+    # It begins at 0 also after restoring a checkpoint of a run that rounded to nearest.
     count.begins_at_zero = True
     return count
 

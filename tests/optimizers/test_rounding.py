@@ -67,6 +67,12 @@ def on_one_core(make, feeds, dtype=BFLOAT16):
     return as_float32(harness.run("placement", *harness.ONE, applied(make, dtype), feeds).variables)
 
 
+@functools.lru_cache(maxsize=None)
+def expected_of(name, *gradients):
+    """The variables after updates by an optimizer of `OPTIMIZERS`, on one core."""
+    return on_one_core(OPTIMIZERS[name], feeds_of(*gradients))
+
+
 @pytest.mark.parametrize("gradient", [1, -1])
 @pytest.mark.parametrize("name", ["sgd", "adamw"])
 def test_a_thousand_small_steps_are_those_of_float32_in_the_mean(name, gradient):
@@ -96,59 +102,57 @@ def test_a_thousand_small_steps_are_those_of_float32_in_the_mean(name, gradient)
     assert 0.01 < np.std(results["stochastic"]) < 0.2
 
 
-@pytest.mark.parametrize("wrapper", wrappers.ALIKE)
+# Of those that write whole variables, each is on one kind of mesh.
+WRITES_PARTS = [w for w in wrappers.ALIKE if "sharded" in w or "island" in w]
+WRITES_WHOLE = [w for w in wrappers.ALIKE if w not in WRITES_PARTS]
+
+
+@pytest.mark.parametrize(
+    ("kind", "wrapper"),
+    [(kind, wrapper) for kind in ("placement", "simd") for wrapper in WRITES_PARTS]
+    + harness.pairs(["placement", "simd"], WRITES_WHOLE),
+)
 @pytest.mark.mostly_slow
-def test_in_every_wrapper_bits_are_those_of_one_core(mesh_kind, wrapper):
+def test_in_every_wrapper_bits_are_those_of_one_core(kind, wrapper):
     """Those of variables and of slots, split or not, in parts or not."""
-    passes = wrappers.passes(wrapper)
-    make = OPTIMIZERS["adamw with narrow slots"]
-    expected = on_one_core(make, feeds_of(1, 2, -4))
-    gradients = [g for g in (1, 2, -4) for _ in range(passes)]
-    found = harness.run(
-        mesh_kind,
-        SHAPE,
-        LAYOUT,
-        applied(lambda: wrappers.wrap(wrapper, make(), AXES)),
-        feeds_of(*gradients),
-    ).variables
+    optimizer = "adamw with narrow slots"
+    gradients = [g for g in (1, 2, -4) for _ in range(wrappers.passes(wrapper))]
+    build = applied(lambda: wrappers.wrap(wrapper, OPTIMIZERS[optimizer](), AXES))
+    found = harness.run(kind, SHAPE, LAYOUT, build, feeds_of(*gradients)).variables
     held = {k.removesuffix("/island"): k for k in found if k.endswith("/island")}
-    for name, value in expected.items():
+    for name, value in expected_of(optimizer, 1, 2, -4).items():
         if name in {f"{v}{slot}" for v in VARIABLES for slot in ("", "/adam_m", "/adam_v")}:
             here = np.asarray(found[held.get(name, name)])
             assert here.dtype == tf.bfloat16.as_numpy_dtype
             np.testing.assert_array_equal(here.astype("f"), value, err_msg=name)
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", ["adamw", "muon", "sgd", "ftrl of tensorflow"])
 @pytest.mark.mostly_slow(every=3)
 def test_every_optimizer_rounds_alike_on_every_mesh(mesh_kind, name):
-    make = OPTIMIZERS[name]
-    feeds = feeds_of(1, 2, -4)
-    expected = on_one_core(make, feeds)
-    sharded = lambda: gs.ShardedUpdateOptimizer(make(), min_size=2, **AXES)  # noqa: E731
-    for wrapped in (lambda: gs.CrossShardOptimizer(make()), sharded):
-        found = as_float32(harness.run(mesh_kind, SHAPE, LAYOUT, applied(wrapped), feeds).variables)
-        for key in expected:
-            if name != "muon":
-                np.testing.assert_array_equal(found[key], expected[key], err_msg=key)
-                continue
-            # Its products are sums in another order, so that a few elements differ by a rounding.
-            differ = found[key] != expected[key]
-            assert np.mean(differ) <= 0.1, key
-            np.testing.assert_allclose(found[key], expected[key], rtol=2**-7, atol=1e-6)
+    """In parts: a variable that is split by the layout and by sharded updates."""
+    expected = expected_of(name, 1, 2, -4)
+    build = applied(lambda: gs.ShardedUpdateOptimizer(OPTIMIZERS[name](), min_size=2, **AXES))
+    found = as_float32(harness.run(mesh_kind, SHAPE, LAYOUT, build, feeds_of(1, 2, -4)).variables)
+    for key in expected:
+        if name != "muon":
+            np.testing.assert_array_equal(found[key], expected[key], err_msg=key)
+            continue
+        # Its products are sums in another order, so that a few elements differ by a rounding.
+        differ = found[key] != expected[key]
+        assert np.mean(differ) <= 0.1, key
+        np.testing.assert_allclose(found[key], expected[key], rtol=2**-7, atol=1e-6)
     counts = [k for k in expected if k.endswith(("rounding_t", "adam_t"))]
     assert len(counts) == len(VARIABLES)
-    assert {float(found[k]) for k in counts} == {len(feeds)}
+    assert {float(found[k]) for k in counts} == {3}
 
 
 @pytest.mark.xla
 def test_on_xla_devices():
     make = OPTIMIZERS["adamw with narrow slots"]
-    feeds = feeds_of(1, 2, -4)
-    expected = on_one_core(make, feeds)
     build = applied(lambda: gs.CrossShardOptimizer(make()))
-    found = as_float32(harness.run("xla", SHAPE, LAYOUT, build, feeds).variables)
-    for name, value in expected.items():
+    found = as_float32(harness.run("xla", SHAPE, LAYOUT, build, feeds_of(1, 2, -4)).variables)
+    for name, value in expected_of("adamw with narrow slots", 1, 2, -4).items():
         # XLA contracts a product and a sum, so that a few elements are rounded the other way.
         assert np.mean(found[name] != value) <= 0.1, name
         np.testing.assert_allclose(found[name], value, rtol=2**-7, atol=1e-6)
@@ -167,7 +171,7 @@ def test_a_skipped_step_changes_nothing(mesh_kind):
     after = harness.built(mesh_kind, SHAPE, LAYOUT, build, feeds_of(1)[0]).after_each(
         feeds_of(1, np.nan, 2)
     )
-    for name, value in on_one_core(make, feeds_of(1, 2)).items():
+    for name, value in expected_of("adamw with narrow slots", 1, 2).items():
         np.testing.assert_array_equal(after[2][name].astype("f"), value, err_msg=name)
         np.testing.assert_array_equal(after[1][name], after[0][name], err_msg=name)
 
@@ -228,8 +232,9 @@ def test_a_checkpoint_that_was_rounded_to_nearest_goes_on(make, tmp_path):
     trained(nearest, path, 1, tmp_path / "c")
 
 
-def test_so_does_one_without_a_wrapper(tmp_path):
-    make = functools.partial(gs.MuonOptimizer, 0.01)
+@pytest.mark.parametrize("make", [gs.MuonOptimizer, sgd])
+def test_so_does_one_without_a_wrapper(make, tmp_path):
+    make = functools.partial(make, 0.01)
     _, path = trained(make, None, 2, tmp_path / "a")
     after, _ = trained(functools.partial(make, **STOCHASTIC), path, 2, tmp_path / "b")
     assert after["w/rounding_t"] == 2

@@ -9,6 +9,7 @@ from mtf_gradsync._common import counted, warn_of_unmatched, warn_once
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._private.mesh_tensorflow import patterns_of
 from mtf_gradsync._private.patches import patch
+from mtf_gradsync.compat_v1 import MeshOptimizer
 from mtf_gradsync.gradients.rounding import STOCHASTIC, is_rounded
 from mtf_gradsync.optimizers.state.variables import SLOTS_COLLECTION, SlotNote, note_state
 from mtf_gradsync.step import PlanExtension, StepPlan
@@ -229,7 +230,10 @@ def _draws(optimizer: Any, variable: mtf.Variable) -> bool:
 
 
 def check_bare_optimizers() -> None:
-    """Makes Mesh-TF's optimizers check, also without a wrapper, that no other has their slots."""
+    """Makes optimizers check, also without a wrapper, that no other has their slots.
+
+    They are Mesh-TF's and `MeshOptimizer`, whose slots checkpoints then know, too.
+    """
 
     def check_and_apply(apply: Any) -> Any:
         def apply_grads(
@@ -243,7 +247,8 @@ def check_bare_optimizers() -> None:
 
         return apply_grads
 
-    patch(mtf.optimize.Optimizer, "apply_grads", check_and_apply)
+    for kind in (mtf.optimize.Optimizer, MeshOptimizer):
+        patch(kind, "apply_grads", check_and_apply)
 
 
 def _without_scope(name: str, scope: str) -> str:
