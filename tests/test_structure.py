@@ -43,7 +43,6 @@ TESTED_BY = {
         "optimizers/pipeline/builder",
         "optimizers/pipeline/forms",
     ],
-    "optimizers/pipeline/test_random_stacks.py": ["optimizers/pipeline/stack"],
     "optimizers/accumulation": ["optimizers/pipeline/accumulators"],
     "optimizers/accumulation/test_skip_spikes.py": [
         "optimizers/skip_functions",

@@ -152,6 +152,14 @@ class GradientAccumulationOptimizer(OffMesh, tf.train.Optimizer):
         """Returns the names of the slots of the inner optimizer."""
         return self.opt.get_slot_names()
 
+    def described(self) -> list[tuple[str, Any]]:
+        """Returns its work for `mtf_gradsync.describe`: what it does, once in how many steps."""
+        reduces = ["call allreduce_fn"] * (self._allreduce is not None)
+        if self._passes == 1:
+            return [(what, 1) for what in reduces]
+        what = [*reduces, *[f"divide by {self._passes:,}"] * self._average] or ["take the sums"]
+        return [("add up gradients on this worker", 1), ("; ".join(what), self._passes)]
+
     def variables(self) -> list[Any]:
         """Returns the variables of the inner optimizer, then the counters and sums."""
         own = [v for state in self._states for v in (state.count, *state.sums)]
@@ -289,6 +297,10 @@ class CrossShardOptimizer(OffMesh, tf.tpu.CrossShardOptimizer):
         """Wraps an optimizer; see `tf.compat.v1.tpu.CrossShardOptimizer`."""
         super().__init__(opt, reduction, name, group_assignment)
         self.opt = opt
+
+    def described(self) -> list[tuple[str, Any]]:
+        """Returns its work for `mtf_gradsync.describe`: what it does, once in how many steps."""
+        return [("sum over the shards of a TPU program, if this is one", 1)]
 
     def apply_gradients(
         self, grads_and_vars: Iterable[Any], global_step: Any = None, name: str | None = None

@@ -28,10 +28,10 @@ from mtf_gradsync.optimizers.pipeline.accumulators import (
     without_skipped,
 )
 from mtf_gradsync.optimizers.pipeline.builder import StepBuilder
-from mtf_gradsync.optimizers.pipeline.forms import Form, GradientSet, PerShard
+from mtf_gradsync.optimizers.pipeline.forms import Form, GradientSet, Partition, PerShard
 from mtf_gradsync.optimizers.pipeline.order import needs_not_finite, reduces
-from mtf_gradsync.optimizers.pipeline.stack import Condition, Partition, Place, Stage
-from mtf_gradsync.optimizers.pipeline.words import About, Line, nth
+from mtf_gradsync.optimizers.pipeline.stack import Condition, Place, Stage
+from mtf_gradsync.optimizers.pipeline.words import About, Line
 from mtf_gradsync.optimizers.schedules import (
     Passes,
     check_passes,
@@ -414,8 +414,8 @@ class _Accumulate(Stage):
 
     @property
     def condition(self) -> Condition:  # type: ignore[override]
-        when = nth(self.wrapper.backward_passes_per_step)
-        return Condition(when, as_call=True, counts_every_step=True)
+        passes = self.wrapper.backward_passes_per_step
+        return Condition(passes, as_call=True, counts_every_step=True)
 
     @property
     def _sums_in(self) -> Any:
@@ -537,9 +537,10 @@ class _Accumulate(Stage):
             counter=before.mini_step.name,
         )
         count = mini_step + counted
-        with step.plan.outside_of_branches():
-            given = wrapper.backward_passes_per_step
-            passes = passes_at(given, before.update_step.value, name)
+        passes: Any = wrapper.backward_passes_per_step
+        if callable(passes):
+            with step.plan.outside_of_branches():
+                passes = passes_at(passes, before.update_step.value, name)
         passes = on_mesh(passes, mesh) if isinstance(passes, mtf.Tensor) else passes
         due = mtf.greater_equal(count, passes)
         if skip_fn is not None:

@@ -8,7 +8,11 @@ import textwrap
 from typing import Any, NamedTuple, Sequence
 
 from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync.compat_v1 import AppliesGradients
+from mtf_gradsync.compat_v1 import (
+    AppliesGradients,
+    CrossShardOptimizer,
+    GradientAccumulationOptimizer,
+)
 from mtf_gradsync.gradients.arguments import check_variables
 from mtf_gradsync.gradients.layout import find_axes
 from mtf_gradsync.gradients.rounding import NEAREST
@@ -21,7 +25,7 @@ from mtf_gradsync.mesh.axes import (
     axes_by_names,
 )
 from mtf_gradsync.optimizers.pipeline.stack import Program, completed, in_blocks
-from mtf_gradsync.optimizers.pipeline.words import About, Line
+from mtf_gradsync.optimizers.pipeline.words import About, Line, nth
 from mtf_gradsync.optimizers.wrapper import Wrapper
 from mtf_gradsync.reduce import FusedAllReduce
 from mtf_gradsync.reduce.sums import plan_buckets
@@ -134,6 +138,9 @@ class _Told(NamedTuple):
 
 def _lines(opt: Any, mesh: Any, variables: Sequence[mtf.Variable]) -> list[_Told]:
     """Returns the lines of a stack, in the order of its stages."""
+    if isinstance(opt, (GradientAccumulationOptimizer, CrossShardOptimizer)):
+        own = [_Told(Line(what), opt.get_name(), nth(when)) for what, when in opt.described()]
+        return [*own, *_lines(opt.opt, mesh, variables)]
     if not isinstance(opt, Wrapper):
         return _updates(opt, variables)
     step = opt.step
@@ -154,7 +161,7 @@ def _lines(opt: Any, mesh: Any, variables: Sequence[mtf.Variable]) -> list[_Told
     told: list[_Told] = []
     dtype, when = None, ""
     for block in in_blocks(stack):
-        when = block.condition.when or when if block.condition else when
+        when = nth(block.condition.when) or when if block.condition else when
         for number, stage in block.stages:
             reductions = [segment.reduction for segment in stack.segments[number or 0 :]]
             known = next((one.axes for one in reductions if one.axes), None)

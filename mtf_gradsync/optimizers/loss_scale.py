@@ -430,10 +430,15 @@ class _SkipNotFinite(Stage):
                 not_finite_flags(gradients, checked, axes, wrapper.reducer, of_shards_only), now
             ),
         )
-        wrapper._writes = [mtf.assign(v, x) for v, x in zip(before.present, after.present)]
-        step.write(wrapper._writes, gate)
+        writes = [mtf.assign(v, x) for v, x in zip(before.present, after.present)]
+        step.write(writes, gate)
         known = None if step.plan.is_in_branch else after
-        step.when_built(lambda: wrapper._note(before, known, skips))
+
+        def note() -> None:
+            wrapper._note(before, known, skips)
+            wrapper._writes = writes
+
+        step.when_built(note)
         step.at_end(skips.end_of_step)
         return gate
 

@@ -24,16 +24,15 @@ from mtf_gradsync.mesh.axes import LayoutLike, MeshShapeLike, ReplicaAxes, as_di
 from mtf_gradsync.optimizers.outer_steps import OuterSettings, StepsOfIslands
 from mtf_gradsync.optimizers.outer_values import Agreed, IslandVariables, OuterVariable
 from mtf_gradsync.optimizers.pipeline.builder import StepBuilder
-from mtf_gradsync.optimizers.pipeline.forms import Form, GradientSet, PerShard
-from mtf_gradsync.optimizers.pipeline.order import averages
-from mtf_gradsync.optimizers.pipeline.stack import (
-    ONE_FOR_EACH_MESH,
+from mtf_gradsync.optimizers.pipeline.forms import (
+    Form,
+    GradientSet,
     IslandAxes,
-    Place,
+    PerShard,
     Reduction,
-    Stage,
-    stages_of,
 )
+from mtf_gradsync.optimizers.pipeline.order import averages
+from mtf_gradsync.optimizers.pipeline.stack import ONE_FOR_EACH_MESH, Place, Stage, stages_of
 from mtf_gradsync.optimizers.pipeline.words import About, Line, nth, told
 from mtf_gradsync.optimizers.skips import ReportsSkips, check_limit
 from mtf_gradsync.optimizers.wrapper import CommonArguments, OfStep

@@ -19,8 +19,7 @@ from mtf_gradsync.optimizers.outer_values import (
 )
 from mtf_gradsync.optimizers.pipeline.accumulators import ZerosWhere, times
 from mtf_gradsync.optimizers.pipeline.builder import StepBuilder
-from mtf_gradsync.optimizers.pipeline.forms import Form, GradientSet
-from mtf_gradsync.optimizers.pipeline.stack import Reduction
+from mtf_gradsync.optimizers.pipeline.forms import Form, GradientSet, Reduction
 from mtf_gradsync.optimizers.pipeline.strategy_state import (
     CutOut,
     Owner,

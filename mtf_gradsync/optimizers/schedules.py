@@ -192,16 +192,14 @@ def check_passes(passes: Any) -> Passes:
     return passes
 
 
-def passes_at(passes: Passes, update_step: mtf.Tensor, owner: str) -> Any:
+def passes_at(passes: Callable[[Any], Any], update_step: mtf.Tensor, owner: str) -> Any:
     """Returns the number of microbatch steps of the next update, an int or an int32 mtf scalar.
 
-    `passes` is backward_passes_per_step. A function is called with the update step as an int32 mtf
-    scalar or, if that fails, as a tf scalar on each processor. It may return an int, an mtf scalar
-    or a tf scalar. The training step checks that a tensor is 1 or more; the error names `owner`, a
-    wrapper.
+    `passes` is backward_passes_per_step, a function. It is called with the update step as an int32
+    mtf scalar or, if that fails, as a tf scalar on each processor. It may return an int, an mtf
+    scalar or a tf scalar. The training step checks that a tensor is 1 or more; the error names
+    `owner`, a wrapper.
     """
-    if not callable(passes):
-        return passes
     result = _of_mtf(passes, update_step)
     if isinstance(result, int):
         return result

@@ -19,8 +19,8 @@ from mtf_gradsync.gradients.arguments import OwnArguments
 from mtf_gradsync.mesh.axes import LayoutLike, MeshShapeLike, ReplicaAxes
 from mtf_gradsync.optimizers import sharded_variables
 from mtf_gradsync.optimizers.pipeline.builder import StepBuilder
-from mtf_gradsync.optimizers.pipeline.forms import Form, GradientSet
-from mtf_gradsync.optimizers.pipeline.stack import ONE_FOR_EACH_MESH, Partition, Place, Stage
+from mtf_gradsync.optimizers.pipeline.forms import Form, GradientSet, Partition
+from mtf_gradsync.optimizers.pipeline.stack import ONE_FOR_EACH_MESH, Place, Stage
 from mtf_gradsync.optimizers.pipeline.words import About, Line
 from mtf_gradsync.optimizers.sharded_variables import (
     MIN_SIZE,

@@ -22,19 +22,22 @@ from mtf_gradsync.gradients.losses import take_without_scale
 from mtf_gradsync.mesh.axes import ReplicaAxes, as_dim_names, axes_of_pipeline, resolve_axes
 from mtf_gradsync.optimizers.interface import TrainOptimizerInterface
 from mtf_gradsync.optimizers.pipeline.builder import StepBuilder
-from mtf_gradsync.optimizers.pipeline.forms import GradientSet, without_frozen
+from mtf_gradsync.optimizers.pipeline.forms import (
+    GradientSet,
+    IslandAxes,
+    Reduction,
+    shard_names,
+    without_frozen,
+)
 from mtf_gradsync.optimizers.pipeline.order import check_order
 from mtf_gradsync.optimizers.pipeline.stack import (
-    IslandAxes,
     Place,
     Program,
-    Reduction,
     Segment,
     Stack,
     Stage,
     check_meshes,
     completed,
-    shard_names,
 )
 from mtf_gradsync.optimizers.pipeline.weighted import with_weights
 from mtf_gradsync.optimizers.pipeline.weights import (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, Any, Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Callable, ContextManager, Iterator, Sequence
 
 from mtf_gradsync._common import by_key, some_of, warn_once
 from mtf_gradsync._private.libraries import mtf, tf
@@ -97,27 +97,22 @@ class Branch:
     """A set of operations that a `Conditional` runs on some steps only.
 
     Functions that are called with an open branch make the operations.
+
+    Attributes:
+      plan: the plan of the graph.
+      updates: the operations that others may wait for.
     """
 
-    def __init__(self, plan: StepPlan, make: Callable[[], Sequence[mtf.Operation]] | None = None):
+    def __init__(self, plan: StepPlan):
         self.plan = plan
-        self.updates: list[mtf.Operation] = []  # what the function returned
-        if make is not None:
-            self.add(make)
+        self.updates: list[mtf.Operation] = []
 
-    @contextlib.contextmanager
-    def opened(self) -> Iterator[None]:
-        """Returns a context; operations made inside belong to the branch, except variables."""
-        with self.plan.collecting(self):
-            yield
-
-    def add(self, make: Callable[[], Sequence[mtf.Operation]]) -> None:
-        """Calls `make` and adds its operations at the end of the branch.
+    def opened(self) -> ContextManager[None]:
+        """Returns a context; operations made inside belong to the branch, except variables.
 
         The graph must not have been lowered yet.
         """
-        with self.opened():
-            self.updates.extend(make())
+        return self.plan.collecting(self)
 
 
 class Conditional(mtf.Operation):

@@ -232,7 +232,10 @@ def test_what_a_branch_makes_of_a_sum_is_of_use_in_the_branch_alone(mesh_kind):
         def counted(count):
             return lambda: [mtf.assign(count, count + mtf.square(total))]
 
-        first, second = (Branch(plan, counted(count)) for count in counts[:2])
+        first, second = Branch(plan), Branch(plan)
+        for branch, count in zip((first, second), counts):
+            with branch.opened():
+                branch.updates += counted(count)()
         operations = [
             *Conditional(due, gate, first, []).updates,
             *Conditional(mtf.logical_not(due), gate, second, [], as_call=False).updates,

@@ -50,6 +50,19 @@ def test_a_stack_is_a_table():
     ]
 
 
+def test_wrappers_of_tensorflow_optimizers_are_described():
+    opt = gs.GradientAccumulationOptimizer(
+        tf.train.AdamOptimizer(0.1), 4, True, name="accumulation"
+    )
+    table = str(gs.describe(gs.CrossShardOptimizer(opt, name="cross_shard")))
+    assert table.splitlines() == [
+        "every step  sum over the shards of a TPU program, if this is one  (cross_shard)",
+        "            add up gradients on this worker                       (accumulation)",
+        "every 4th   divide by 4                                           (accumulation)",
+        "            update by Adam",
+    ]
+
+
 def test_columns_of_the_table_are_aligned():
     found = gs.describe(four(**MESH))
     table = str(found).splitlines()

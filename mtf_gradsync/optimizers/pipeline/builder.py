@@ -18,20 +18,15 @@ from mtf_gradsync.mesh.axes import ReplicaAxes
 from mtf_gradsync.optimizers.pipeline.forms import (
     Form,
     GradientSet,
+    Partition,
     PerShard,
     Reduced,
+    Reduction,
     finished,
     gathered,
     in_dtypes_of,
 )
-from mtf_gradsync.optimizers.pipeline.stack import (
-    Condition,
-    Partition,
-    Reduction,
-    Stack,
-    Stage,
-    in_blocks,
-)
+from mtf_gradsync.optimizers.pipeline.stack import Condition, Stack, Stage, in_blocks
 from mtf_gradsync.optimizers.pipeline.strategy_state import reduce_by_strategy
 from mtf_gradsync.optimizers.state.slots import (
     SlotBook,
@@ -277,8 +272,8 @@ class StepBuilder(StepConditions):
         holds, gate, behind, first, last = gradients.condition
         if not condition.counts_every_step and not self.plan.is_in_branch and self.updated is None:
             self.updated = mtf.cast(holds, tf.int32)
+        gradients = dataclasses.replace(gradients, condition=None)  # they exist outside, too
         with self.branch_when(holds, gate, behind, condition.as_call, last):
-            gradients = dataclasses.replace(gradients, condition=None)
             yield gradients if first is None else first(gradients)
 
     @property

@@ -1,4 +1,4 @@
-"""Sets of gradients on their way to an update, and the forms in which gradients are."""
+"""Sets of gradients on their way to an update, their forms, and the settings of conversions."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.gradients.operations import on_mesh, on_present
 from mtf_gradsync.gradients.recoverable import MadeOfSums
 from mtf_gradsync.gradients.reduce_gradients import GatherParts
+from mtf_gradsync.mesh.axes import ReplicaAxes
 from mtf_gradsync.optimizers.pipeline.weights import Weights
 from mtf_gradsync.optimizers.state.slots import optimizer_of
 from mtf_gradsync.reduce import Strategy
+from mtf_gradsync.reduce.strategy import has_gradient_reduction
 from mtf_gradsync.step import Branch, Gate, StepPlan
 
 
@@ -34,6 +36,79 @@ class Form(enum.Enum):
     def is_reduced(self) -> bool:
         """Whether gradients of this form are summed over the replicas."""
         return self in (Form.REDUCED, Form.PART)
+
+
+class Reduction(NamedTuple):
+    """The settings of a wrapper's reduction of gradients.
+
+    Attributes:
+      strategy: the reduction strategy.
+      batch_dims: names of the dimensions that the batch is split along.
+      axes: the replica axes; None if the wrapper does not know them.
+      name: the wrapper's name.
+      other_axes: the strategy for sums of per-shard gradients over mesh axes other than the replica
+        axes; None for `strategy`.
+    """
+
+    strategy: Strategy
+    batch_dims: tuple[str, ...]
+    axes: ReplicaAxes | None = None
+    name: str = ""
+    other_axes: Strategy | None = None
+
+    @property
+    def reduces_gradients(self) -> bool:
+        """Whether the strategy has its own method `reduce_gradients`."""
+        return has_gradient_reduction(self.strategy)
+
+
+# The default of batch_dims.
+_DEFAULT_BATCH_DIMS = ("batch",)
+
+
+def shard_names(reductions: Iterable[Reduction]) -> tuple[str, ...]:
+    """Returns the names of a stack's shard dims, from the reductions of its wrappers.
+
+    These are the batch dims of all wrappers that were given replica axes, or other batch_dims than
+    the default. If no wrapper was, they are the default batch_dims.
+    """
+    names = [(r.batch_dims if r.axes is None else r.axes.batch_dims, r.axes) for r in reductions]
+    known = [some for some, axes in names if axes is not None or some != _DEFAULT_BATCH_DIMS]
+    return tuple(dict.fromkeys(name for some in known or [_DEFAULT_BATCH_DIMS] for name in some))
+
+
+class Partition(NamedTuple):
+    """The settings by which updates or sums are split, so that each replica has its part.
+
+    Attributes:
+      axes: the replica axes.
+      strategy: the strategy that reduces gradients to parts.
+      shapes_of: a function of the variables that get gradients in one step. It returns the shapes
+        of the parts of those that are split.
+      name: the wrapper's name.
+    """
+
+    axes: ReplicaAxes
+    strategy: Strategy
+    shapes_of: Callable[[Sequence[mtf.Variable]], Mapping[mtf.Variable, mtf.Shape]]
+    name: str = ""
+
+
+class IslandAxes(NamedTuple):
+    """The axes of islands (`OuterOptimizer`).
+
+    Attributes:
+      islands: the axes between islands.
+      inside: the replica axes inside an island; None for a single island without a known mesh.
+      axes: all replica axes; None for a single island without a known mesh.
+      agree: a function that makes one boolean scalar for all islands, from one of each: whether all
+        are true or, if its second argument is true, whether any is.
+    """
+
+    islands: ReplicaAxes
+    inside: ReplicaAxes | None
+    axes: ReplicaAxes | None
+    agree: Callable[[mtf.Tensor, bool], mtf.Tensor]
 
 
 @dataclasses.dataclass(frozen=True)

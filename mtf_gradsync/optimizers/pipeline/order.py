@@ -6,7 +6,7 @@ from typing import Any, Callable, NamedTuple, Sequence
 
 from mtf_gradsync.optimizers.pipeline.forms import Form, PerShard
 from mtf_gradsync.optimizers.pipeline.stack import Segment, Stage, stages_of, with_conversions
-from mtf_gradsync.optimizers.pipeline.words import About
+from mtf_gradsync.optimizers.pipeline.words import About, nth
 
 Stages = Sequence[Stage]
 
@@ -182,5 +182,5 @@ def _line_of(wrapper: Any) -> str:
     lines.sort(key=lambda line: not line.first)
     what = "; ".join(f"{line.when} {line.what}".lstrip() for line in lines)
     conditions = [stage.condition for stage in stages if stage.condition is not None]
-    due = "".join(f" ({condition.when})" for condition in conditions if condition.when)
+    due = "".join(f" ({nth(condition.when)})" for condition in conditions if condition.when)
     return f"{wrapper.name}{due}: {what}"

@@ -18,17 +18,22 @@ stack. `StepBuilder` makes the operations of the result in the order in which it
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Callable, Iterable, Mapping, NamedTuple, Sequence
+from typing import Any, Callable, NamedTuple, Sequence
 
 from mtf_gradsync._common import some_of
 from mtf_gradsync._private.libraries import mtf
 from mtf_gradsync.gradients.arguments import OwnArguments
 from mtf_gradsync.gradients.layout import find_axes
 from mtf_gradsync.mesh.axes import ReplicaAxes
-from mtf_gradsync.optimizers.pipeline.forms import Form, GradientSet, PerShard
+from mtf_gradsync.optimizers.pipeline.forms import (
+    Form,
+    GradientSet,
+    IslandAxes,
+    Partition,
+    PerShard,
+    Reduction,
+)
 from mtf_gradsync.optimizers.pipeline.words import About, Line, bytes_told, over, strategy_told
-from mtf_gradsync.reduce import Strategy
-from mtf_gradsync.reduce.strategy import has_gradient_reduction
 
 
 class Condition(NamedTuple):
@@ -37,13 +42,14 @@ class Condition(NamedTuple):
     In these steps the scalar holds that the stage gives to `GradientSet.only_when`.
 
     Attributes:
-      when: the steps, in words ("every 4th"), if the condition decides which steps make an update;
-        only one stage of a stack can decide that. "" if it only skips some updates.
+      when: which steps those are, if the condition decides when there is an update: a number of
+        steps that an update takes, a function of the number of updates, or words. Only one stage of
+        a stack can decide that; "" if the stage only skips some updates.
       as_call: whether the branch is one function call, as for `mtf_gradsync.step.Conditional`.
       counts_every_step: whether the other steps advance the global step, too.
     """
 
-    when: str = ""
+    when: Any = ""
     as_call: bool = False
     counts_every_step: bool = False
 
@@ -143,79 +149,6 @@ class Stage:
         """Returns lines on the stage's work, for `mtf_gradsync.describe`."""
         del about
         return []
-
-
-class Reduction(NamedTuple):
-    """The settings of a wrapper's reduction of gradients.
-
-    Attributes:
-      strategy: the reduction strategy.
-      batch_dims: names of the dimensions that the batch is split along.
-      axes: the replica axes; None if the wrapper does not know them.
-      name: the wrapper's name.
-      other_axes: the strategy for sums of per-shard gradients over mesh axes other than the replica
-        axes; None for `strategy`.
-    """
-
-    strategy: Strategy
-    batch_dims: tuple[str, ...]
-    axes: ReplicaAxes | None = None
-    name: str = ""
-    other_axes: Strategy | None = None
-
-    @property
-    def reduces_gradients(self) -> bool:
-        """Whether the strategy has its own method `reduce_gradients`."""
-        return has_gradient_reduction(self.strategy)
-
-
-# The default of batch_dims.
-_DEFAULT_BATCH_DIMS = ("batch",)
-
-
-def shard_names(reductions: Iterable[Reduction]) -> tuple[str, ...]:
-    """Returns the names of a stack's shard dims, from the reductions of its wrappers.
-
-    These are the batch dims of all wrappers that were given replica axes, or other batch_dims than
-    the default. If no wrapper was, they are the default batch_dims.
-    """
-    names = [(r.batch_dims if r.axes is None else r.axes.batch_dims, r.axes) for r in reductions]
-    known = [some for some, axes in names if axes is not None or some != _DEFAULT_BATCH_DIMS]
-    return tuple(dict.fromkeys(name for some in known or [_DEFAULT_BATCH_DIMS] for name in some))
-
-
-class Partition(NamedTuple):
-    """The settings by which updates or sums are split, so that each replica has its part.
-
-    Attributes:
-      axes: the replica axes.
-      strategy: the strategy that reduces gradients to parts.
-      shapes_of: a function of the variables that get gradients in one step. It returns the shapes
-        of the parts of those that are split.
-      name: the wrapper's name.
-    """
-
-    axes: ReplicaAxes
-    strategy: Strategy
-    shapes_of: Callable[[Sequence[mtf.Variable]], Mapping[mtf.Variable, mtf.Shape]]
-    name: str = ""
-
-
-class IslandAxes(NamedTuple):
-    """The axes of islands (`OuterOptimizer`).
-
-    Attributes:
-      islands: the axes between islands.
-      inside: the replica axes inside an island; None for a single island without a known mesh.
-      axes: all replica axes; None for a single island without a known mesh.
-      agree: a function that makes one boolean scalar for all islands, from one of each: whether all
-        are true or, if its second argument is true, whether any is.
-    """
-
-    islands: ReplicaAxes
-    inside: ReplicaAxes | None
-    axes: ReplicaAxes | None
-    agree: Callable[[mtf.Tensor, bool], mtf.Tensor]
 
 
 class Program(NamedTuple):
@@ -502,9 +435,10 @@ def in_blocks(stack: Stack) -> tuple[Block, ...]:
         *((None, x) for x in stack.last),
     ):
         stages.append((number, stage))
-        if stage.condition is not None:
+        after = stage.condition
+        if after is not None:
             blocks.append(Block(condition, tuple(stages)))
-            condition, stages = stage.condition, []
+            condition, stages = after, []
     return (*blocks, Block(condition, tuple(stages)))
 
 

@@ -74,9 +74,12 @@ def strategy_told(strategy: Any) -> str:
 
 
 def nth(count: Any) -> str:
-    """Returns "every step", "every 4th" and so on, for something done once in `count` steps."""
+    """Returns "every step", "every 4th" and so on, for something done once in `count` steps.
+
+    Words are returned as they are.
+    """
     if not isinstance(count, int):
-        return "when due"
+        return count if isinstance(count, str) else "when due"
     if count == 1:
         return "every step"
     ending = {1: "st", 2: "nd", 3: "rd"}.get(count % 10 if count % 100 not in (11, 12, 13) else 0)
