@@ -159,7 +159,8 @@ def _lines(opt: Any, mesh: Any, variables: Sequence[mtf.Variable]) -> list[_Told
     else:
         stack = step.stack
     told: list[_Told] = []
-    dtype, when = None, ""
+    dtype: Any = None
+    when = ""
     for block in in_blocks(stack):
         when = nth(block.condition.when) or when if block.condition else when
         for number, stage in block.stages:

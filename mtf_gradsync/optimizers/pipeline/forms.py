@@ -139,7 +139,7 @@ class PerShard:
 
 
 class OnlyWhen(NamedTuple):
-    """What a stage with a condition gives for the branch of all that comes after it.
+    """The values of a stage with a condition, for the branch of all that comes after it.
 
     Attributes:
       holds: a boolean scalar, the same on all processors: whether a step runs the branch.

@@ -426,14 +426,15 @@ def in_blocks(stack: Stack) -> tuple[Block, ...]:
 
     A stage with a condition is the last one of its block.
     """
-    blocks, stages = [], []
+    numbered: list[tuple[int | None, Stage]] = [
+        *((None, stage) for stage in stack.first),
+        *((i, stage) for i, segment in enumerate(stack.segments) for stage in segment.stages),
+        *((None, stage) for stage in stack.last),
+    ]
+    blocks: list[Block] = []
+    stages: list[tuple[int | None, Stage]] = []
     condition: Condition | None = None
-    numbered = [(i, x) for i, segment in enumerate(stack.segments) for x in segment.stages]
-    for number, stage in (
-        *((None, x) for x in stack.first),
-        *numbered,
-        *((None, x) for x in stack.last),
-    ):
+    for number, stage in numbered:
         stages.append((number, stage))
         after = stage.condition
         if after is not None:
