@@ -30,7 +30,6 @@ PACKAGE = TESTS.parent / "mtf_gradsync"
 # Of modules without tests of their name, where the tests are that would fail.
 TESTED_BY = {
     # What users call is tested, and with it the modules that it is made of.
-    "compat_v1/test_mesh_optimizer.py": ["compat_v1/update_rules"],
     "gradients/flow/test_foreseen.py": ["gradients/operations"],
     "gradients/test_clipping.py": ["gradients/measures"],
     "optimizers/loss_scale/test_loss_scale.py": ["gradients/losses"],

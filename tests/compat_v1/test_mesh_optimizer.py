@@ -7,7 +7,7 @@ import pytest
 
 import mtf_gradsync as gs
 from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync.compat_v1.update_rules import RULES
+from mtf_gradsync.compat_v1.mesh_optimizer import RULES
 from tests import harness
 from tests.compat_v1 import optimizers
 from tests.compat_v1.optimizers import OPTIMIZERS, TOLERANCE
