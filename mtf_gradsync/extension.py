@@ -35,7 +35,6 @@ __all__ = [
     "HeldSlices",
     "LayoutLike",
     "MeshShapeLike",
-    "NoAveragesError",
     "NoUpdateError",
     "OuterOptimizer",
     "ProgramWrites",
@@ -53,7 +52,6 @@ __all__ = [
     "as_mesh_shape",
     "averages",
     "begin_anew",
-    "check_averages_kept",
     "check_flag",
     "check_whole_number",
     "close_to",
@@ -151,11 +149,7 @@ if TYPE_CHECKING:
         reported,
         split_by_shard,
     )
-    from mtf_gradsync.optimizers.average import (
-        AVERAGE,
-        NoAveragesError,
-        check_averages_kept,
-    )
+    from mtf_gradsync.optimizers.average import AVERAGE
     from mtf_gradsync.optimizers.description import Description, describe
     from mtf_gradsync.optimizers.interface import TrainOptimizerInterface
     from mtf_gradsync.optimizers.outer_values import HeldSlices

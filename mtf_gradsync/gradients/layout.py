@@ -84,15 +84,8 @@ class Layout(NamedTuple):
         return self.order(source.shape, mesh) == self.order(result.shape, mesh)
 
 
-# Operations without inputs that bring no data of the batch.
-_WITHOUT_DATA = (
-    mtf.Variable,
-    mtf.Constant,
-    mtf.RandomOperation,
-    mtf.RangeOperation,
-    GradientOperation,
-    ValuesAfter,
-)
+# Operations without inputs that bring no data.
+_MADE = (mtf.Variable, mtf.Constant, mtf.RandomOperation, mtf.RangeOperation)
 
 
 def own_slices(
@@ -124,7 +117,7 @@ def own_slices(
         if isinstance(operation, mtf.WhileLoopOperation):
             return own(loop_body(operation).outputs[position])
         if not inputs:
-            if isinstance(operation, _WITHOUT_DATA):
+            if isinstance(operation, (*_MADE, GradientOperation, ValuesAfter)):
                 return Axes()
             data = [d for d in output.shape.dims if d.name not in names]
             return Axes({layout.axis_of(output.mesh, d) for d in data} - {None})
@@ -146,8 +139,6 @@ def own_slices(
 
 
 AxisOf = Callable[[mtf.Mesh, mtf.Dimension], "int | None"]
-# Operations without inputs that bring no data.
-_MADE = (mtf.Variable, mtf.Constant, mtf.RandomOperation, mtf.RangeOperation)
 # Operations whose outputs have dimensions that their inputs, the data, do not have.
 _WIDENS = (mtf.BroadcastOperation, mtf.OneHotOperation, mtf.WhileLoopOperation, GradientOperation)
 # Operations on the way from each example's loss to the loss.

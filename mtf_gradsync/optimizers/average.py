@@ -31,21 +31,6 @@ from mtf_gradsync.step import WriteInPlace
 AVERAGE = "ExponentialMovingAverage"
 
 
-class NoAveragesError(ValueError):
-    """The error that a graph or a checkpoint has no moving averages of variables."""
-
-
-def check_averages_kept() -> None:
-    """Raises NoAveragesError if the training step in the default graph keeps no moving averages."""
-    variables = tf.get_collection(tf.GraphKeys.GLOBAL_VARIABLES)
-    if not any(variable.op.name.endswith(f"/{AVERAGE}") for variable in variables):
-        raise NoAveragesError(
-            "evaluate_with_averages needs an optimizer that keeps moving averages, and none does: "
-            "wrap it in mtf_gradsync.AverageOptimizer, or give SyncReplicasOptimizer "
-            "variable_averages and variables_to_average."
-        )
-
-
 class AverageRule(NamedTuple):
     """The settings of moving averages; see the arguments of `AverageOptimizer`."""
 

@@ -26,7 +26,6 @@ from mtf_gradsync.extension import (
     SLOTS_COLLECTION,
     STATE_COLLECTION,
     SUMS_NOT_KEPT,
-    NoAveragesError,
     StateNote,
     is_marked,
     some_of,
@@ -534,6 +533,21 @@ def write_changed(
         )
         with tf.Session() as session:
             session.run(save, {inputs[name]: value for name, value in new.items()})
+
+
+class NoAveragesError(ValueError):
+    """The error that a graph or a checkpoint has no moving averages of variables."""
+
+
+def check_averages_kept() -> None:
+    """Raises NoAveragesError if the training step in the default graph keeps no moving averages."""
+    variables = tf.get_collection(tf.GraphKeys.GLOBAL_VARIABLES)
+    if not any(variable.op.name.endswith(f"/{AVERAGE}") for variable in variables):
+        raise NoAveragesError(
+            "evaluate_with_averages needs an optimizer that keeps moving averages, and none does: "
+            "wrap it in mtf_gradsync.AverageOptimizer, or give SyncReplicasOptimizer "
+            "variable_averages and variables_to_average."
+        )
 
 
 @contextlib.contextmanager

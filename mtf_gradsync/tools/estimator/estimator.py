@@ -12,11 +12,11 @@ from mtf_gradsync.extension import (
     ESTIMATOR_AVAILABLE,
     MeshShapeLike,
     as_mesh_shape,
-    check_averages_kept,
     check_whole_number,
     tf,
 )
 from mtf_gradsync.runtimes import simd
+from mtf_gradsync.runtimes.checkpoints import check_averages_kept
 from mtf_gradsync.runtimes.sessions import (
     OnCores,
     OnDevices,

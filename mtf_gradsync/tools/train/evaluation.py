@@ -7,8 +7,9 @@ from typing import Any, Dict, List, NamedTuple, Sequence
 
 import numpy as np
 
-from mtf_gradsync.extension import NoAveragesError, mtf, tf
+from mtf_gradsync.extension import mtf, tf
 from mtf_gradsync.runtimes._common import ConfigError, TrainingError, first_line
+from mtf_gradsync.runtimes.checkpoints import NoAveragesError
 from mtf_gradsync.runtimes.saving import check_has
 from mtf_gradsync.runtimes.starting import UNREADABLE, Start
 from mtf_gradsync.tools.train.config import transformer_utils

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import Any, Callable, ContextManager, Iterator, NamedTuple
 
-from mtf_gradsync.extension import NoAveragesError, check_averages_kept, counted, tf
+from mtf_gradsync.extension import counted, tf
 from mtf_gradsync.runtimes._common import (
     CONFIG_FILE,
     ConfigError,
@@ -16,6 +16,7 @@ from mtf_gradsync.runtimes._common import (
     first_line,
     mesh_text,
 )
+from mtf_gradsync.runtimes.checkpoints import NoAveragesError, check_averages_kept
 from mtf_gradsync.runtimes.saving import initialize_from
 from mtf_gradsync.runtimes.starting import (
     Start,

@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 
 from mtf_gradsync._private.libraries import tf
-from mtf_gradsync.optimizers.average import NoAveragesError
-from mtf_gradsync.runtimes.checkpoints import averaged_checkpoint
+from mtf_gradsync.runtimes.checkpoints import NoAveragesError, averaged_checkpoint
 
 
 def checkpoint(directory, **values):
