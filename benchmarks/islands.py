@@ -372,7 +372,7 @@ def _notes(scale: Scale) -> list[str]:
         ' could train on, and "useful/made" by the tokens that they did train on.',
         'Islands exchange values every 10 steps and train on meanwhile (wait="none").'
         f' "held-out nats" is the mean loss of the last {LAST} versions at the same number of'
-        " tokens. It is empty if a series was stopped before.",
+        " tokens, and is empty if a series was stopped before.",
     ]
 
 

@@ -77,9 +77,9 @@ above](images/less_communication.png)
 """,
     "rounding": """\
 If bfloat16 variables are rounded to the nearest number, small updates are lost, and the model
-learns less. If they are rounded by chance, this table shows no difference to float32 variables,
-even if slots are bfloat16, too. Smaller differences than this cannot be seen, because the loss of
-a batch is a bfloat16 number, and neighbouring numbers are 1/64 apart. The page
+learns less. If bfloat16 variables are rounded by chance, this table shows no difference to float32
+variables, even if slots are bfloat16, too. The table cannot show small differences of the loss,
+because the loss of a batch is a bfloat16 number, and neighbouring numbers are 1/64 apart. The page
 [AdamW](adamw.md#variables-in-bfloat16-rounding-by-chance) says how to round by chance.
 """,
     "spikes": """\

@@ -63,7 +63,7 @@ def measure(options: report.Options) -> report.Table:
             }
         )
     notes = (
-        "The language models are trained by Adafactor on a mesh of 4x2. They have 1 to 5 layers of "
+        "The language models are trained by Adafactor on a mesh of 4x2, and have 1 to 5 layers of "
         "width 64 to 256, and batches of 8 to 32 sequences of 32 to 128 tokens.",
         "The times are estimates of the TPU compiler, as in the table of tpu_cost. The rows "
         '"reports" are relative to a bare program that clips by hand, because this program also '

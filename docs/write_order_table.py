@@ -49,8 +49,8 @@ _START = """\
 # Which wrapper around which
 
 Wrappers can be nested. The row of this table is the outer wrapper, the column is the inner wrapper.
-A cell is "✓" if the outer wrapper can be around the inner one. Otherwise it is the number of the
-reason below why this order is refused. A refused order raises an error with this reason and the
+A cell is "✓" if the outer wrapper can be around the inner one. A number in a cell is the number of
+the reason below why this order is refused. A refused order raises an error with this reason and the
 order to use instead. `python docs/write_order_table.py` generates the table from the forms of
 gradients that the stages of each wrapper take and give. A test trains a model with every pair, and
 compares what happens with this table.

@@ -86,7 +86,7 @@ class Trainer:
 
 
 def main(updates):
-    """Trains both; returns the accuracy on held-out images and how far the weights differ."""
+    """Trains with and without accumulation; returns held-out accuracy and how weights differ."""
     tf.logging.set_verbosity(tf.logging.ERROR)
     tf.disable_v2_behavior()
     tf.enable_resource_variables()  # ref variables race on a mesh

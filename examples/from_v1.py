@@ -34,7 +34,7 @@ def v1_model(x, y):
     w2 = tf.get_variable("w2", [128, 10], initializer=tf.random_normal_initializer(0, 0.1, 2))
     logits = tf.matmul(tf.nn.relu(tf.matmul(x, w1)), w2)
     loss = tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(y, logits))
-    # On a TPU it is tf.tpu.CrossShardOptimizer; elsewhere it is the optimizer inside.
+    # On a TPU this wrapper is tf.tpu.CrossShardOptimizer, on other devices the wrapped optimizer.
     optimizer = gs.CrossShardOptimizer(tf.train.AdamOptimizer(0.01))
     step = tf.train.get_or_create_global_step()
     return loss, optimizer.minimize(loss, step), tf.no_op(), tf.no_op()
@@ -94,7 +94,7 @@ def train(model, images, digits, steps, restore=None, save=None):
 
 
 def main(steps):
-    """Trains without a mesh, on one, and without; returns the variables, moved and not."""
+    """Trains without a mesh, then on a mesh, then without; returns the variables of both ways."""
     tf.logging.set_verbosity(tf.logging.ERROR)
     tf.disable_v2_behavior()
     tf.enable_resource_variables()  # ref variables race on a mesh

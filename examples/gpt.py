@@ -51,7 +51,7 @@ def norm(x, name, dtype):
 
 
 def linear(x, name, dims_in, dims_out, dtype):
-    """Multiplies by a weight matrix, whose dims may be several."""
+    """Multiplies by a weight, each side of which may have several dimensions."""
     scale = np.prod([d.size for d in dims_in]) ** -0.5
     w = mtf.get_variable(
         x.mesh, name, [*dims_in, *dims_out], dtype,
@@ -61,7 +61,7 @@ def linear(x, name, dims_in, dims_out, dtype):
 
 
 def block(x, name, params, dtype):
-    """Attention and a feed-forward pair, each normalized before and added after."""
+    """Attention and a feed-forward pair, each with layer normalization and a residual sum."""
     embd, length = x.shape.dims[-1], x.shape.dims[-2]
     heads = mtf.Dimension("heads", params["n_head"])
     key = mtf.Dimension("key", params["n_embd"] // params["n_head"])
@@ -156,7 +156,7 @@ def train(params, steps):
         lowering = mtf.Lowering(graph, {mesh: mesh_impl})
         loss = lowering.export_to_tf_tensor(outputs["loss"])
         update = [lowering.lowered_operation(op) for op in updates]
-        with tf.control_dependencies(update):  # they read the step for the learning rate
+        with tf.control_dependencies(update):  # updates read the step for the learning rate
             update.append(tf.assign_add(tf.train.get_or_create_global_step(), 1))
         losses = []
         copy_masters = lowering.copy_masters_to_slices()

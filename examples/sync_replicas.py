@@ -40,7 +40,7 @@ def sync_replicas(opt):
 
 
 def cross_shard(opt):
-    """Updates by the mean over all replicas, whatever they hold."""
+    """Updates by the mean over all replicas, even if one has no data."""
     return gs.CrossShardOptimizer(opt, axes=AXES)
 
 
@@ -81,7 +81,7 @@ class Trainer:
         )
         lowering = mtf.Lowering(graph, {mesh: mesh_impl})
         self.update = [lowering.lowered_operation(op) for op in update_ops]
-        # Read in a session.run of its own, a variable has its value after the step.
+        # A separate session.run reads the values of variables after the step.
         state = getattr(opt, "state", None)  # CrossShardOptimizer has none
         self.shown = {
             "weights": [lowering.export_to_tf_tensor(w) for w in (w1, w2)],
@@ -96,7 +96,7 @@ class Trainer:
             self.session.run(op)
 
     def step(self, x, y):
-        """Trains on a batch; returns the weights and the counts of each replica after it."""
+        """Trains on a batch; returns the weights and the counts of each replica after the step."""
         self.session.run(self.update, {self.x: x, self.y: y})
         return self.session.run(self.shown)
 
