@@ -15,6 +15,7 @@ from tests import harness, models
 from tests.pipelines import restart_program
 from tests.pipelines.restart_program import CONTRIBUTES, LAYOUT, MESH, K
 from tests.runtimes.cluster.processes import Processes
+from tests.sessions import assert_same_bits
 
 
 def killed_runs(wrapper, folder, numbers):
@@ -39,12 +40,6 @@ def killed_runs(wrapper, folder, numbers):
 def variables(directory):
     reader = tf.train.load_checkpoint(str(directory))
     return {name: reader.get_tensor(name) for name in reader.get_variable_to_shape_map()}
-
-
-def assert_same_bits(actual, expected):
-    assert sorted(actual) == sorted(expected)
-    for name, value in expected.items():
-        np.testing.assert_array_equal(actual[name], value, err_msg=name)
 
 
 @pytest.mark.slow

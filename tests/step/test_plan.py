@@ -89,10 +89,11 @@ def test_the_same_step_built_twice_is_the_same_graph():
     seed = "2" if os.environ.get("PYTHONHASHSEED") == "1" else "1"
     command = [sys.executable, "-m", built_twice.__name__]
     env = {**os.environ, "PYTHONHASHSEED": seed}
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=True)
-    found = built_twice.digests()
-    assert len(set(found)) == 3
-    assert found == done.stdout.splitlines()
+    with subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True) as other:
+        found = built_twice.digests()
+        assert len(set(found)) == 3
+        assert found == other.stdout.read().splitlines()
+    assert other.returncode == 0
 
 
 @pytest.mark.slow

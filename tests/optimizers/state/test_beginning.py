@@ -10,6 +10,7 @@ from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.optimizers.state.beginning import is_marked
 from mtf_gradsync.runtimes.checkpoints import averaged_checkpoint
 from tests import harness
+from tests.sessions import assert_same_bits
 
 STEPS = 5
 
@@ -145,15 +146,11 @@ def initialize_all(path):
     tf.train.init_from_checkpoint(path, {name: name for name in names})
 
 
-def assert_same_bits(actual, expected):
-    assert sorted(actual) == sorted(expected)
-    for name, value in expected.items():
-        np.testing.assert_array_equal(actual[name], value, err_msg=name)
-
-
-PLACES = [("placement", "2"), ("shared", "2x2"), ("simd", "2"), ("xla", "2")]
 CASES = [
-    *((*place, stack) for stack in STACKS for place in PLACES),
+    *((kind, "2", stack) for stack in STACKS for kind in ("placement", "simd")),
+    # Sessions of XLA devices begin as those of CPU replicas do.
+    *(("xla", "2", stack) for stack in ("average around outer", "replicas with averages")),
+    *(("shared", "2x2", stack) for stack in ("average around outer", "outer")),
     ("placement", "1", "average"),  # the master is the slice
 ]
 

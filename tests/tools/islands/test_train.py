@@ -57,6 +57,14 @@ def padded(sequence_length, vocabulary, dataset_split):
     return tf.data.Dataset.from_tensor_slices({"targets": ids.astype(np.int32)})
 
 
+class KillError(Exception):
+    """Ends a run in the middle of a round."""
+
+
+def kill():
+    raise KillError
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "runtime", ["cpu_replicas", "placement_mesh", pytest.param("xla", marks=pytest.mark.xla)]
@@ -64,12 +72,6 @@ def padded(sequence_length, vocabulary, dataset_split):
 def test_a_run_is_an_island(runtime, folder, tmp_path, after_step):
     where = [f"train.run.runtime = '{runtime}'", "train.run.train_dataset_fn = @padded"]
     merger = ["merge = True", "keep_all = True", "min_grace = 0.0"]
-
-    class KillError(Exception):
-        pass
-
-    def kill():
-        raise KillError
 
     after_step(8, kill)
     with pytest.raises(KillError):
@@ -101,17 +103,10 @@ def test_a_run_is_an_island(runtime, folder, tmp_path, after_step):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("runtime", ["cpu_replicas", "placement_mesh"])
-def test_what_a_checkpoint_had_learned_is_contributed(runtime, folder, tmp_path, after_step):
-    where = [f"train.run.runtime = '{runtime}'", "train.run.train_dataset_fn = @padded"]
+def test_what_a_checkpoint_had_learned_is_contributed(folder, tmp_path, after_step):
+    where = ["train.run.runtime = 'cpu_replicas'", "train.run.train_dataset_fn = @padded"]
     given = bindings(folder, "merge = True", "keep_all = True", "min_grace = 0.0")
     given.append("ElasticIslands.inner_steps = 4")
-
-    class KillError(Exception):
-        pass
-
-    def kill():
-        raise KillError
 
     after_step(8, kill)
     with pytest.raises(KillError):
@@ -148,11 +143,8 @@ def test_a_run_that_is_stopped_contributes_what_it_has(folder, tmp_path, after_s
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "runtime", ["cpu_replicas", "placement_mesh", pytest.param("xla", marks=pytest.mark.xla)]
-)
 def test_a_run_that_joins_has_its_own_data_and_goes_on_where_others_are(
-    runtime, folder, tmp_path, after_step
+    folder, tmp_path, after_step
 ):
     seen = {}
 
@@ -165,7 +157,7 @@ def test_a_run_that_joins_has_its_own_data_and_goes_on_where_others_are(
             seen.setdefault(name, []).extend(x.tobytes() for x in targets)
             return found
 
-        where = [f"train.run.runtime = '{runtime}'", SCHEDULE]
+        where = ["train.run.runtime = 'cpu_replicas'", SCHEDULE]
         with mock.patch.object(TrainingBatches, "next", next_batch):
             return train_tiny(tmp_path / name, *where, *bindings(folder, "wait_seconds = 20.0"))
 

@@ -100,7 +100,7 @@ def test_what_goes_by_the_held_out_loss_needs_one(train):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("runtime", ["cpu_replicas", "placement_mesh", "xla"])
+@pytest.mark.parametrize("runtime", ["placement_mesh", "xla"])
 def test_the_last_step_flushes_or_says_what_is_left(train, runtime, capfd):
     """Ten steps of four for an update: the last two are in the sums, or are an update of two."""
     bindings = NO_EVAL, *ACCUMULATION, f"train.run.runtime = '{runtime}'"

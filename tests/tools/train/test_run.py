@@ -295,7 +295,7 @@ def test_mesh_is_chosen_by_gin_alone(train, plain):
 
 @pytest.mark.slow
 def test_bindings_without_effect_are_named(train):
-    more = ["train.run.train_steps = 1", "AdafactorOptimizer.learning_rate = 3.0"]
+    more = [NO_EVAL, "train.run.train_steps = 1", "AdafactorOptimizer.learning_rate = 3.0"]
     said = train(*more, "nobody/Unitransformer.max_length = 4")[2]
     (line,) = [line for line in said if line.startswith("nothing of this run reads")]
     assert ", AdafactorOptimizer.learning_rate, nobody/Unitransformer.max_length" in line

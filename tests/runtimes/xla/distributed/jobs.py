@@ -150,9 +150,3 @@ def results(job, process=0, run=""):
             for name in file.files
             if name.startswith(tuple(wanted)) and "drawn" not in name
         }
-
-
-def assert_same_bits(a, b):
-    assert a.keys() == b.keys()
-    for name, value in a.items():
-        np.testing.assert_array_equal(value, b[name], err_msg=name)

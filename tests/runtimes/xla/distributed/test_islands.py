@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from tests.runtimes.xla.distributed import job
-from tests.runtimes.xla.distributed.jobs import assert_same_bits, results
+from tests.runtimes.xla.distributed.jobs import results
+from tests.sessions import assert_same_bits
 
 pytestmark = [pytest.mark.slow, pytest.mark.xla]
 

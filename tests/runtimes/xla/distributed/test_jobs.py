@@ -5,7 +5,8 @@ import json
 import numpy as np
 import pytest
 
-from tests.runtimes.xla.distributed.jobs import RECORDED, assert_same_bits, results
+from tests.runtimes.xla.distributed.jobs import RECORDED, results
+from tests.sessions import assert_same_bits
 from tests.tools.timelines import traces
 
 pytestmark = pytest.mark.xla

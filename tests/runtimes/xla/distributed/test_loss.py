@@ -9,7 +9,8 @@ import pytest
 from mtf_gradsync import xla
 from tests.runtimes.cluster.processes import ended
 from tests.runtimes.xla.distributed import unlike_program
-from tests.runtimes.xla.distributed.jobs import assert_same_bits, results
+from tests.runtimes.xla.distributed.jobs import results
+from tests.sessions import assert_same_bits
 
 pytestmark = pytest.mark.xla
 SILENCE = 3.0

@@ -13,26 +13,22 @@ PARTS = {"unitransformer.gin", "t5_gradsync.gin"}
 # Its binding asks for three replicas.
 FOUR = "batch:4;model:1"
 CASES = {
-    "the README's": ("lm_cpu_mesh.gin", "batch:2;model:2", [], "cpu_replicas", "equal"),
-    "accumulation": ("lm_accumulate.gin", "batch:2;model:2", [], "cpu_replicas", "equal"),
-    "float16": ("lm_float16.gin", "batch:2;model:2", [], "cpu_replicas", "equal"),
-    "noise scale": ("lm_noise_scale.gin", "batch:2;model:2", [], "cpu_replicas", "equal"),
-    "replicas": ("lm_sync_replicas.gin", FOUR, [], "cpu_replicas", "equal"),
-    "outer steps": ("lm_outer.gin", "batch:2;model:2", [FEW], "placement_mesh", "equal"),
-    "outer steps on cores": ("lm_outer.gin", "batch:2;model:2", [FEW], "cpu_replicas", "equal"),
-    "sharded updates": (
-        "lm_sharded_updates.gin", "batch:2;model:2", [], "cpu_replicas", "equal",
-    ),
-    "sums in parts": ("lm_sharded_sums.gin", "batch:2;model:2", [], "cpu_replicas", "equal"),
+    "the README's": ("lm_cpu_mesh.gin", "batch:2;model:2", [], "equal"),
+    "accumulation": ("lm_accumulate.gin", "batch:2;model:2", [], "equal"),
+    "float16": ("lm_float16.gin", "batch:2;model:2", [], "equal"),
+    "noise scale": ("lm_noise_scale.gin", "batch:2;model:2", [], "equal"),
+    "replicas": ("lm_sync_replicas.gin", FOUR, [], "equal"),
+    "outer steps": ("lm_outer.gin", "batch:2;model:2", [FEW], "equal"),
+    "sharded updates": ("lm_sharded_updates.gin", "batch:2;model:2", [], "equal"),
+    "sums in parts": ("lm_sharded_sums.gin", "batch:2;model:2", [], "equal"),
     # The run is shorter than the first step of a long one, and AdamW refuses a rate below 0.
     "a schedule that ends": (
         "lm_cpu_mesh.gin",
         "batch:2;model:2",
         ["CrossShardOptimizer.opt = @AdamWOptimizer", "train.run.train_steps = 100"],
-        "cpu_replicas",
         "equal",
     ),
-    "8-bit numbers": ("lm_quantized.gin", "batch:2;model:2", [], "cpu_replicas", "NOT EQUAL"),
+    "8-bit numbers": ("lm_quantized.gin", "batch:2;model:2", [], "NOT EQUAL"),
 }  # fmt: skip
 
 
@@ -46,9 +42,9 @@ def bindings(config, mesh_shape, more):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_a_config_has_its_verdict(name):
-    config, mesh_shape, more, runtime, verdict = CASES[name]
+    config, mesh_shape, more, verdict = CASES[name]
     gin_files.load([str(small_lm.CONFIGS / config)], bindings(config, mesh_shape, more))
-    found = verify_config(divisions=["wrappers"], runtime=runtime)
+    found = verify_config(divisions=["wrappers"], runtime="cpu_replicas")
     first, *others = found.lines
     assert first.verdict == verdict, str(found)
     assert all(line.verdict == "equal" for line in others), str(found)
