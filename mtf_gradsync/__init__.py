@@ -50,7 +50,7 @@ from mtf_gradsync.optimizers import (
     skip_not_finite,
 )
 from mtf_gradsync.optimizers.schedules import adafactor_decay_rate_per_update, per_update
-from mtf_gradsync.optimizers.state.slots import check_bare_optimizers
+from mtf_gradsync.optimizers.slots import check_bare_optimizers
 from mtf_gradsync.reduce import (
     FusedAllReduce,
     placement_mesh_impl,

@@ -170,17 +170,19 @@ if TYPE_CHECKING:
         updates_before,
     )
     from mtf_gradsync.optimizers.skips import ReportsSkips
-    from mtf_gradsync.optimizers.state.beginning import Beginnings, begin_anew, is_marked
-    from mtf_gradsync.optimizers.state.slots import SlotOwners, owner_of
-    from mtf_gradsync.optimizers.state.variables import (
+    from mtf_gradsync.optimizers.slots import SlotOwners, owner_of
+    from mtf_gradsync.optimizers.state import (
         ACCUMULATOR,
         ISLAND,
         SLOTS_COLLECTION,
         STAND_INS,
         STATE_COLLECTION,
         SUMS_NOT_KEPT,
+        Beginnings,
         StateNote,
         UpdateCounters,
+        begin_anew,
+        is_marked,
     )
     from mtf_gradsync.reduce import GradientStrategy, placement_mesh_impl
     from mtf_gradsync.step import (
@@ -215,9 +217,8 @@ else:
         "mtf_gradsync.optimizers.report",
         "mtf_gradsync.optimizers.schedules",
         "mtf_gradsync.optimizers.skips",
-        "mtf_gradsync.optimizers.state.beginning",
-        "mtf_gradsync.optimizers.state.slots",
-        "mtf_gradsync.optimizers.state.variables",
+        "mtf_gradsync.optimizers.slots",
+        "mtf_gradsync.optimizers.state",
         "mtf_gradsync.reduce",
         "mtf_gradsync.step",
     )

@@ -21,7 +21,7 @@ from mtf_gradsync.optimizers.report import (
 from mtf_gradsync.optimizers.sharded_updates import ShardedUpdateOptimizer
 from mtf_gradsync.optimizers.skip_functions import skip_large_updates, skip_not_finite
 from mtf_gradsync.optimizers.skips import NoUpdateError
-from mtf_gradsync.optimizers.state.variables import get_update_step, scalar_state
+from mtf_gradsync.optimizers.state import get_update_step, scalar_state
 from mtf_gradsync.optimizers.sync_replicas import SyncReplicasOptimizer
 from mtf_gradsync.optimizers.wrapper import CommonArguments, Wrapper
 

@@ -54,7 +54,7 @@ from mtf_gradsync.optimizers.skips import (
     rows_of_shards,
     waiting_state,
 )
-from mtf_gradsync.optimizers.state.variables import (
+from mtf_gradsync.optimizers.state import (
     ACCUMULATOR,
     named_state,
     note_sums_not_kept,

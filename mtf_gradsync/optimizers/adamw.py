@@ -20,8 +20,8 @@ from mtf_gradsync.gradients.rounding import (
     subtract,
     tell_if_nothing_is_rounded,
 )
-from mtf_gradsync.optimizers.state.slots import check_bare_update
-from mtf_gradsync.optimizers.state.variables import named_state
+from mtf_gradsync.optimizers.slots import check_bare_update
+from mtf_gradsync.optimizers.state import named_state
 from mtf_gradsync.step import gated_update
 
 

@@ -20,9 +20,8 @@ from mtf_gradsync.optimizers.pipeline.builder import StepBuilder
 from mtf_gradsync.optimizers.pipeline.forms import GradientSet
 from mtf_gradsync.optimizers.pipeline.stack import Place, Stage
 from mtf_gradsync.optimizers.pipeline.words import About, Line, told
-from mtf_gradsync.optimizers.state.beginning import derived_variable
-from mtf_gradsync.optimizers.state.slots import SlotBook, SlotOwners
-from mtf_gradsync.optimizers.state.variables import note_state, unstacked, update_counter
+from mtf_gradsync.optimizers.slots import SlotBook, SlotOwners
+from mtf_gradsync.optimizers.state import derived_variable, note_state, unstacked, update_counter
 from mtf_gradsync.optimizers.wrapper import CommonArguments, Wrapper
 from mtf_gradsync.reduce import Strategy
 from mtf_gradsync.step import WriteInPlace

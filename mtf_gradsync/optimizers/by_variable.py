@@ -13,7 +13,7 @@ from mtf_gradsync.compat_v1 import NOT_GIVEN, given_optimizer, is_v1
 from mtf_gradsync.gradients.arguments import check_grads_and_variables, check_rate
 from mtf_gradsync.gradients.clipping import check_clip_norm, clip_together
 from mtf_gradsync.optimizers.sharded_variables import PartOfVariable
-from mtf_gradsync.optimizers.state.slots import check_bare_update
+from mtf_gradsync.optimizers.slots import check_bare_update
 from mtf_gradsync.optimizers.wrapper import Wrapper
 from mtf_gradsync.reduce import FusedAllReduce
 from mtf_gradsync.step import gated_update

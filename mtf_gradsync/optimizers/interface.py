@@ -17,7 +17,7 @@ from mtf_gradsync.optimizers.pipeline.weights import (
     check_weights,
     weighted_loss,
 )
-from mtf_gradsync.optimizers.state.variables import check_name
+from mtf_gradsync.optimizers.state import check_name
 from mtf_gradsync.step import DeferredUpdate, StandIn, StepPlan, advance_step
 
 

@@ -30,7 +30,7 @@ from mtf_gradsync.optimizers.skips import (
     rows_of_shards,
     waiting_state,
 )
-from mtf_gradsync.optimizers.state.variables import named_state
+from mtf_gradsync.optimizers.state import named_state
 from mtf_gradsync.optimizers.wrapper import CommonArguments, OfStep
 from mtf_gradsync.reduce import Strategy
 from mtf_gradsync.step import Gate, StepPlan, values_after

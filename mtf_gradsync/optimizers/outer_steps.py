@@ -29,8 +29,8 @@ from mtf_gradsync.optimizers.pipeline.strategy_state import (
 )
 from mtf_gradsync.optimizers.pipeline.weights import Weights, divided, nonzero
 from mtf_gradsync.optimizers.skips import ReportsSkips, Skips, Words
-from mtf_gradsync.optimizers.state.slots import owner_of
-from mtf_gradsync.optimizers.state.variables import named_state
+from mtf_gradsync.optimizers.slots import owner_of
+from mtf_gradsync.optimizers.state import named_state
 from mtf_gradsync.reduce import FusedAllReduce, Strategy
 from mtf_gradsync.reduce.strategy import has_gradient_reduction
 from mtf_gradsync.step import Gate, values_after

@@ -28,12 +28,12 @@ from mtf_gradsync.gradients.operations import (
 from mtf_gradsync.mesh.axes import ReplicaAxes
 from mtf_gradsync.mesh.devices import writers_of
 from mtf_gradsync.optimizers.pipeline.strategy_state import Owner, VariablePiece
-from mtf_gradsync.optimizers.state.beginning import derived_variable
-from mtf_gradsync.optimizers.state.variables import (
+from mtf_gradsync.optimizers.state import (
     ISLAND,
     STATE_COLLECTION,
     StateNote,
     UncheckpointedVariable,
+    derived_variable,
     named_state,
     note_state,
     unstacked,

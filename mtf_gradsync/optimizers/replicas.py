@@ -12,7 +12,7 @@ from mtf_gradsync.gradients import not_finite, shards_not_finite
 from mtf_gradsync.gradients.arguments import is_tensor
 from mtf_gradsync.mesh.axes import ReplicaAxes
 from mtf_gradsync.optimizers.skips import ReportsSkips
-from mtf_gradsync.optimizers.state.variables import named_state
+from mtf_gradsync.optimizers.state import named_state
 from mtf_gradsync.reduce import Strategy
 from mtf_gradsync.step import WatchHook
 

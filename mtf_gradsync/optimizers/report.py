@@ -22,7 +22,7 @@ from mtf_gradsync.mesh.axes import ReplicaAxes, check_axes
 from mtf_gradsync.optimizers.pipeline.builder import StepBuilder
 from mtf_gradsync.optimizers.pipeline.forms import GradientSet, Reduced
 from mtf_gradsync.optimizers.pipeline.stack import stages_of
-from mtf_gradsync.optimizers.state.variables import check_name, named_state
+from mtf_gradsync.optimizers.state import check_name, named_state
 from mtf_gradsync.optimizers.wrapper import Wrapper
 from mtf_gradsync.reduce import Strategy
 from mtf_gradsync.step import Branch, Gate, StepPlan, WriteInPlace, values_after

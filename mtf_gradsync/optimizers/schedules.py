@@ -13,7 +13,7 @@ from mtf_gradsync._common import check_number, check_whole_number, is_number, wa
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.compat_v1 import MeshOptimizer
 from mtf_gradsync.gradients.arguments import Bounds, scalar_of_step, within
-from mtf_gradsync.optimizers.state.slots import optimizers_of
+from mtf_gradsync.optimizers.slots import optimizers_of
 from mtf_gradsync.step import StepPlan
 
 _logger = logging.getLogger("mtf_gradsync")

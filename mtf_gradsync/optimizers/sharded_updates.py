@@ -32,7 +32,7 @@ from mtf_gradsync.optimizers.sharded_variables import (
     share_copies,
     slot_shapes,
 )
-from mtf_gradsync.optimizers.state.slots import optimizers_of, owner_of
+from mtf_gradsync.optimizers.slots import optimizers_of, owner_of
 from mtf_gradsync.optimizers.wrapper import CommonArguments, OfStep, Wrapper
 from mtf_gradsync.reduce import Strategy
 

@@ -24,7 +24,7 @@ from mtf_gradsync.gradients.measures import which_not_finite
 from mtf_gradsync.gradients.operations import on_mesh
 from mtf_gradsync.mesh.axes import ReplicaAxes, is_simd
 from mtf_gradsync.optimizers.pipeline.forms import GradientSet
-from mtf_gradsync.optimizers.state.variables import named_state
+from mtf_gradsync.optimizers.state import named_state
 from mtf_gradsync.optimizers.wrapper import OfStep, Wrapper
 from mtf_gradsync.reduce import Strategy
 from mtf_gradsync.step import Watched, WatchHook, values_after

@@ -15,7 +15,7 @@ from mtf_gradsync.gradients.losses import losses_of_step
 from mtf_gradsync.gradients.operations import on_mesh
 from mtf_gradsync.optimizers.pipeline.forms import GradientSet
 from mtf_gradsync.optimizers.skip_functions import State, StateAfter, skip_not_finite
-from mtf_gradsync.optimizers.state.variables import Ring, named_state
+from mtf_gradsync.optimizers.state import Ring, named_state
 from mtf_gradsync.reduce import Strategy
 from mtf_gradsync.step import StepPlan
 

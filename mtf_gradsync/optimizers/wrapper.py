@@ -46,8 +46,8 @@ from mtf_gradsync.optimizers.pipeline.weights import (
     check_weights,
     weights_of,
 )
-from mtf_gradsync.optimizers.state.slots import SlotBook, optimizers_of
-from mtf_gradsync.optimizers.state.variables import check_name
+from mtf_gradsync.optimizers.slots import SlotBook, optimizers_of
+from mtf_gradsync.optimizers.state import check_name
 from mtf_gradsync.reduce import CompressedAllReduce, FusedAllReduce, Strategy, check_strategy
 from mtf_gradsync.reduce.compressed import WireDtype
 from mtf_gradsync.reduce.strategy import has_gradient_reduction

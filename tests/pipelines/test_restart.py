@@ -10,7 +10,7 @@ import pytest
 
 import mtf_gradsync as gs
 from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync.optimizers.state.variables import STAND_INS
+from mtf_gradsync.optimizers.state import STAND_INS
 from tests import harness, models
 from tests.pipelines import restart_program
 from tests.pipelines.restart_program import CONTRIBUTES, LAYOUT, MESH, K

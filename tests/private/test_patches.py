@@ -10,7 +10,7 @@ import pytest
 
 from mtf_gradsync._private import patches
 from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync.optimizers.state.slots import check_bare_optimizers
+from mtf_gradsync.optimizers.slots import check_bare_optimizers
 from mtf_gradsync.step import StandIn, after_lowering, before_lowering
 
 

@@ -17,8 +17,8 @@ from mtf_gradsync.gradients.operations import (
 from mtf_gradsync.optimizers.pipeline.builder import StepBuilder
 from mtf_gradsync.optimizers.pipeline.forms import Form, GradientSet
 from mtf_gradsync.optimizers.pipeline.weights import Weights, divided
-from mtf_gradsync.optimizers.state.slots import SlotBook, SlotOwners
-from mtf_gradsync.optimizers.state.variables import ACCUMULATOR, named_state
+from mtf_gradsync.optimizers.slots import SlotBook, SlotOwners
+from mtf_gradsync.optimizers.state import ACCUMULATOR, named_state
 from mtf_gradsync.step import Gate, StepPlan, WriteInPlace, write_slices
 
 

@@ -28,14 +28,14 @@ from mtf_gradsync.optimizers.pipeline.forms import (
 )
 from mtf_gradsync.optimizers.pipeline.stack import Condition, Stack, Stage, in_blocks
 from mtf_gradsync.optimizers.pipeline.strategy_state import reduce_by_strategy
-from mtf_gradsync.optimizers.state.slots import (
+from mtf_gradsync.optimizers.slots import (
     SlotBook,
     SlotOwners,
     note_slots,
     tell_of_names_and_dtypes,
     written_by,
 )
-from mtf_gradsync.optimizers.state.variables import UpdateCounters
+from mtf_gradsync.optimizers.state import UpdateCounters
 from mtf_gradsync.reduce import Strategy
 from mtf_gradsync.reduce.strategy import Compression
 from mtf_gradsync.step import (

@@ -14,7 +14,7 @@ from mtf_gradsync.gradients.recoverable import MadeOfSums
 from mtf_gradsync.gradients.reduce_gradients import GatherParts
 from mtf_gradsync.mesh.axes import ReplicaAxes
 from mtf_gradsync.optimizers.pipeline.weights import Weights
-from mtf_gradsync.optimizers.state.slots import optimizer_of
+from mtf_gradsync.optimizers.slots import optimizer_of
 from mtf_gradsync.reduce import Strategy
 from mtf_gradsync.reduce.strategy import has_gradient_reduction
 from mtf_gradsync.step import Branch, Gate, StepPlan

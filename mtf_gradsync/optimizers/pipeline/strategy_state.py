@@ -15,8 +15,8 @@ from mtf_gradsync.gradients.recoverable import pending_over_shards
 from mtf_gradsync.gradients.reduce_gradients import ReduceGradients
 from mtf_gradsync.mesh.axes import ReplicaAxes, axes_of_pipeline
 from mtf_gradsync.optimizers.pipeline.forms import GradientSet, Reduction
-from mtf_gradsync.optimizers.state.slots import SlotBook, owner_of
-from mtf_gradsync.optimizers.state.variables import named_state
+from mtf_gradsync.optimizers.slots import SlotBook, owner_of
+from mtf_gradsync.optimizers.state import named_state
 from mtf_gradsync.reduce.strategy import Compression, GradientOfCores, StateMaker
 
 

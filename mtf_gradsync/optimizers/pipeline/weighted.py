@@ -10,8 +10,8 @@ from mtf_gradsync.optimizers.pipeline.builder import StepBuilder
 from mtf_gradsync.optimizers.pipeline.forms import GradientSet
 from mtf_gradsync.optimizers.pipeline.stack import Condition, Stack, Stage
 from mtf_gradsync.optimizers.pipeline.weights import weighted_shards
-from mtf_gradsync.optimizers.state.slots import SlotBook
-from mtf_gradsync.optimizers.state.variables import named_state
+from mtf_gradsync.optimizers.slots import SlotBook
+from mtf_gradsync.optimizers.state import named_state
 from mtf_gradsync.reduce import Strategy
 
 

@@ -7,7 +7,7 @@ import pytest
 
 import mtf_gradsync as gs
 from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync.optimizers.state.beginning import is_marked
+from mtf_gradsync.optimizers.state import is_marked
 from mtf_gradsync.runtimes.checkpoints import averaged_checkpoint
 from tests import harness
 from tests.sessions import assert_same_bits

@@ -5,7 +5,7 @@ import pytest
 
 import mtf_gradsync as gs
 from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync.optimizers.state.variables import scalar_state
+from mtf_gradsync.optimizers.state import scalar_state
 from tests import harness, models
 
 MESH, LAYOUT, BATCH_DIMS = harness.MESHES["4"]

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import mtf_gradsync as gs
 from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync.optimizers.state import variables
+from mtf_gradsync.optimizers import state
 from mtf_gradsync.runtimes import checkpoints
 from tests import harness, models
 
@@ -241,8 +241,8 @@ def test_another_variable_shape_is_still_an_error(written):
     shape = [2, models.INPUTS, models.HIDDEN + 1]
     with tf.Graph().as_default() as graph:
         tf.get_variable("w1/gradient_accumulator", shape)
-        note = variables.StateNote("w1/gradient_accumulator", num_shard_dims=1)
-        tf.add_to_collection(variables.STATE_COLLECTION, note)
+        note = state.StateNote("w1/gradient_accumulator", num_shard_dims=1)
+        tf.add_to_collection(state.STATE_COLLECTION, note)
         saver = gs.ReshardingSaver()
         with tf.Session(graph=graph) as session:
             with pytest.raises(ValueError, match=r"\[4, 6, 8\] in .* but \[2, 6, 9\] here"):
