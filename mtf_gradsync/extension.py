@@ -128,7 +128,7 @@ if TYPE_CHECKING:
         TOGETHER_ATTR,
         advance_step_after,
     )
-    from mtf_gradsync.compat_v1 import NOT_GIVEN, AppliesGradients
+    from mtf_gradsync.compat_v1.rules import NOT_GIVEN, AppliesGradients
     from mtf_gradsync.mesh.axes import (
         LayoutLike,
         MeshShapeLike,
@@ -203,7 +203,7 @@ else:
         "mtf_gradsync._private.mesh_tensorflow",
         "mtf_gradsync._private.patches",
         "mtf_gradsync._private.tensorflow",
-        "mtf_gradsync.compat_v1",
+        "mtf_gradsync.compat_v1.rules",
         "mtf_gradsync.mesh.axes",
         "mtf_gradsync.mesh.devices",
         "mtf_gradsync.optimizers",
