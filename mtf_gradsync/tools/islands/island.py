@@ -9,16 +9,12 @@ from typing import Any, Literal, Mapping, NamedTuple, Sequence, get_args
 import numpy as np
 
 from mtf_gradsync.extension import counted, is_number
-from mtf_gradsync.tools.islands.changes import FORMS, Form, encoded, wide
+from mtf_gradsync.tools.islands.changes import FORMS, Form, wide
 from mtf_gradsync.tools.islands.exchange import Exchange, IslandError
 from mtf_gradsync.tools.islands.folder import Folder, FolderError
-from mtf_gradsync.tools.islands.island_checkpoint import (
-    Learned,
-    SavedIsland,
-    Sent,
-    saved_beside,
-)
+from mtf_gradsync.tools.islands.island_checkpoint import SavedIsland, Sent, saved_beside
 from mtf_gradsync.tools.islands.journal import events_by_step
+from mtf_gradsync.tools.islands.learning import Learning
 from mtf_gradsync.tools.islands.merger import Merger, MergerThread, Waiting, poll_seconds_of
 from mtf_gradsync.tools.islands.objects import (
     ISLAND_NAME,
@@ -32,7 +28,7 @@ from mtf_gradsync.tools.islands.tensor_files import (
     TensorSpec,
     dtype_of,
 )
-from mtf_gradsync.tools.islands.versions import MergeSettings, fragment_of
+from mtf_gradsync.tools.islands.versions import MergeSettings
 
 logger = logging.getLogger(__name__)
 
@@ -164,10 +160,13 @@ class Island:
         self._merger = self._make_merger()  # made here, so that wrong settings raise at once
         self._exchange = self._new_exchange()
         self._has_left = False
-        self.version: int | None = None  # the version whose values the island has taken last
-        self._base: dict[str, np.ndarray] = {}  # the values of that version
+        self._learning = Learning(self._specs)
         self.step = 0
-        self._fragments = 1
+
+    @property
+    def version(self) -> int | None:
+        """The version whose values the island has taken last; None before the first."""
+        return self._learning.version
 
     def _new_exchange(self) -> Exchange:
         return Exchange(
@@ -180,21 +179,6 @@ class Island:
         if not self._replay:
             given = {"step": self._at, "version": self.version, **fields}
             self._exchange.journal.write(event, **given)
-
-    # The state between two versions.
-
-    def _start_from(self, version: int, counts: Mapping[str, int]) -> None:
-        """Resets the state to the begin of a version, and drops what was not contributed.
-
-        `counts` are the counters that schedules follow (global step, updates) as of now.
-        """
-        self.version = version
-        self._counts_before = dict(counts)
-        self._sent: Sent | None = None  # the contribution that waits to be merged
-        self._attempts: dict[str, Sent] = {}  # contributions to this version, by name
-        self._since = 0  # updates since it contributed
-        self._tokens = [0.0] * self._fragments
-        self._residual: dict[str, np.ndarray] = {}
 
     def begin(self, session: Any, step: int = 0, checkpoint: str | None = None) -> None:
         """Takes the folder's newest version, or offers this island's values for the first version.
@@ -214,9 +198,8 @@ class Island:
             island's name, the folder's versions are of another model, or a replay has no journal.
         """
         self.step = self._at = step
-        self._has_left, self.version = False, None
-        self._step_counts = self._counts_of(session)
-        self._waiting_tokens: float | None = None if self._step_counts.waiting else 0.0
+        self._has_left, self._learning = False, Learning(self._specs)
+        self._learning.start_counting(self._counts_of(session))
         self._checkpoint = checkpoint
         saved = saved_beside(checkpoint, self.name, self._specs) if checkpoint else None
         if saved and not (saved.has_learned or self._replay):
@@ -232,15 +215,15 @@ class Island:
             self._merger.start()
         version, decision = self._await_version(session)
         # The merger may still merge a contribution of an earlier run of this island's process.
-        outstanding = self._exchange.outstanding(decision, self._turn_specs(version))
+        outstanding = self._exchange.outstanding(decision, self._learning.specs_after(version))
         self._exchange.journal.keeps_all = decision.keeps_all
         sent = outstanding[0] if outstanding else ""
         last = decision.totals.get(self.name, IslandTotal()).last
-        life, fragments = self._exchange.journal.life, self._fragments
+        life, fragments = self._exchange.journal.life, self._learning.fragments
         if saved and saved.is_left([last, sent], life, version, fragments):
             return self._go_on_with(session, saved, version, decision)
         self._join(session, version, decision, outstanding)
-        self._note("joined", bytes=_bytes(self._base), sent=sent)
+        self._note("joined", bytes=_bytes(self._learning.base), sent=sent)
         # It is normal that a new run takes a version's values. If an older run's values are
         # overwritten, or the step jumps, a warning says so.
         level = logging.WARNING if self.step != step or step else logging.INFO
@@ -264,16 +247,9 @@ class Island:
         if self.version is None:
             return
         journal = self._exchange.journal
-        learned = Learned(
-            island=self.name, version=self.version, counts=self._counts_before, since=self._since,
-            life=journal.life, number=self._exchange.number, events=journal.events,
-            tokens=self._tokens,
-            waiting=self._waiting_tokens, is_sent=self._sent is not None,
-        )  # fmt: skip
+        saved = self._learning.saved(self.name, journal.life, self._exchange.number, journal.events)
         try:
-            SavedIsland(learned, self._base, self._residual, self._attempts).write(
-                checkpoint, self._checkpoint
-            )
+            saved.write(checkpoint, self._checkpoint)
             self._checkpoint = checkpoint
         except FolderError as error:
             logger.warning("Island %s: %s", self.name, error)
@@ -284,7 +260,8 @@ class Island:
         """Takes a version, and adds what the restored island had learned and not contributed."""
         self._restore(session, saved)
         learned = saved.learned
-        waiting = self._sent.tokens if self._sent else 0.0
+        sent = self._learning.sent
+        waiting = sent.tokens if sent else 0.0
         self._note("joined", restored=[learned.life, learned.events])
         if version > learned.version:
             self._take(session, version, (self._new, decision))
@@ -296,13 +273,8 @@ class Island:
 
     def _restore(self, session: Any, saved: SavedIsland) -> None:
         """Restores the island's state from the file beside its checkpoint."""
-        learned = saved.learned
-        self.version, self._base = learned.version, dict(saved.base)
-        self._counts_before, self._attempts = dict(learned.counts), dict(saved.attempts)
-        self._sent = next(reversed(saved.attempts.values())) if learned.is_sent else None
+        self._learning.restore(saved)
         self._sent_at = time.monotonic()
-        self._since, self._tokens = learned.since, list(learned.tokens)
-        self._residual, self._waiting_tokens = dict(saved.residual), learned.waiting
         self._values.write(session, {})
 
     def _counts_of(self, session: Any) -> StepCounts:
@@ -351,16 +323,16 @@ class Island:
             time.sleep(min(self._poll, 0.5))
 
     def _take_fragments(self) -> None:
-        self._fragments = self._exchange.settings().fragments
-        if self.inner_steps % self._fragments:
+        fragments = self._learning.fragments = self._exchange.settings().fragments
+        if self.inner_steps % fragments:
             raise IslandError(
-                f"inner_steps={self.inner_steps} is no multiple of the {self._fragments} "
-                f"fragments of {self.folder.url}."
+                f"inner_steps={self.inner_steps} is no multiple of the {fragments} fragments of "
+                f"{self.folder.url}."
             )
 
     def _load(self, newest: int, since: int) -> tuple[dict[str, np.ndarray], Decision] | None:
         """Returns what `Exchange.load` returns, and counts the bytes that were read."""
-        found = self._exchange.load(newest, self._fragments, since)
+        found = self._exchange.load(newest, self._learning.fragments, since)
         if found:
             self.traffic = self.traffic._replace(read=self.traffic.read + _bytes(found[0]))
         return found
@@ -377,9 +349,9 @@ class Island:
         `outstanding` is that contribution, from an earlier run of this island's process: its name,
         facts and change. None if there is none.
         """
-        counts = self._counts_in(self._values.read(session))
-        self._base = {}
-        self._start_from(version, counts)
+        counts, learning = self._counts_in(self._values.read(session)), self._learning
+        learning.base = {}
+        learning.start_from(version, counts)
         name, facts, change = outstanding or ("", None, {})
         learned = {key: -value for key, value in change.items()}
         followed = self._follow_version(decision, counts, counts)
@@ -387,8 +359,11 @@ class Island:
         if facts and facts.version is not None:
             now = self._values.read(session)
             values = {key: now[key] for key in change}
-            sent = Sent(facts.version, values, self._counts_before, facts.tokens, facts.steps, {})
-            self._sent, self._attempts, self._sent_at = sent, {name: sent}, time.monotonic()
+            sent = Sent(
+                facts.version, values, learning.counts_before, facts.tokens, facts.steps, {}
+            )
+            learning.sent, learning.attempts = sent, {name: sent}
+            self._sent_at = time.monotonic()
 
     def _write(
         self,
@@ -397,53 +372,24 @@ class Island:
         learned: Mapping[str, np.ndarray],
         more: Mapping[str, Any],
     ) -> None:
-        """Writes merged values, plus what the island has learned in the meantime, to the session.
+        """Writes merged values plus what was learned since, and `more` variables, to the session.
 
-        Args:
-          session: the session to write to.
-          merged: name of a variable -> its value in the version.
-          learned: name -> what was learned and is not in the version; the next change contains it.
-          more: name -> new value of other variables, such as counters.
+        `more` are new values of other variables, such as counters, by name. For the other arguments
+        see `Learning.values_of`.
         """
-        written: dict[str, Any] = dict(more)
-        for name, value in merged.items():
-            since = learned.get(name, np.zeros((), value.dtype))
-            # If nothing was learned since, these are exactly the merged values.
-            written[name] = (value + since).astype(dtype_of(self._values.specs[name].dtype))
-            is_exact = written[name].dtype == value.dtype
-            self._base[name] = value if is_exact else wide(written[name]) - since
-        self._values.write(session, written)
+        dtypes = {name: dtype_of(spec.dtype) for name, spec in self._values.specs.items()}
+        self._values.write(session, {**more, **self._learning.values_of(merged, learned, dtypes)})
 
     def _follow_version(
         self, decision: Decision, counts: Mapping[str, int], before: Mapping[str, int]
     ) -> dict[str, int]:
-        """Returns new values of the session's counters: the version's, plus those counted since.
+        """Returns new values of the session's counters, and raises the island's `step`.
 
-        A counter is never lowered. Also raises the island's `step`.
-
-        Args:
-          decision: the decision that made the version, with the version's counts.
-          counts: the island's counters now.
-          before: the island's counters when it made the contribution that the version contains.
+        For the arguments see `Learning.follow`; `decision` has the version's counters.
         """
-        self._counts_before = dict(counts)
-        if not self._follow:
-            return {}
-        for key in counts.keys() & decision.counts.keys():
-            since = counts[key] - before[key]
-            self._counts_before[key] = max(counts[key], decision.counts[key] + since) - since
-        new = {key: self._counts_before[key] + counts[key] - before[key] for key in counts}
+        new = self._learning.follow(decision.counts if self._follow else {}, counts, before)
         self.step += new["step"] - counts["step"]
         return {name: new[key] for key, name in self._follows.items() if new[key] != counts[key]}
-
-    def _turn(self) -> list[str]:
-        """Returns the names of the variables that the next version changes."""
-        assert self.version is not None
-        return fragment_of(self.version + 1, list(self._base), self._fragments)
-
-    def _turn_specs(self, version: int) -> dict[str, TensorSpec]:
-        names = fragment_of(version + 1, list(self._specs), self._fragments)
-        return {name: self._specs[name] for name in names}
 
     def after_step(self, session: Any, tokens: float = 1.0, checkpoint: str | None = None) -> None:
         """Contributes the island's change, or takes merged values, if either is due.
@@ -463,68 +409,48 @@ class Island:
             raise ValueError(f"tokens must be a finite number, not negative, got {tokens!r}.")
         self.step += 1
         self._at = self.step
-        self._count(session, float(tokens))
+        self._learning.count(self._counts_of(session), float(tokens))
         if checkpoint:
             self.save(checkpoint)
         if self._replay:
             return self._replay_step(session)
-        exchange = self._exchange
+        exchange, learning = self._exchange, self._learning
         newest, is_soon = exchange.look(self.version)
         if newest > self.version:
             self._take(session, newest)
             is_soon = False
         self._look_after_sent()
-        is_due = self._since >= self.inner_steps // self._fragments or is_soon
-        is_again = bool(self._attempts)
-        if self._sent is None and is_due and exchange.may_try():
+        is_due = learning.since >= self.inner_steps // learning.fragments or is_soon
+        is_again = bool(learning.attempts)
+        if learning.sent is None and is_due and exchange.may_try():
             is_there = self._contribute(session, is_soon)
             if is_there and not is_again:
                 self._wait_and_take(session, self._wait)
 
     def _look_after_sent(self) -> None:
         """Takes the last contribution back if it cannot be merged, or has waited too long."""
-        if self._sent is None:
+        learning = self._learning
+        if learning.sent is None:
             return
-        name, version = next(reversed(self._attempts), ""), self._sent.version
+        name, version = next(reversed(learning.attempts), ""), learning.sent.version
         why = self._exchange.is_lost(name, version)
         self._exchange.waits(
             "sent", f"its contribution to version {version} waits: no merger makes the next one",
             max(self._wait, _LONG),
         )  # fmt: skip
-        is_long = time.monotonic() - self._sent_at > _LONG * 4 ** len(self._attempts)
-        if is_long and len(self._attempts) < _ATTEMPTS and self._since >= self.inner_steps:
+        attempts = len(learning.attempts)
+        is_long = time.monotonic() - self._sent_at > _LONG * 4**attempts
+        if is_long and attempts < _ATTEMPTS and learning.since >= self.inner_steps:
             why = why or "nobody has merged it, and there is more"
         if why:
             self._take_back(f"{name}: {why}; what is in it goes into another contribution")
 
     def _take_back(self, why: str) -> None:
         """Treats the last contribution as not made, so that the next one contains it; logs why."""
-        assert self._sent is not None
-        sent, self._sent = self._sent, None
-        self._since += sent.steps
-        self._tokens[sent.version % self._fragments] += sent.tokens
-        for name in sent.values:
-            self._residual.pop(name, None)
-        self._residual.update(sent.residual)
+        self._learning.take_back()
         if why:
             logger.warning("Island %s: %s", self.name, why)
         self._note("took_back", why=why)
-
-    def _count(self, session: Any, tokens: float) -> None:
-        """Counts the update of this step and its tokens, unless the step accumulated or skipped."""
-        before, now = self._step_counts, self._counts_of(session)
-        self._step_counts = now
-        if self._waiting_tokens is None:  # restored sums, of which no tokens are known: estimate
-            self._waiting_tokens = before.waiting * tokens
-        if now.waiting:
-            self._waiting_tokens += tokens if now.waiting != before.waiting else 0.0
-            return
-        tokens += self._waiting_tokens
-        self._waiting_tokens = 0.0
-        if now.skipped > before.skipped:
-            return
-        self._since += 1
-        self._tokens = [count + tokens for count in self._tokens]
 
     def finish(self, session: Any, waits: bool = True) -> None:
         """Contributes what is left, takes merged values that come in time, and leaves the folder.
@@ -539,28 +465,30 @@ class Island:
         """
         if self._replay or self._has_left or self.version is None:
             return
+        learning = self._learning
         until = time.monotonic() + (self._wait_at_end if waits else 0.0)
-        while self._sent is not None or any(self._tokens):
-            if self._sent is None and not self._contribute(session, True):
-                if not any(self._tokens) or time.monotonic() > until:
+        while learning.sent is not None or any(learning.tokens):
+            if learning.sent is None and not self._contribute(session, True):
+                if not any(learning.tokens) or time.monotonic() > until:
                     break
                 time.sleep(min(self._poll, 0.5))
             if not self._wait_and_take(session, until - time.monotonic()):
                 self._look_after_sent()
                 if time.monotonic() > until:
                     break
-        if self._sent is not None and any(self._tokens):
+        if learning.sent is not None and any(learning.tokens):
             # Contribute again, with what was learned since. The merger takes the last contribution.
             self._take_back("it ends: all that is left goes into one contribution")
             self._contribute(session, True)
             if self._wait_and_take(session, 0.0):  # a version with the former one came in between
                 self._contribute(session, True)
-        left = max(self._tokens)
-        if left or (self._sent and waits):
+        left = max(learning.tokens)
+        if left or (learning.sent and waits):
             what = "is in no contribution" if left else "waits to be merged"
             logger.warning(
                 "The island %s ends, and what it has learned from %g tokens since version %d %s",
-                self.name, left or (self._sent.tokens if self._sent else 0.0), self.version, what,
+                self.name, left or (learning.sent.tokens if learning.sent else 0.0), self.version,
+                what,
             )  # fmt: skip
         self.close()
 
@@ -571,22 +499,22 @@ class Island:
             self._merger = None
         if self.version is not None and not self._has_left:
             self._has_left = True
-            self._note("left", step=self.step, tokens_left=max(self._tokens))
+            self._note("left", step=self.step, tokens_left=max(self._learning.tokens))
             self._exchange.lease.leave()
 
     def _wait_and_take(self, session: Any, seconds: float) -> bool:
         """Waits for merged values up to `seconds`, and takes them; returns whether they came."""
         assert self.version is not None
-        before, until = self.version, time.monotonic() + seconds
-        while self._sent is not None:
+        learning, before, until = self._learning, self.version, time.monotonic() + seconds
+        while learning.sent is not None:
             newest, _ = self._exchange.look(before, at_once=True)
             if newest > before:
                 self._take(session, newest)
                 return self.version != before
             if time.monotonic() >= until:
                 return False
-            name = next(reversed(self._attempts), "")
-            if self._exchange.is_lost(name, self._sent.version):
+            name = next(reversed(learning.attempts), "")
+            if self._exchange.is_lost(name, learning.sent.version):
                 self._look_after_sent()
                 return False
             time.sleep(min(self._poll, 0.05))
@@ -600,15 +528,15 @@ class Island:
         the merger was about to decide.
         """
         assert self.version is not None
-        fragment = self.version % self._fragments
-        names, tokens = self._turn(), self._tokens[fragment]
+        learning = self._learning
+        tokens, steps = learning.tokens_to_send, learning.since
         if not tokens:
             return False
         if not self._replay:
             self._exchange.check_name()
         now = self._values.read(session)
-        change = {name: (self._base[name] - wide(now[name])).astype(np.float32) for name in names}
-        bad = [name for name, value in change.items() if not np.isfinite(value).all()]
+        changed = learning.changed(now)
+        bad = [name for name, value in changed.items() if not np.isfinite(value).all()]
         if bad:
             anew = self._go_back(session)
             if not self._replay:
@@ -619,14 +547,9 @@ class Island:
                 )  # fmt: skip
                 self._note("went_back", variable=bad[0], tokens=tokens)
             return False
-        counts, steps = self._counts_in(now), self._since
-        residual = {name: self._residual[name] for name in names if name in self._residual}
-        values = {name: now[name] for name in names}
-        sent = Sent(self.version, values, counts, tokens, steps, residual)
-        for name, value in residual.items():
-            change[name] += value
-        tensors, errors = encoded(change, self.form)
-        is_there = True
+        counts = self._counts_in(now)
+        change = learning.to_send(changed, now, counts, self.form)
+        name, is_there = "", True
         if not self._replay:
             facts = ContributionFacts(
                 island=self.name,
@@ -637,13 +560,13 @@ class Island:
                 counts=counts,
             )
             event = {"step": self._at, "version": self.version, "tokens": tokens, "steps": steps,
-                     "early": is_early, "bytes": _bytes(tensors)}  # fmt: skip
-            name, is_there = self._exchange.contribute(facts, tensors, event)
-            self._attempts[name] = sent  # the object may exist even if the folder reported an error
-            self.traffic = self.traffic._replace(written=self.traffic.written + _bytes(tensors))
-        self._sent, self._sent_at = sent, time.monotonic()
-        self._since, self._tokens[fragment] = 0, 0.0
-        self._residual.update(errors)
+                     "early": is_early, "bytes": _bytes(change.tensors)}  # fmt: skip
+            name, is_there = self._exchange.contribute(facts, change.tensors, event)
+            written = self.traffic.written + _bytes(change.tensors)
+            self.traffic = self.traffic._replace(written=written)
+        # The object may exist even if the folder reported an error.
+        learning.send(change, name)
+        self._sent_at = time.monotonic()
         if not is_there:
             self._take_back("")
         return is_there
@@ -655,9 +578,8 @@ class Island:
         """
         begin_anew = getattr(self._values, "begin_anew", None)
         anew = begin_anew(session) if begin_anew else {}
-        self._write(session, self._base, {}, anew)
-        assert self.version is not None
-        self._start_from(self.version, self._counts_in(self._values.read(session)))
+        self._write(session, self._learning.base, {}, anew)
+        self._learning.start_from(self.version, self._counts_in(self._values.read(session)))
         return list(anew)
 
     def _take(
@@ -683,41 +605,21 @@ class Island:
         if not found:
             return
         values, decision = found
-        now, sent = self._values.read(session), self._sent
+        learning = self._learning
+        now, sent = self._values.read(session), learning.sent
         if not self._replay:
             version = self.version if sent is None else sent.version
-            merged_as = self._exchange.fate(list(self._attempts), version, decision)
+            merged_as = self._exchange.fate(list(learning.attempts), version, decision)
         if merged_as and not self._replay:
-            # The merged contribution may be an earlier attempt than the last one.
-            then = self._attempts[merged_as]
-            if sent is not then:
-                self._tokens[then.version % self._fragments] += (
-                    sent.tokens if sent else 0.0
-                ) - then.tokens
-                self._since += (sent.steps if sent else 0) - then.steps
-            sent = self._sent = then
+            learning.merged_was(merged_as)
         elif sent and merged_as == "":
             why = "came too late to be merged, or was refused"
             self._take_back(f"its contribution to version {sent.version} {why}: it is made again")
-            sent = None
-        before = {name: wide(x) for name, x in (sent.values if sent else {}).items()}
-        learned = {name: wide(now[name]) - before.get(name, self._base[name]) for name in values}
         counts = self._counts_in(now)
-        counts_before = sent.counts if sent else self._counts_before
-        is_open = sent is not None and merged_as is None
-        if is_open and sent:
-            # The contribution may still be merged into a later version, so its change is kept.
-            more = {name: before[name] - self._base[name] for name in before}
-            learned = {name: x + more[name] if name in more else x for name, x in learned.items()}
-        followed = self._follow_version(decision, counts, counts_before)
+        before = learning.sent.counts if learning.sent else learning.counts_before
+        followed = self._follow_version(decision, counts, before)
+        learned = learning.take(newest, values, now, is_open=merged_as is None)
         self._write(session, values, learned, followed)
-        self.version = newest
-        if is_open and sent:
-            kept = {name: wide(values[name]) + more[name] for name in more}
-            self._sent = sent._replace(values=kept)
-            self._attempts = {name: self._sent for name in self._attempts}
-        else:
-            self._sent, self._attempts = None, {}
         self._exchange.reminders.over("sent")
         self._note("took", merged=merged_as, bytes=_bytes(values))
 
@@ -762,14 +664,14 @@ class Island:
                 name, outstanding = event.get("sent", ""), None
                 if name:
                     outstanding = self._exchange.contribution(
-                        name, self._turn_specs(event["version"])
+                        name, self._learning.specs_after(event["version"])
                     )
                 self._join(session, event["version"], found[1], outstanding)
             elif kind == "took":
                 self._take(session, event["version"], merged_as=event.get("merged"))
                 if self.version != event["version"]:
                     raise self._lack_of_version(event)
-            elif kind == "took_back" and self._sent:
+            elif kind == "took_back" and self._learning.sent:
                 self._take_back("")
             elif kind == "contributed":
                 self._contribute(session, False)

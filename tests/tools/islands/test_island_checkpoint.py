@@ -327,7 +327,7 @@ def test_what_is_not_its_own_is_passed_over(folder, tmp_path, caplog, kind):
     with merging(folder, PLAIN):
         again = back(folder, saved, 1, name)
     assert again.b == (1.0 if kind == "other folder" else 2.0)  # there it is the first
-    assert not any(again.island._tokens)
+    assert not any(again.island._learning.tokens)
     assert ("model.ckpt-1.island" in caplog.text) == (kind == "damaged")
 
 

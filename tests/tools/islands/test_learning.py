@@ -12,6 +12,7 @@ from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.islands import Island, IslandHook, MergeSettings, Waiting
 from mtf_gradsync.tools.islands.folder import Folder
 from mtf_gradsync.tools.islands.journal import read_status
+from mtf_gradsync.tools.islands.learning import Learning
 from mtf_gradsync.tools.islands.versions import read_values, replay
 from tests import harness, models, reference
 from tests.tools.islands.conftest import (
@@ -31,6 +32,15 @@ from tests.tools.islands.toy import PLAIN, Toy, begun, merge
 
 def version(folder, number):
     return read_values(Folder(str(folder)), number, 1)
+
+
+def test_counters_follow_a_version_and_a_counter_that_it_lacks_stays():
+    learning = Learning({})
+    # Since its contribution the island has made 3 steps and 2 updates.
+    before, now = {"step": 10, "updates": 5}, {"step": 13, "updates": 7}
+    assert learning.follow({"step": 20}, now, before) == {"step": 23, "updates": 7}
+    assert learning.follow({"step": 1, "updates": 9}, now, before) == {"step": 13, "updates": 11}
+    assert learning.follow({}, now, before) == now
 
 
 # Weights count what was applied.

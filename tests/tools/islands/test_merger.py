@@ -165,7 +165,7 @@ def test_the_grace_window_follows_how_far_apart_contributions_come(folder, monke
         now += 0.25
         for toy in (one, two):
             toy.island._exchange.lease.beat()
-        if now - begin >= gap and two.island._sent is None:
+        if now - begin >= gap and two.island._learning.sent is None:
             two.step(1.0)
 
     waiting = Waiting(quorum=1, min_grace=0.5, max_grace=10.0)

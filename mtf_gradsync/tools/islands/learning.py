@@ -1,0 +1,250 @@
+"""The arithmetic of an island: what it has learned since a version, and what of it was sent."""
+
+from __future__ import annotations
+
+from typing import Any, Mapping, NamedTuple
+
+import numpy as np
+
+from mtf_gradsync.tools.islands.changes import Form, encoded, wide
+from mtf_gradsync.tools.islands.island_checkpoint import Learned, SavedIsland, Sent
+from mtf_gradsync.tools.islands.session_values import StepCounts
+from mtf_gradsync.tools.islands.tensor_files import TensorSpec
+from mtf_gradsync.tools.islands.versions import fragment_of
+
+
+class Change(NamedTuple):
+    """A change that is ready to be contributed.
+
+    Attributes:
+      tensors: the change, encoded.
+      errors: name of a variable -> the error of the encoding, to be added to its next change.
+      sent: the values and counts from which the change was made.
+    """
+
+    tensors: dict[str, np.ndarray]
+    errors: dict[str, np.ndarray]
+    sent: Sent
+
+
+class Learning:
+    """What an island has learned since the version that it took last.
+
+    A contribution is the difference between the version's values (`base`) and the island's values
+    now. While it waits to be merged, the island goes on with steps. The newer version then takes
+    the place of what was contributed, and what was learned since is added to it.
+
+    Attributes:
+      version: the number of the version that was taken last; None before the first.
+      base: name of a variable -> its value in that version.
+      fragments: the number of sets of variables that versions change in turn.
+      sent: the contribution that waits to be merged; None if there is none.
+      attempts: name of a contribution to the version -> what it contained.
+      since: the number of updates since the last contribution.
+      tokens: for each fragment, the tokens since its last contribution.
+      counts_before: the counters that schedules follow (global step, updates), as of the begin of
+        what is not contributed yet.
+    """
+
+    def __init__(self, specs: Mapping[str, TensorSpec]):
+        self._specs = specs
+        self.base: dict[str, np.ndarray] = {}
+        self.fragments = 1
+        self.start_from(None, {})
+        self.start_counting(StepCounts())
+
+    def start_counting(self, counts: StepCounts) -> None:
+        """Begins to count steps from the counts of a session that has restored its values."""
+        self._step_counts = counts
+        # The tokens of gradients that are accumulated and in no update yet. None: not known, as
+        # the gradients were restored.
+        self._waiting_tokens: float | None = None if counts.waiting else 0.0
+
+    def start_from(self, version: int | None, counts: Mapping[str, int]) -> None:
+        """Resets the state to the begin of a version, and drops what was not contributed.
+
+        `counts` are the counters that schedules follow (global step, updates) as of now.
+        """
+        self.version = version
+        self.counts_before = dict(counts)
+        self.sent: Sent | None = None
+        self.attempts: dict[str, Sent] = {}
+        self.since = 0
+        self.tokens = [0.0] * self.fragments
+        self._residual: dict[str, np.ndarray] = {}
+
+    def restore(self, saved: SavedIsland) -> None:
+        """Restores the state from the file beside a checkpoint."""
+        learned = saved.learned
+        self.version, self.base = learned.version, dict(saved.base)
+        self.counts_before, self.attempts = dict(learned.counts), dict(saved.attempts)
+        self.sent = next(reversed(saved.attempts.values())) if learned.is_sent else None
+        self.since, self.tokens = learned.since, list(learned.tokens)
+        self._residual, self._waiting_tokens = dict(saved.residual), learned.waiting
+
+    def saved(self, island: str, life: int, number: int, events: int) -> SavedIsland:
+        """Returns the content of the file beside a checkpoint; see `Learned` for the arguments."""
+        assert self.version is not None
+        learned = Learned(
+            island=island, life=life, number=number, events=events, version=self.version,
+            counts=self.counts_before, since=self.since, tokens=self.tokens,
+            waiting=self._waiting_tokens, is_sent=self.sent is not None,
+        )  # fmt: skip
+        return SavedIsland(learned, self.base, self._residual, self.attempts)
+
+    def specs_after(self, version: int) -> dict[str, TensorSpec]:
+        """Returns the shapes and dtypes of the variables that the version after one changes."""
+        names = fragment_of(version + 1, list(self._specs), self.fragments)
+        return {name: self._specs[name] for name in names}
+
+    def count(self, now: StepCounts, tokens: float) -> None:
+        """Counts a step's update and its tokens, unless the step accumulated or skipped.
+
+        `now` are the counts after the step.
+        """
+        before, self._step_counts = self._step_counts, now
+        if self._waiting_tokens is None:  # restored sums, of which no tokens are known: estimate
+            self._waiting_tokens = before.waiting * tokens
+        if now.waiting:
+            self._waiting_tokens += tokens if now.waiting != before.waiting else 0.0
+            return
+        tokens += self._waiting_tokens
+        self._waiting_tokens = 0.0
+        if now.skipped > before.skipped:
+            return
+        self.since += 1
+        self.tokens = [count + tokens for count in self.tokens]
+
+    # Contributions.
+
+    @property
+    def tokens_to_send(self) -> float:
+        """The tokens since the last contribution of the variables that the next version changes."""
+        assert self.version is not None
+        return self.tokens[self.version % self.fragments]
+
+    def changed(self, values: Mapping[str, Any]) -> dict[str, np.ndarray]:
+        """Returns the change of each variable that the next version changes: `base` minus value."""
+        assert self.version is not None
+        names = fragment_of(self.version + 1, list(self.base), self.fragments)
+        return {n: (self.base[n] - wide(values[n])).astype(np.float32) for n in names}
+
+    def to_send(
+        self,
+        changed: Mapping[str, np.ndarray],
+        values: Mapping[str, Any],
+        counts: dict[str, int],
+        form: Form,
+    ) -> Change:
+        """Returns the change to contribute: `changed` plus earlier rounding errors, encoded.
+
+        Args:
+          changed: the result of `changed`.
+          values: the session's values by name, from which it was made.
+          counts: the counters that schedules follow, now.
+          form: how the change is sent.
+        """
+        assert self.version is not None
+        residual = {name: self._residual[name] for name in changed if name in self._residual}
+        whole = {n: x + residual[n] if n in residual else x for n, x in changed.items()}
+        tensors, errors = encoded(whole, form)
+        sent = Sent(
+            self.version, {name: values[name] for name in changed}, counts, self.tokens_to_send,
+            self.since, residual,
+        )  # fmt: skip
+        return Change(tensors, errors, sent)
+
+    def send(self, change: Change, name: str) -> None:
+        """Counts a change as contributed under a name; in a replay the name is ""."""
+        if name:
+            self.attempts[name] = change.sent
+        self.sent = change.sent
+        self.since, self.tokens[change.sent.version % self.fragments] = 0, 0.0
+        self._residual.update(change.errors)
+
+    def take_back(self) -> None:
+        """Treats the last contribution as not made, so that the next one contains it."""
+        assert self.sent is not None
+        sent, self.sent = self.sent, None
+        self.since += sent.steps
+        self.tokens[sent.version % self.fragments] += sent.tokens
+        for name in sent.values:
+            self._residual.pop(name, None)
+        self._residual.update(sent.residual)
+
+    def merged_was(self, name: str) -> None:
+        """Says which contribution was merged; it may be an earlier attempt than the last one."""
+        then, sent = self.attempts[name], self.sent
+        if sent is not then:
+            fragment = then.version % self.fragments
+            self.tokens[fragment] += (sent.tokens if sent else 0.0) - then.tokens
+            self.since += (sent.steps if sent else 0) - then.steps
+        self.sent = then
+
+    # Versions.
+
+    def take(
+        self, version: int, merged: Mapping[str, np.ndarray], now: Mapping[str, Any], is_open: bool
+    ) -> dict[str, np.ndarray]:
+        """Takes a newer version; returns name -> what was learned that it does not contain.
+
+        Args:
+          version: the version's number.
+          merged: name of a variable -> its value in the version.
+          now: the session's values by name.
+          is_open: whether `sent` may still be merged into a later version. If so, its change is
+            kept; if not, the version contains it.
+        """
+        sent = self.sent
+        before = {name: wide(x) for name, x in (sent.values if sent else {}).items()}
+        learned = {name: wide(now[name]) - before.get(name, self.base[name]) for name in merged}
+        self.version = version
+        if not (is_open and sent):
+            self.sent, self.attempts = None, {}
+            return learned
+        more = {name: before[name] - self.base[name] for name in before}
+        learned = {name: x + more[name] if name in more else x for name, x in learned.items()}
+        kept = {name: wide(merged[name]) + more[name] for name in more}
+        self.sent = sent._replace(values=kept)
+        self.attempts = {name: self.sent for name in self.attempts}
+        return learned
+
+    def values_of(
+        self,
+        merged: Mapping[str, np.ndarray],
+        learned: Mapping[str, np.ndarray],
+        dtypes: Mapping[str, np.dtype],
+    ) -> dict[str, np.ndarray]:
+        """Returns new values of variables: merged values plus what was learned since; sets `base`.
+
+        Args:
+          merged: name of a variable -> its value in the version.
+          learned: name -> what was learned and is not in the version; the next change contains it.
+          dtypes: name -> dtype of the variable.
+        """
+        written: dict[str, np.ndarray] = {}
+        for name, value in merged.items():
+            since = learned.get(name, np.zeros((), value.dtype))
+            # If nothing was learned since, these are exactly the merged values.
+            written[name] = (value + since).astype(dtypes[name])
+            is_exact = written[name].dtype == value.dtype
+            self.base[name] = value if is_exact else wide(written[name]) - since
+        return written
+
+    def follow(
+        self, version: Mapping[str, int], counts: Mapping[str, int], before: Mapping[str, int]
+    ) -> dict[str, int]:
+        """Returns new values of the island's counters: the version's, plus those counted since.
+
+        A counter is never lowered, and one that the version does not have stays.
+
+        Args:
+          version: the version's counters; no counters if the island counts for itself.
+          counts: the island's counters now.
+          before: the island's counters when it made the contribution that the version contains.
+        """
+        since = {key: counts[key] - before[key] for key in counts}
+        behind = {key: version[key] + since[key] for key in counts.keys() & version.keys()}
+        new = {key: max(count, behind.get(key, count)) for key, count in counts.items()}
+        self.counts_before = {key: new[key] - since[key] for key in counts}
+        return new
