@@ -112,9 +112,8 @@ def test_shards_of_a_step_of_its_own_are_recoverable(mesh_kind, use):
 @pytest.mark.slow
 def test_shards_of_two_axes_are_recoverable(mesh_kind):
     several = {use: uses.ALL[use] for use in ON_TWO_AXES if use not in ALONE}
-    mesh = "2x2x2" if mesh_kind == "simd" else "two axes"
-    check_shards(mesh_kind, mesh, *together(several))
-    check_shards(mesh_kind, mesh, uses.ALL["microbatches"])
+    check_shards(mesh_kind, "two axes", *together(several))
+    check_shards(mesh_kind, "two axes", uses.ALL["microbatches"])
 
 
 # Synchronous replicas: what those that contribute make of it.
@@ -192,10 +191,9 @@ def check_replicas(kind, mesh, model, feeds=None, eps_of=None):
 
 # Shard by shard, all uses were seen on both kinds of mesh: what is made of shards is the same.
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["placement", "simd"])
-def test_replicas_that_are_skipped_have_no_part_in_the_update(kind):
+def test_replicas_that_are_skipped_have_no_part_in_the_update():
     model, eps_of = together(GROUPS["layers"])
-    check_replicas(kind, "2x2", model, eps_of=eps_of)
+    check_replicas("simd", "2x2", model, eps_of=eps_of)
 
 
 @pytest.mark.parametrize(("kind", "use"), harness.pairs(["simd", "placement"], ALONE))
