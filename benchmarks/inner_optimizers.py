@@ -42,7 +42,7 @@ def _muon(rate: Any) -> Any:
 
 
 OPTIMIZERS = {
-    "AdamW": Inner(gs.AdamWOptimizer, (0.001, 0.003)),
+    "AdamW": Inner(gs.AdamWOptimizer, (0.001, 0.003, 0.01)),
     "Adafactor": Inner(
         lambda rate: mtf.optimize.AdafactorOptimizer(learning_rate=rate, decay_rate=0.98),
         (0.02, 0.05),
@@ -81,7 +81,7 @@ def measure(options: report.Options) -> report.Table:
 def _table(rows: list[report.Row], steps: int, batch: Any) -> report.Table:
     return report.Table(
         name="inner_optimizers",
-        title=f"The README's language model, {steps} steps by each optimizer",
+        title=f"Optimizers of the README's language model, {steps} steps by each",
         rows=rows,
         notes=(
             f"2 layers of 128, batches of {batch} sequences of 64 bytes; the rate after"
