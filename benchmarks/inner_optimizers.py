@@ -167,6 +167,11 @@ def measure_cost(options: report.Options) -> report.Table:
                     }
                 )
             rows += of_model
+            report.write(_cost_table(rows), options)
+    return _cost_table(rows)
+
+
+def _cost_table(rows: list[report.Row]) -> report.Table:
     return report.Table(
         "inner_optimizers_cost",
         "What the TPU compiler expects of a step by each optimizer",
