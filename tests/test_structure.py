@@ -53,7 +53,7 @@ TESTED_BY = {
     "optimizers/sync_replicas": ["optimizers/replicas"],
     "optimizers/test_describe.py": ["optimizers/description", "optimizers/pipeline/words"],
     "optimizers/test_skips.py": ["step/outcomes"],
-    "optimizers/test_weights.py": ["optimizers/pipeline/weighted", "optimizers/pipeline/weights"],
+    "optimizers/test_weights.py": ["optimizers/pipeline/weights"],
     "optimizers/test_wrapper.py": ["optimizers/interface"],
     "gradients/test_recoverable.py": ["gradients/layout"],
     # Of sessions and runs of all runtimes, by what they leave behind.

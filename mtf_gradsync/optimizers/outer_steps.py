@@ -19,7 +19,7 @@ from mtf_gradsync.optimizers.outer_values import (
 )
 from mtf_gradsync.optimizers.pipeline.accumulators import ZerosWhere, times
 from mtf_gradsync.optimizers.pipeline.builder import StepBuilder
-from mtf_gradsync.optimizers.pipeline.forms import Form, GradientSet, Reduction
+from mtf_gradsync.optimizers.pipeline.forms import Form, GradientSet, Reduction, Weights
 from mtf_gradsync.optimizers.pipeline.strategy_state import (
     CutOut,
     Owner,
@@ -27,7 +27,7 @@ from mtf_gradsync.optimizers.pipeline.strategy_state import (
     VariablePiece,
     variable_of,
 )
-from mtf_gradsync.optimizers.pipeline.weights import Weights, divided, nonzero
+from mtf_gradsync.optimizers.pipeline.weights import divided, nonzero
 from mtf_gradsync.optimizers.skips import ReportsSkips, Skips, Words
 from mtf_gradsync.optimizers.slots import owner_of
 from mtf_gradsync.optimizers.state import named_state

@@ -39,12 +39,12 @@ from mtf_gradsync.optimizers.pipeline.stack import (
     check_meshes,
     completed,
 )
-from mtf_gradsync.optimizers.pipeline.weighted import with_weights
 from mtf_gradsync.optimizers.pipeline.weights import (
     WeightsOfGradients,
     agreed_weights,
     check_weights,
     weights_of,
+    with_weights,
 )
 from mtf_gradsync.optimizers.slots import SlotBook, optimizers_of
 from mtf_gradsync.optimizers.state import check_name

@@ -15,8 +15,8 @@ from mtf_gradsync.gradients.operations import (
     reduced_values,
 )
 from mtf_gradsync.optimizers.pipeline.builder import StepBuilder
-from mtf_gradsync.optimizers.pipeline.forms import Form, GradientSet
-from mtf_gradsync.optimizers.pipeline.weights import Weights, divided
+from mtf_gradsync.optimizers.pipeline.forms import Form, GradientSet, Weights
+from mtf_gradsync.optimizers.pipeline.weights import divided
 from mtf_gradsync.optimizers.slots import SlotBook, SlotOwners
 from mtf_gradsync.optimizers.state import ACCUMULATOR, named_state
 from mtf_gradsync.step import Gate, StepPlan, WriteInPlace, write_slices

@@ -13,7 +13,6 @@ from mtf_gradsync.gradients.operations import on_mesh, on_present
 from mtf_gradsync.gradients.recoverable import MadeOfSums
 from mtf_gradsync.gradients.reduce_gradients import GatherParts
 from mtf_gradsync.mesh.axes import ReplicaAxes
-from mtf_gradsync.optimizers.pipeline.weights import Weights
 from mtf_gradsync.optimizers.slots import optimizer_of
 from mtf_gradsync.reduce import Strategy
 from mtf_gradsync.reduce.strategy import has_gradient_reduction
@@ -136,6 +135,25 @@ class PerShard:
     warning: str = ""
     adds_up: bool = False
     remakes: bool = False
+
+
+class Weights(NamedTuple):
+    """The weights of a set of gradients.
+
+    Attributes:
+      total: float32 scalar, the weight of all shards together; inside an island of
+        `OuterOptimizer`, of all shards of the island.
+      of_shards: float32 `[shard dims...]`, the weight of each shard; None for equal weights.
+    """
+
+    total: mtf.Tensor
+    of_shards: mtf.Tensor | None = None
+
+    def by_shard(self, axes: ReplicaAxes) -> mtf.Tensor:
+        """Returns the weight of each shard, `[shard dims...]`."""
+        if self.of_shards is not None:
+            return self.of_shards
+        return mtf.broadcast(self.total * (1.0 / axes.num_shards), mtf.Shape(list(axes.shard_dims)))
 
 
 class OnlyWhen(NamedTuple):

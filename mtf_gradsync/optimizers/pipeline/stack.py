@@ -10,7 +10,7 @@ stack. `StepBuilder` makes the operations of the result in the order in which it
 2. Each stage gets to know those inside it, because some depend on them (a loss scale).
 3. If a stage takes another form of gradients than the stage before it gives, a converting stage is
    inserted (`with_conversions`). A stack is then completed (`completed`).
-4. If gradients have weights, stages for them are added (`with_weights` in the file `weighted`).
+4. If gradients have weights, stages for them are added (`with_weights` in the file `weights`).
 5. Conditions become blocks of stages that run in the same steps (`in_blocks`): the builder makes a
    branch for each.
 """

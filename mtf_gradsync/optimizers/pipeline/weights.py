@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any, NamedTuple, Sequence
 
@@ -13,27 +14,12 @@ from mtf_gradsync.gradients.operations import MaybeGradients, on_mesh
 from mtf_gradsync.gradients.recoverable import Apart
 from mtf_gradsync.gradients.shards import shard_dims_in, split_into_shards
 from mtf_gradsync.mesh.axes import ReplicaAxes
+from mtf_gradsync.optimizers.pipeline.forms import GradientSet, Weights
+from mtf_gradsync.optimizers.pipeline.stack import Condition, Stack, Stage
+from mtf_gradsync.optimizers.slots import SlotBook
+from mtf_gradsync.optimizers.state import named_state
 from mtf_gradsync.reduce import Strategy
 from mtf_gradsync.step import PlanExtension, StepPlan
-
-
-class Weights(NamedTuple):
-    """The weights of a set of gradients.
-
-    Attributes:
-      total: float32 scalar, the weight of all shards together; inside an island of
-        `OuterOptimizer`, of all shards of the island.
-      of_shards: float32 `[shard dims...]`, the weight of each shard; None for equal weights.
-    """
-
-    total: mtf.Tensor
-    of_shards: mtf.Tensor | None = None
-
-    def by_shard(self, axes: ReplicaAxes) -> mtf.Tensor:
-        """Returns the weight of each shard, `[shard dims...]`."""
-        if self.of_shards is not None:
-            return self.of_shards
-        return mtf.broadcast(self.total * (1.0 / axes.num_shards), mtf.Shape(list(axes.shard_dims)))
 
 
 class Recorded(NamedTuple):
@@ -335,3 +321,58 @@ def weighted_shards(
         given = [x, of_shards, weights.total, *([] if shared is None else [shared])]
         weighted.append(mtf.cwise(weigh, given, x.dtype))
     return weighted
+
+
+# The stages that are added to a stack of any wrappers if gradients have weights.
+
+
+def with_weights(stack: Stack, axes: ReplicaAxes | None, slots: SlotBook) -> Stack:
+    """Returns a stack with the stages that gradients with weights need, first and last.
+
+    Args:
+      stack: a completed stack.
+      axes: the replica axes of the shards that have weights; None if they are not known.
+      slots: records the counter of updates without data.
+    """
+    outermost = stack.segments[0].reduction
+    first = _WeighShards(outermost.strategy, axes)
+    return stack._replace(first=(first,), last=(_OnlyWithData(outermost.name, slots),))
+
+
+@dataclasses.dataclass(frozen=True)
+class _WeighShards(Stage):
+    """The first stage: it fits the gradients of shards to weights (see `weighted_shards`)."""
+
+    strategy: Strategy
+    axes: ReplicaAxes | None
+
+    def apply(self, gradients: GradientSet, step: Any) -> GradientSet:
+        del step
+        weights = gradients.weights
+        assert weights is not None
+        return gradients.with_grads(
+            weighted_shards(gradients.grads, weights, self.axes, self.strategy)
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class _OnlyWithData(Stage):
+    """The last stage: it lets only gradients with a weight above 0 make an update.
+
+    It counts the updates that it skips. State: `<name of the outermost wrapper>/without_data`.
+    """
+
+    name: str
+    slots: SlotBook
+    condition = Condition()
+
+    def apply(self, gradients: GradientSet, step: Any) -> GradientSet:
+        assert gradients.weights is not None
+        has_data = step.agreed(mtf.greater(gradients.weights.total, 0.0), by_any=True)
+        counter = named_state(has_data.mesh, f"{self.name}/without_data", stacked=True)
+        self.slots.record([counter], [])
+        gate = step.gate([*gradients.present, has_data])
+        now = counter.value + 1 - mtf.cast(has_data, tf.int32)
+        step.write([mtf.assign(counter, now)], gate)
+        step.counts_without_data = counter
+        return gradients.only_when(has_data, gate)
