@@ -336,7 +336,7 @@ class _SkipNotFinite(Stage):
         return None if self.is_told or by_shard else Form.REDUCED
 
     def within(self, inside: Sequence[Stage], others: Sequence[Stage]) -> Stage:
-        is_told = any(stage._tells_finite for stage in inside)
+        is_told = any(stage._counts_shards for stage in inside)
         return dataclasses.replace(self, inside=(*inside, *others), is_told=is_told)
 
     def check(

@@ -269,7 +269,7 @@ class _AggregateReplicas(Stage):
     gives, _leaves = Form.REDUCED, Form.PENDING
     finite = "skips"
     _divides = "average over those that contributed"
-    _wants_reduced = _tells_finite = _counts_shards = True
+    _wants_reduced = _counts_shards = True
     _one_mesh, _sums_in = ONE_FOR_EACH_MESH, "wide"
 
     @property

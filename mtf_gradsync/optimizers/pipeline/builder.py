@@ -98,7 +98,6 @@ class StepConditions:
         gate: Gate | None,
         behind: Sequence[mtf.Operation] = (),
         as_call: bool = False,
-        at_end: Callable[[], Sequence[mtf.Operation]] = list,
     ) -> Iterator[None]:
         """Adds a branch to the step, with the operations that are made inside the block.
 
@@ -108,14 +107,11 @@ class StepConditions:
             branch.
           behind: operations of the step that the branch waits for, too.
           as_call: as for `Conditional`.
-          at_end: a function that makes the last operations of the branch. They run even if the
-            condition of a branch inside this one does not hold.
         """
         branch = Branch(self.plan)
         self._lists.append(branch.updates)
         with branch.opened():
             yield
-            branch.updates.extend(at_end())
         self._lists.pop()
         self.add(Conditional(due, gate, branch, behind, as_call).updates)
 
@@ -273,8 +269,9 @@ class StepBuilder(StepConditions):
         if not condition.counts_every_step and not self.plan.is_in_branch and self.updated is None:
             self.updated = mtf.cast(holds, tf.int32)
         gradients = dataclasses.replace(gradients, condition=None)  # they exist outside, too
-        with self.branch_when(holds, gate, behind, condition.as_call, last):
+        with self.branch_when(holds, gate, behind, condition.as_call):
             yield gradients if first is None else first(gradients)
+            self.add(last())
 
     @property
     def names(self) -> list[str]:

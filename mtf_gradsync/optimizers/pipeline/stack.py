@@ -95,11 +95,9 @@ class Stage:
     _sums_in: Any = None
     # What gradients are divided by once they are reduced, as text; "" for nothing.
     _divides: str = ""
-    # Whether `apply` calls `StepBuilder.tell_finite`.
-    _tells_finite: bool = False
     # Whether it applies the gradients of some shards without those of other shards.
     _skips_shards: bool = False
-    # Whether it counts which shards contribute.
+    # Whether it counts which shards contribute; then `apply` calls `StepBuilder.tell_finite`.
     _counts_shards: bool = False
     # Whether it keeps moving averages of variables.
     _averages: bool = False
