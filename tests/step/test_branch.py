@@ -27,6 +27,13 @@ def run(kind, make, flags, **kwargs):
     return harness.run(kind, "all:2", "batch:all", build, feeds, **kwargs)
 
 
+def branch_of(plan, make):
+    branch = Branch(plan)
+    with branch.opened():
+        branch.updates.extend(make())
+    return branch
+
+
 @pytest.mark.parametrize("as_call", [True, False])
 @pytest.mark.parametrize("autostack", [True, False])
 def test_a_branch_runs_when_it_is_due(mesh_kind, as_call, autostack):
@@ -40,7 +47,7 @@ def test_a_branch_runs_when_it_is_due(mesh_kind, as_call, autostack):
             ])  # fmt: skip
 
         gate = Gate(plan, [w, slot])
-        conditional = Conditional(due, gate, Branch(plan, update), [], as_call=as_call)
+        conditional = Conditional(due, gate, branch_of(plan, update), [], as_call=as_call)
         return conditional.updates, {"w": w}
 
     result = run(mesh_kind, make, [1, 0, 1, 0], autostack=autostack)
@@ -54,7 +61,7 @@ def test_operations_of_a_branch_stay_in_the_graphs_list():
     w = scalar(mesh, "w")
     plan = StepPlan.of(mesh.graph)
     before = list(mesh.graph.operations)
-    branch = Branch(plan, lambda: [mtf.assign(w, w + scalar(mesh, "made_inside"))])
+    branch = branch_of(plan, lambda: [mtf.assign(w, w + scalar(mesh, "made_inside"))])
     made = [op for op in mesh.graph.operations if op not in before]
     inside = plan.members(branch)
     assert branch.updates[-1] in inside
@@ -70,7 +77,7 @@ def test_a_sum_that_is_made_in_a_branch_is_made_again_outside(mesh_kind):
         w, seen = scalar(mesh, "w"), scalar(mesh, "seen")
         total = mtf.reduce_sum(mtf.ones(mesh, mtf.Shape([batch])))
         plan = StepPlan.of(mesh.graph)
-        branch = Branch(plan, lambda: [mtf.assign(w, w + total * total)])
+        branch = branch_of(plan, lambda: [mtf.assign(w, w + total * total)])
         gate = Gate(plan, [w])
         conditional = Conditional(due, gate, branch, [])
         outside = mtf.assign(seen, seen + total * 2.0)
@@ -90,11 +97,11 @@ def test_a_branch_in_a_branch(mesh_kind):
         second = mtf.greater(w, 0.5)
 
         def update():
-            nested = Branch(plan, lambda: [mtf.assign(inner, inner + 1.0)])
+            nested = branch_of(plan, lambda: [mtf.assign(inner, inner + 1.0)])
             conditional = Conditional(second, gate, nested, [], as_call=False)
             return [mtf.assign(w, w + 1.0), *conditional.updates]
 
-        branch = Branch(plan, update)
+        branch = branch_of(plan, update)
         return Conditional(due, gate, branch, [], as_call=False).updates, {}
 
     result = run(mesh_kind, make, [1, 0, 1, 1])
@@ -111,7 +118,7 @@ def test_summaries_of_a_branch_are_removed_with_a_warning(caplog):
             mtf.scalar_summary("inside", w)
             return [mtf.assign(w, w + 1.0)]
 
-        return Conditional(due, Gate(plan, [w]), Branch(plan, update), []).updates, {}
+        return Conditional(due, Gate(plan, [w]), branch_of(plan, update), []).updates, {}
 
     with caplog.at_level(logging.WARNING, "mtf_gradsync"):
         result = run("placement", make, [1])
