@@ -506,7 +506,7 @@ class _Accumulate(Stage):
         if skip_fn is not None:
             if weights is not None:  # without data, a mean may be 0 / 0
                 gradients = without_skipped(gradients, mtf.less_equal(weights.total, 0.0))
-            received, strategy = step.received[0], wrapper.reducer
+            received, strategy = step.received[-1], wrapper.reducer
             skip, state_after = says_skip(skip_fn, gradients, received, strategy, name)
             skip = step.agreed(on_mesh(skip, mesh), by_any=True)
             kept = state_after(skip)

@@ -132,19 +132,32 @@ class skip_spikes:
 
         Args:
           given: the gradients of the step.
-          received: these gradients as the stack received them.
+          received: these gradients as the wrapper received them.
           strategy: the wrapper's reduction strategy.
           name: the wrapper's name.
         """
-        mesh, grads = given.mesh, [unclipped(g) for g in given.present]
+        before_clip = [unclipped(g) for g in received.present]
+        is_clipped = before_clip != received.present
         changes: list[_Changed] = []
         skips = []
         for kind in self.of:
-            value = _loss(received, mesh) if kind == "loss" else global_norm(grads, strategy)
-            skip, some = self._of_series(_SERIES[kind], mtf.cast(value, tf.float32), name)
+            series = _SERIES[kind]
+            if kind == "norm":
+                value = global_norm(before_clip if is_clipped else given.present, strategy)
+            else:
+                value = _loss(received)
+            value = mtf.cast(on_mesh(value, given.mesh), tf.float32)
+            if received.weights is not None:
+                value = mtf.cwise(
+                    lambda x, weight, nothing=series.without_data: tf.where_v2(
+                        weight > 0, x, nothing
+                    ),
+                    [value, on_mesh(received.weights.total, given.mesh)],
+                )
+            skip, some = self._of_series(series, value, name)
             skips.append(skip)
             changes += some
-        if self.of == ("loss",) or grads != given.present:
+        if is_clipped or "norm" not in self.of:
             # Clipped gradients may be NaN, although their norm was finite before.
             skips.append(skip_not_finite(given.present, strategy))
 
@@ -212,18 +225,12 @@ class skip_spikes:
         ]
 
 
-def _loss(received: GradientSet, mesh: mtf.Mesh) -> mtf.Tensor:
-    """Returns the loss of the whole batch, on `mesh`; that of a step without data is -infinity."""
+def _loss(received: GradientSet) -> mtf.Tensor:
+    """Returns the loss of the whole batch from which gradients come: a float32 scalar."""
     losses = losses_of_step(received.present)
     with StepPlan.of(received.graph).outside_of_branches():
         # Reduced here, on every step.
         values = [mtf.cwise(lambda x: tf.cast(x, tf.float32), [x], tf.float32) for x in losses]
-        values = [on_mesh(mtf.reduce_sum(x), mesh) for x in values]
-    loss = functools.reduce(mtf.add, values)
-    if received.weights is None:
-        return loss
-    nothing = _SERIES["loss"].without_data
-    return mtf.cwise(
-        lambda x, weight: tf.where_v2(weight > 0, x, nothing),
-        [loss, on_mesh(received.weights.total, mesh)],
-    )
+        return functools.reduce(
+            mtf.add, [on_mesh(mtf.reduce_sum(x), received.mesh) for x in values]
+        )

@@ -83,12 +83,12 @@ class Rules:
                 )
 
 
-def accumulation(window, passes=1, of=("norm", "loss"), **more):
+def accumulation(window, passes=1, of=("norm", "loss"), accumulate="synced", **more):
     return gs.GradientAccumulationOptimizer(
         mtf.optimize.SgdOptimizer(0.0),
         passes,
         should_skip_update_fn=gs.skip_spikes(DEVIATIONS, window, of),
-        accumulate="synced",
+        accumulate=accumulate,
         **AXES,
         **more,
     )
@@ -97,7 +97,9 @@ def accumulation(window, passes=1, of=("norm", "loss"), **more):
 STACKS = {
     "alone": accumulation,
     "islands": lambda window: gs.OuterOptimizer(accumulation(window), 4, **AXES),
-    "clip": lambda window: gs.ClipByGlobalNormOptimizer(accumulation(window), 0.5),
+    "clip": lambda window: gs.ClipByGlobalNormOptimizer(
+        accumulation(window, accumulate="sharded"), 0.5
+    ),
     "scale": lambda window: gs.LossScaleOptimizer(accumulation(window, 3), loss_scale=2.0**10),
     "loop": accumulation,
     "weights": functools.partial(accumulation, passes=2),
