@@ -85,8 +85,8 @@ variables with two seeds and more with one: by these seeds the two cannot be tol
 [AdamW](adamw.md#variables-in-bfloat16-rounding-by-chance) says how to round by chance.
 """,
     "spikes": """\
-What is skipped, and how to skip it: [gradients that are not
-finite](accumulation.md#gradients-that-are-not-finite).
+The loss falls fast in so short a training, so that its deviation over the window is large, and no
+batch is a spike of the loss. How to skip such batches: [spikes](accumulation.md#spikes).
 """,
     "less_communication_link": """\
 A step that sends next to nothing still takes the time of its computation and the latency of the

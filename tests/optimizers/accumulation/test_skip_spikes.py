@@ -112,7 +112,7 @@ def program(stack, window):
 
     def build(mesh, inputs):
         batch = mtf.Dimension("batch", ROWS)
-        dims = {"w": [mtf.Dimension("inputs", 3), mtf.Dimension("hidden", 4)], "b": [], "loss": []}
+        dims = {"w": [mtf.Dimension("inputs", 4), mtf.Dimension("hidden", 4)], "b": [], "loss": []}
         fed = {
             name: mtf.import_tf_tensor(mesh, inputs[f"of_{name}"], mtf.Shape([batch, *own]))
             for name, own in dims.items()
@@ -144,7 +144,7 @@ def feeds_of(series):
     """Returns feeds with given norms, of the first rows and the last rows, and losses."""
     rng, feeds = np.random.RandomState(0), []
     for *norms, loss in series:
-        w, b = rng.randn(3, 4), rng.randn()
+        w, b = rng.randn(4, 4), rng.randn()
         norms = np.repeat(norms, ROWS // len(norms)) / np.sqrt(np.sum(w**2) + b**2)
         with np.errstate(invalid="ignore"):
             feed = {"w": np.multiply.outer(norms, w), "b": norms * b}
