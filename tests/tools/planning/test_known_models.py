@@ -21,7 +21,7 @@ pytestmark = [
 
 WIDTH, WIDE, LAYERS, CORES = 768, 3072, 12, 8
 # To compile all twelve takes minutes.
-COMPILED = 1
+COMPILED = 2
 
 
 @gin.configurable(module="tests")
