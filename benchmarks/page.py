@@ -31,6 +31,7 @@ ORDER = (
     "accumulation",
     "sync_replicas",
     "sharded_updates",
+    "sharded_sums",
     "reductions",
     "two_processes",
     "less_communication",
@@ -49,9 +50,10 @@ ELSEWHERE = {
     "tpu_cost": ("tpu.md", "what-a-tpu-would-pay", "python docs/write_tpu_cost_table.py"),
     "best_division": ("best.md", "three-models", "python -m benchmarks.page"),
     "best_order": ("best.md", "is-the-choice-right", "python -m benchmarks.page"),
+    "sharded_sums": ("accumulation.md", "sums-in-parts-zero-2", "python -m benchmarks.page"),
 }
 # Pages with tables between marks, which this program writes.
-WITH_TABLES = (ROOT / "docs" / "best.md",)
+WITH_TABLES = (ROOT / "docs" / "best.md", ROOT / "docs" / "accumulation.md")
 _MARKED = re.compile(r"<!-- table (\w+) -->\n.*?<!-- end -->", re.DOTALL)
 # Tables that the program of another one measures, too.
 MEASURED_BY = {

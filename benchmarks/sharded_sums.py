@@ -1,8 +1,8 @@
 """Where sums of gradients are kept: what the TPU compiler and the plan say of each place.
 
-Models are the language model of configs/, and two of the twelve layers of T5-base's encoder and
-decoder, by AdamW. `mtf-gradsync compile` compiles each for 16 chips; the time of collectives is
-that of `mtf-gradsync plan`.
+Models are the language model of configs/, and T5-base, by AdamW. `mtf-gradsync compile` compiles
+each for 16 chips; the time of collectives is that of `mtf-gradsync plan`. T5-base is compiled with
+two of its twelve layers, and its figures are multiplied by the ratio of parameters.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import json
 import pathlib
 import sys
 import tempfile
-from typing import Any
+from typing import Any, NamedTuple
 
 import gin
 import numpy as np
@@ -26,7 +26,10 @@ from mtf_gradsync.tools.train.cli import main as cli
 TOPOLOGY = "v5e:4x4"
 # Each place, without sharded updates and with them.
 PLACES = ("local", "synced", "sharded")
-STACKS = tuple(f"{place}{more}" for more in ("", " + sharded updates") for place in PLACES)
+UPDATES = " + sharded updates"
+# By default, variables of which a part takes about as many of a TPU's tiles are not split.
+ALL_SPLIT = f"sharded{UPDATES}, min_size=128"
+STACKS = (*(f"{place}{more}" for more in ("", UPDATES) for place in PLACES), ALL_SPLIT)
 LM = """
 include "lm_sharded_sums.gin"
 mesh_shape = "batch:16;model:1"
@@ -41,7 +44,20 @@ train.run.batch_size = 16
 train.run.sequence_length = {{"inputs": 128, "targets": 32}}
 train.run.train_dataset_fn = @texts_and_answers
 """
-MODELS = {"LM": LM, "T5-base": T5_BASE}
+
+
+class Model(NamedTuple):
+    """A model to compile: its config, and what its figures are multiplied by."""
+
+    config: str
+    factor: float = 1.0
+
+
+_VOCABULARY, _LAYER = 32_128 * 768, 12 * 768 * 768 + 4 * 768 * 3072  # parameters of T5-base
+MODELS = {
+    "LM": Model(LM),
+    "T5-base": Model(T5_BASE, (_VOCABULARY + 12 * _LAYER) / (_VOCABULARY + 2 * _LAYER)),
+}
 MICROBATCHES = 4  # of lm_accumulate.gin
 
 
@@ -54,32 +70,43 @@ def texts_and_answers(sequence_length: dict[str, int], vocabulary: Any, dataset_
 
 
 def measure(options: report.Options) -> report.Table:
-    """Plans and compiles each model with each stack."""
+    """Compiles each model with each stack."""
     rows = []
-    for model in options.only["models"]:
-        for stack in options.only["stacks"]:
-            place, _, updates = stack.partition(" + ")
-            bindings = [f'GradientAccumulationOptimizer.accumulate = "{place}"']
-            if not updates:
-                bindings.append("GradientAccumulationOptimizer.opt = @AdamWOptimizer")
-            rows.append(
-                {"model": model, "stack": stack, **_row("\n".join([MODELS[model], *bindings]))}
-            )
+    for name in options.only.get("models", tuple(MODELS)):
+        model = MODELS[name]
+        for stack in options.only.get("stacks", STACKS):
+            if stack == ALL_SPLIT and model.config == T5_BASE:  # its matrices are split anyway
+                continue
+            found = _figures("\n".join([model.config, *_bindings(stack)]))
+            figures = {what: number * model.factor for what, number in found.items()}
+            rows.append({"model": name, "sums": stack, **figures})
             print(rows[-1], file=sys.stderr, flush=True)
     return report.Table(
         name="sharded_sums",
         title=f"Sums of gradients over four microbatch steps, AdamW, {TOPOLOGY}",
         rows=rows,
         notes=(
-            "kept: from step to step on a core: variables, Adam's slots, sums. core: all memory, "
-            "as the compiler plans it. sent: by a core between replicas, around a ring.",
-            "ms: as `mtf-gradsync plan` predicts, links included; mean: over three microbatch "
-            "steps without an update and one with it.",
+            "MB and ms of one core. kept: from step to step, that is variables, Adam's slots and "
+            "sums. memory: all of it, as the compiler plans it. sent: between replicas, around a "
+            "ring.",
+            "ms: by the compiler's program, as `mtf-gradsync plan` predicts it, links included. "
+            "mean: over three microbatch steps without an update and one with it.",
         ),
     )
 
 
-def _row(config: str) -> report.Row:
+def _bindings(stack: str) -> list[str]:
+    place, _, updates = stack.partition(UPDATES)
+    bindings = [f'GradientAccumulationOptimizer.accumulate = "{place}"']
+    if UPDATES not in stack:
+        bindings.append("GradientAccumulationOptimizer.opt = @AdamWOptimizer")
+    if updates:
+        bindings.append("ShardedUpdateOptimizer.min_size = 128")
+    return bindings
+
+
+def _figures(config: str) -> dict[str, float]:
+    """What a core keeps and sends, and how long it takes, by the compiler's answer."""
     with tempfile.TemporaryDirectory() as folder:
         file = pathlib.Path(folder) / "model.gin"
         file.write_text(config, encoding="utf-8")
@@ -103,11 +130,11 @@ def _row(config: str) -> report.Row:
     mean = (seconds[0] * (MICROBATCHES - 1) + seconds[1]) / MICROBATCHES
     return {
         "kept, MB": compiled["memory"]["arguments"] / 1e6,
-        "core, MB": compiled["memory"]["total"] / 1e6,
+        "memory, MB": compiled["memory"]["total"] / 1e6,
         "sent, MB": sent[0] / 1e6,
-        "with update, MB": sent[1] / 1e6,
-        "step ms": seconds[0] * 1e3,
-        "with update, ms": seconds[1] * 1e3,
+        "sent with update, MB": sent[1] / 1e6,
+        "ms": seconds[0] * 1e3,
+        "ms with update": seconds[1] * 1e3,
         "mean ms": mean * 1e3,
     }
 

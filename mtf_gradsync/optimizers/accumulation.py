@@ -291,8 +291,8 @@ class GradientAccumulationOptimizer(ReportsSkips):
             where = LOCAL if is_split and not why else SYNCED
             axes = found if where == LOCAL else None
         parts: Partition | None = None
-        if where == SHARDED and axes is not None:
-            if axes.num_shards == 1:
+        if where == SHARDED:
+            if axes is None or axes.num_shards == 1:
                 where, why = SYNCED, ", because there is one replica: no sum can be sharded"
             else:
                 shapes_of = functools.partial(self._shapes_of_parts, axes)

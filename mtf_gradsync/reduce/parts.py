@@ -149,15 +149,8 @@ def buckets(tensors: Sequence[Any], cuts: Sequence[Cuts], bucket_bytes: int) -> 
     return found
 
 
-def to_rows(mesh_impl: Any, x: tf.Tensor, cuts: Cuts) -> tf.Tensor:
-    """Returns a slice as a matrix with one row for each part, in the order of `part_number`."""
-    split, order = _split_axes(mesh_impl, x.shape.as_list(), cuts)
-    parts = mtf.list_product([split[i] for i in order[: len(cuts)]])
-    return tf.reshape(_transposed(tf.reshape(x, split), order), [parts, -1])
-
-
 def from_rows(mesh_impl: Any, rows: tf.Tensor, shape: Sequence[int], cuts: Cuts) -> tf.Tensor:
-    """Returns the slice of shape `shape` that `to_rows` turned into `rows`."""
+    """Returns a slice of shape `shape` from a row for each part, in the order of `part_number`."""
     split, order = _split_axes(mesh_impl, shape, cuts)
     x = tf.reshape(rows, [split[i] for i in order])
     return tf.reshape(_transposed(x, [order.index(i) for i in range(len(order))]), list(shape))
@@ -191,6 +184,8 @@ _TILE = 8 * 128
 # Smaller parts share a reduce-scatter. The compiler merges neighbouring ones of small tensors by
 # itself, and a packed one holds all gradients twice.
 _SCATTERED_ALONE = _TILE // 2
+# Among many cores a collective takes longer to begin: there, smaller parts share both.
+_ALONE_AMONG_MANY = 4 * _TILE
 # The TPU compiler does not gather a tensor into a variable's memory. If the tensor is a variable's
 # new value, the variable is copied when the step begins, and the new value when the step ends. An
 # operation after the gather, which writes into the variable's memory, saves the copies. For tensors
@@ -198,24 +193,74 @@ _SCATTERED_ALONE = _TILE // 2
 _WRITTEN_IN_PLACE = 64 * 1024
 
 
+# The TPU compiler (libtpu 0.0.17) turns a reduce-scatter over all cores of a square slice, such as
+# v5e:4x4, into an all-reduce and a slice, which sends twice the bytes. It keeps reduce-scatters
+# over halves of a slice. On v5e:2x4 it keeps both, and one of all 8 cores takes less time.
+_SCATTERED_AT_ONCE = 8
+
+
+class _Level(NamedTuple):
+    """One of the reduce-scatters, one after the other, that give each core its part of a sum.
+
+    Attributes:
+      groups: the cores that sum with each other.
+      axis: the axis of the tensor that is cut.
+      blocks: the number of equal blocks of that axis, each of which is cut.
+    """
+
+    groups: ProcessorGroups
+    axis: int
+    blocks: int = 1
+
+
+def _levels(mesh_impl: Any, cuts: Cuts) -> list[_Level]:
+    """Returns the reduce-scatters that cut a tensor along all mesh axes of its cuts."""
+    if len(cuts) > 1:
+        each = [_Level(slice_groups(mesh_impl, [cut]), cut.tensor_axis) for cut in reversed(cuts)]
+        # What the first of them cuts, the others need not send.
+        return sorted(each, key=lambda level: -level.groups.group_size)
+    along, axis = slice_groups(mesh_impl, cuts), cuts[0].tensor_axis
+    half, is_odd = divmod(along.group_size, 2)
+    if len(along.groups) > 1 or is_odd or along.group_size <= _SCATTERED_AT_ONCE:
+        return [_Level(along, axis)]
+    # Within each half of the cores, both halves of the sum; then between the halves.
+    (cores,) = along.groups
+    pairs = ProcessorGroups(list(zip(cores[:half], cores[half:])))
+    return [
+        _Level(ProcessorGroups([cores[:half], cores[half:]]), axis, blocks=2),
+        _Level(pairs, axis),
+    ]
+
+
 def scatter_together(
     mesh_impl: Any, values: Sequence[Any], groups: ProcessorGroups, cuts: Sequence[Cuts]
 ) -> list[Any]:
     """Returns each core's part of sums on a SIMD mesh; see `Strategy.reduce_scatter`.
 
-    The sums are marked as one group, which the compiler may combine.
+    Sums that do not depend on each other are marked as one group, which the compiler may combine.
     """
     shapes = [part_shape(mesh_impl, v.slice_shape, c) for v, c in zip(values, cuts)]
-    sharing = _sharing(values, shapes, cuts, _SCATTERED_ALONE)
-    with summed_together():
-        scattered = [
-            _scattered(mesh_impl, [values[i] for i in members], cuts[members[0]])
-            for members in sharing
-        ]
+    sharing = _sharing(mesh_impl, values, shapes, cuts, _SCATTERED_ALONE)
+    levels = [_levels(mesh_impl, cuts[members[0]]) for members in sharing]
+    scattered = [
+        _to_be_sent(mesh_impl, [values[i] for i in members], cuts[members[0]])
+        for members in sharing
+    ]
+    for turn in range(max(map(len, levels), default=0)):
+        with summed_together():
+            for number, one in enumerate(levels):
+                if turn < len(one):
+                    is_stacked = len(sharing[number]) > 1
+                    scattered[number] = _scattered(
+                        mesh_impl, scattered[number], one[turn], is_stacked
+                    )
     assert groups.mesh_axes is not None  # the groups run along axes
     # A part is summed over the axes along which its tensor is not cut.
     by_rest: dict[tuple[int, ...], list[int]] = collections.defaultdict(list)
     for number, members in enumerate(sharing):
+        scattered[number] = _cast(
+            mesh_impl, scattered[number], values[members[0]].tensor_list[0].dtype
+        )
         cut = mesh_axes_of(cuts[members[0]])
         by_rest[tuple(axis for axis in groups.mesh_axes if axis not in cut)].append(number)
     for rest, numbers in by_rest.items():
@@ -226,10 +271,10 @@ def scatter_together(
                 scattered[number] = total
     results: list[Any] = [None] * len(values)
     for members, parts in zip(sharing, scattered):
-        first = members[0]
-        shape = values[first].slice_shape
-        unpacked = _parts_of(mesh_impl, parts, len(members), shape, cuts[first])
-        for index, part in zip(members, unpacked):
+        own = [parts]
+        if len(members) > 1:
+            own = mesh_impl.slicewise(lambda x: tuple(tf.unstack(x)), parts)
+        for index, part in zip(members, own):
             results[index] = part
     return results
 
@@ -238,7 +283,8 @@ def gather_together(mesh_impl: Any, parts: Sequence[Any], cuts: Sequence[Cuts]) 
     """Returns whole slices on each core of a SIMD mesh, gathered from the parts on all cores."""
     results: list[Any] = [None] * len(parts)
     with summed_together():
-        for members in _sharing(parts, [p.slice_shape for p in parts], cuts, _TILE):
+        part_shapes = [p.slice_shape for p in parts]
+        for members in _sharing(mesh_impl, parts, part_shapes, cuts, _TILE):
             slices = _gathered(mesh_impl, [parts[i] for i in members], cuts[members[0]])
             for index, full in zip(members, slices):
                 results[index] = full
@@ -246,6 +292,7 @@ def gather_together(mesh_impl: Any, parts: Sequence[Any], cuts: Sequence[Cuts]) 
 
 
 def _sharing(
+    mesh_impl: Any,
     tensors: Sequence[Any],
     part_shapes: Sequence[Sequence[int]],
     cuts: Sequence[Cuts],
@@ -254,47 +301,50 @@ def _sharing(
     """Returns lists of positions of tensors; the tensors of a list share one collective.
 
     Tensors share it if they have one dtype, one shape of parts and the same cuts, and fewer than
-    `least` numbers in a part.
+    `least` numbers in a part; among many cores it may be more numbers.
     """
     sharing: dict[tuple[Any, ...], list[int]] = collections.defaultdict(list)
     for index, (tensor, shape) in enumerate(zip(tensors, part_shapes)):
-        alone = index if mtf.list_product(shape) >= least else -1
+        is_large = mtf.list_product(shape) >= least
+        if slice_groups(mesh_impl, cuts[index]).group_size > _SCATTERED_AT_ONCE:
+            is_large = mtf.list_product(shape) >= _ALONE_AMONG_MANY
+        alone = index if is_large else -1
         dtype = tensor.tensor_list[0].dtype.base_dtype
         sharing[alone, tuple(shape), tuple(cuts[index]), dtype].append(index)
     return list(sharing.values())
 
 
-def _scattered(mesh_impl: Any, values: Sequence[Any], cuts: Cuts) -> Any:
-    """Returns one tensor with each core's parts of the sums of values of one shape."""
-    along = slice_groups(mesh_impl, cuts)
+def _to_be_sent(mesh_impl: Any, values: Sequence[Any], cuts: Cuts) -> Any:
+    """Returns values of one shape, stacked if they are several, in the dtype that is sent."""
     dtype = values[0].tensor_list[0].dtype
-    wire = simd_wire_dtype(mesh_impl, dtype, along)
-    by_rows = len(cuts) > 1
-
-    def scatter(*xs: tf.Tensor) -> tf.Tensor:
-        if by_rows:
-            xs = tuple(to_rows(mesh_impl, x, cuts) for x in xs)
-        x = tf.stack(xs) if len(xs) > 1 else xs[0]
-        axis = x.shape.ndims - xs[0].shape.ndims + (0 if by_rows else cuts[0].tensor_axis)
-        sent = x if wire == dtype else tf.cast(x, wire)
-        total = cross_replica_scatter(sent, physical_groups(mesh_impl, along), axis)
-        return total if wire == dtype else tf.cast(total, dtype)
-
-    return mesh_impl.slicewise(scatter, *values)
+    if len(values) == 1:
+        (stacked,) = values
+    else:
+        stacked = mesh_impl.slicewise(lambda *xs: tf.stack(xs), *values)
+    wire = simd_wire_dtype(mesh_impl, dtype, slice_groups(mesh_impl, cuts))
+    return _cast(mesh_impl, stacked, wire)
 
 
-def _parts_of(
-    mesh_impl: Any, scattered: Any, count: int, shape: Sequence[int], cuts: Cuts
-) -> list[Any]:
-    """Returns the parts of `count` values of a shape, taken from what `_scattered` returned."""
+def _cast(mesh_impl: Any, value: Any, dtype: tf.DType) -> Any:
+    if value.tensor_list[0].dtype == dtype:
+        return value
+    return mesh_impl.slicewise(lambda x: tf.cast(x, dtype), value)
 
-    def unpacked(x: tf.Tensor) -> tuple[tf.Tensor, ...]:
-        pieces = tf.unstack(x) if count > 1 else [x]
-        if len(cuts) > 1:
-            pieces = [tf.reshape(p, part_shape(mesh_impl, shape, cuts)) for p in pieces]
-        return tuple(pieces)
 
-    return list(mesh_impl.slicewise(unpacked, scattered))
+def _scattered(mesh_impl: Any, value: Any, level: _Level, is_stacked: bool) -> Any:
+    """Returns each core's part of a sum over the groups of a level."""
+    physical, axis = physical_groups(mesh_impl, level.groups), level.axis + is_stacked
+
+    def scatter(x: tf.Tensor) -> tf.Tensor:
+        if level.blocks == 1:
+            return cross_replica_scatter(x, physical, axis)
+        shape = x.shape.as_list()
+        before, size, after = shape[:axis], shape[axis] // level.blocks, shape[axis + 1 :]
+        blocks = tf.reshape(x, [*before, level.blocks, size, *after])
+        parts = cross_replica_scatter(blocks, physical, axis + 1)
+        return tf.reshape(parts, [*before, shape[axis] // level.groups.group_size, *after])
+
+    return mesh_impl.slicewise(scatter, value)
 
 
 def _gathered(mesh_impl: Any, parts: Sequence[Any], cuts: Cuts) -> Sequence[Any]:

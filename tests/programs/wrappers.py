@@ -95,6 +95,11 @@ def synced(opt, make):
     return make(gs.GradientAccumulationOptimizer, opt, 2, True, accumulate="synced")
 
 
+def sharded_sums(opt, make):
+    how = {"should_skip_update_fn": gs.skip_not_finite, "axes": make.axes}
+    return make(gs.GradientAccumulationOptimizer, opt, 2, True, accumulate="sharded", **how)
+
+
 def islands(opt, make):
     how = {"leave_out_not_finite": True, "axes": make.axes}
     return make(gs.OuterOptimizer, opt, INNER_STEPS, 1.0, 0.0, **how)
@@ -124,6 +129,14 @@ WRAPPERS = {
     "sharded": Wrapper(sharded, ("sharded",), shards=True),
     "average": Wrapper(around(averaged, cross_shard), ("average", "cross_shard"), averages=True),
     "islands": Wrapper(islands, ("islands",), nan="island", inner_steps=INNER_STEPS),
+    "sharded_sums(clip(sharded))": Wrapper(
+        around(sharded_sums, clipped, sharded),
+        ("sharded_sums", "clip", "sharded"),
+        2,
+        "step",
+        clips=True,
+        shards=True,
+    ),
     "average(clip(sharded))": Wrapper(
         around(averaged, clipped, sharded),
         ("average", "clip", "sharded"),

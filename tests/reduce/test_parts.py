@@ -82,16 +82,46 @@ def test_parts_of_sums_and_back(strategy, kind, mesh, axes, cuts, monkeypatch):
             np.testing.assert_array_equal(whole[p], total)
 
 
-@pytest.mark.parametrize(("strategy", "dtype"), [("best", tf.float32), ("bfloat16", tf.bfloat16)])
-def test_a_simd_mesh_is_sent_one_reduce_scatter(strategy, dtype):
+@pytest.mark.parametrize(
+    ("strategy", "cores", "dtype", "groups"),
+    [
+        ("best", 8, tf.float32, [[1, 8]]),
+        ("bfloat16", 8, tf.bfloat16, [[1, 8]]),
+        # The TPU compiler would make an all-reduce of one over 16 cores.
+        ("fused", 16, tf.float32, [[2, 8], [8, 2]]),
+    ],
+)
+def test_a_simd_mesh_is_sent_reduce_scatters_alone(strategy, cores, dtype, groups):
     with tf.Graph().as_default() as graph:
-        with simd.tpu_program("all:8", "") as program:
+        with simd.tpu_program(f"all:{cores}", "") as program:
             impl = program.mesh_impl
-            values = [impl.LaidOutTensor([tf.ones([8, 1024])])]
+            values = [impl.LaidOutTensor([tf.ones([16, 1024])])]
             all_processors = ProcessorGroups.along(impl, [0])
             STRATEGIES[strategy]().reduce_scatter(impl, values, all_processors, [[Cut(0, 0)]])
         sent = [op for op in graph.get_operations() if op.type in COLLECTIVES]
-    assert [(op.type, op.inputs[0].dtype) for op in sent] == [("XlaReduceScatter", dtype)]
+    assert [(op.type, op.inputs[0].dtype) for op in sent] == [("XlaReduceScatter", dtype)] * len(
+        groups
+    )
+    assert [op.inputs[1].shape.as_list() for op in sent] == groups
+
+
+def test_sixteen_cores_have_their_parts_in_order():
+    """The last two tensors share a reduce-scatter."""
+    shapes, cuts = [(3, 32, 2), (32, 64), (16, 3), (16, 3)], [1, 0, 0, 0]
+    rng = np.random.RandomState(0)
+    arrays = [rng.randint(-9, 9, (16, *s)).astype("f") for s in shapes]
+
+    def make(impl, values):
+        groups = ProcessorGroups.along(impl, [0])
+        by_axis = [[Cut(0, axis)] for axis in cuts]
+        parts = FusedAllReduce().reduce_scatter(impl, values, groups, by_axis)
+        return [*parts, *all_gather(impl, parts, by_axis, 0)]
+
+    results = on_mesh.run("simd", "all:16", arrays, make)
+    for array, axis, parts, wholes in zip(arrays, cuts, results, results[len(shapes) :]):
+        total = array.sum(0)
+        np.testing.assert_array_equal(parts, np.split(total, 16, axis))
+        np.testing.assert_array_equal(wholes, [total] * 16)
 
 
 COLLECTIVES = ("CrossReplicaSum", "XlaReduceScatter", "XlaAllReduce", "AllToAll")

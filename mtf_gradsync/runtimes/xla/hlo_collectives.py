@@ -91,15 +91,30 @@ def collectives_of(module: HloModule) -> list[HloCollective]:
     return list(_walk(module.entry, ()))
 
 
+# The attribute that the TPU compiler gives the copies of a collective that it fuses with other
+# operations: one where it starts, one with each operation meanwhile, and one where it is done.
+_CHAIN = "chain_id"
+
+
 def _walk(
-    computation: Computation, inside: tuple[str, ...], is_fused: bool = False
+    computation: Computation, inside: tuple[str, ...], chains: set[str] | None = None
 ) -> Iterator[HloCollective]:
+    """Lists the collectives of a computation and of those that it calls.
+
+    In a fusion, `chains` has the ids of the collectives of which copies were listed.
+    """
+    is_fused = chains is not None
+    chains = set() if chains is None else chains
     for instruction in computation.instructions:
         # An operation split into start and end counts once, at its start.
         if instruction.opcode.endswith(("-update", "-done")):
             continue
         attributes = instruction.proto.frontend_attributes.map
         if instruction.operation in COLLECTIVES:
+            if _CHAIN in attributes:
+                if attributes[_CHAIN] in chains:
+                    continue
+                chains.add(attributes[_CHAIN])
             operation, size = instruction.operation, sum(x.bytes for x in instruction.operands)
             if operation == "all-reduce" and is_fused:
                 operation, size = _sent_by_fused_all_reduce(instruction, size)
@@ -125,7 +140,8 @@ def _walk(
         else:
             # A collective calls only the sum of two numbers; other operations may call collectives.
             for called, around in zip(instruction.called, _around(instruction)):
-                yield from _walk(called, inside + around, instruction.opcode == "fusion")
+                fused = chains if instruction.opcode == "fusion" else None
+                yield from _walk(called, inside + around, fused)
 
 
 # Operations that only pass on the numbers of their first operand.

@@ -63,9 +63,11 @@ def exchanges_of(
             found.append(Exchange(one.operation, DCN, counterparts, one.bytes_per_core, 1))
         elif not one.is_in_loop:
             groups = one.groups or everyone
-            axis = axes.get(frozenset(map(frozenset, connected(groups)))) or (
-                _axis_around(groups, axes, slices) or _OTHER
-            )
+            axis = axes.get(frozenset(map(frozenset, connected(groups))))
+            # Over many cores, sums are scattered within halves of them first.
+            if axis is None and (slices > 1 or one.operation == "reduce-scatter"):
+                axis = _axis_around(groups, axes)
+            axis = axis or _OTHER
             found.append(Exchange(one.operation, axis, groups, one.bytes_per_core, 1))
     by_axis = {axis: key for key, axis in axes.items()}
     for row in report.rows:
@@ -81,12 +83,12 @@ def exchanges_of(
     return [one for one in found if any(len(group) > 1 for group in one.groups)]
 
 
-def _axis_around(groups: Groups, axes: Mapping[Any, str], slices: int) -> str | None:
-    """Returns the mesh axes of which the given groups are the parts in one slice; or None."""
+def _axis_around(groups: Groups, axes: Mapping[Any, str]) -> str | None:
+    """Returns the mesh axes along whose groups the given groups lie; or None."""
     around = [
         (max(map(len, key)), axis)
         for key, axis in axes.items()
-        if slices > 1 and all(any(group >= set(own) for group in key) for own in groups)
+        if all(any(group >= set(own) for group in key) for own in groups)
     ]
     return min(around)[1] if around else None
 

@@ -97,6 +97,7 @@ class PlanRow:
       steps_per_update: the number of steps of which one makes the update; see `Built`.
       skipped_step_seconds: the predicted time of a step on which all conditions are false, links
         included; None without conditionals.
+      skipped_step_traffic: the collectives of such a step, by mesh axis.
       mean_step_seconds: the mean time over `steps_per_update` steps, of which one makes the update.
         It is `step_seconds` if that number is 1, or if the program has no conditionals.
       estimate_source: "roofline" for the rooflines of all operations at the chip's published rates,
@@ -143,6 +144,7 @@ class PlanRow:
     parameters: int | None = None
     steps_per_update: int = 1
     skipped_step_seconds: float | None = None
+    skipped_step_traffic: tuple[AxisTraffic, ...] = ()
     mean_step_seconds: float | None = None
     estimate_source: str = "roofline"
     roofline_seconds: float | None = None

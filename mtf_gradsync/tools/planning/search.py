@@ -321,10 +321,11 @@ def _row(work: _Work, compiled: Compiled, is_repeated: bool) -> PlanRow:
     links = sum(t.seconds for t in traffic)
     step = mean = cost.seconds + links
     flops, steps = cost.flops, work.built.steps_per_update
-    skipped_step = None
+    skipped_step: float | None = None
+    of_skipped_step: tuple[AxisTraffic, ...] = ()
     if compiled.skipped is not None:
-        others = sum(t.seconds for t in _traffic_of(compiled.skipped, work, False))
-        skipped_step = compiled.skipped.cost.seconds + others
+        of_skipped_step = _traffic_of(compiled.skipped, work, False)
+        skipped_step = compiled.skipped.cost.seconds + sum(t.seconds for t in of_skipped_step)
         mean = (step + (steps - 1) * skipped_step) / steps
         flops = (flops + (steps - 1) * compiled.skipped.cost.flops) / steps
     dcn = sum(t.seconds for t in traffic if t.axis == DCN)
@@ -365,6 +366,7 @@ def _row(work: _Work, compiled: Compiled, is_repeated: bool) -> PlanRow:
         parameters=work.built.parameters,
         steps_per_update=steps,
         skipped_step_seconds=skipped_step,
+        skipped_step_traffic=of_skipped_step,
         mean_step_seconds=mean,
         estimate_source=machine.estimate_source,
         roofline_seconds=roofline,

@@ -143,6 +143,36 @@ def test_a_split_weight_update_sends_a_reduce_scatter_and_an_all_gather():
     assert split_update(call="call") == [("all-reduce", 2 * whole), ("all-reduce", whole)]
 
 
+def test_a_collective_fused_with_other_operations_counts_once():
+    """Its copies: where it starts, with an operation meanwhile, and where it is done."""
+    module, i = Module(), instruction
+    whole, part = ("F32", 8, 4), ("F32", 2, 4)
+    copies = {}
+    for chain in ("0", "1"):
+        for name in ("start", "meanwhile", "done"):
+            copies[name, chain] = module.computation(
+                f"{name}_{chain}",
+                i("p", "parameter", part),
+                i("g", "all-gather", whole, ["p"]),
+            )
+            gather = module.proto.computations[-1].instructions[-1]
+            gather.frontend_attributes.map["chain_id"] = chain
+    module.computation(
+        "main",
+        i("p", "parameter", part),
+        *(
+            i(f"{name}_{chain}", "fusion", whole, ["p"], [computation])
+            for (name, chain), computation in copies.items()
+        ),
+        i("alone", "all-gather", whole, ["p"]),
+        entry=True,
+    )
+    found = xla.find_hlo_collectives(module.serialized())
+    assert [(c.computation, c.bytes_per_core) for c in found] == [
+        ("start_0", 32), ("start_1", 32), ("main", 32)
+    ]  # fmt: skip
+
+
 def groups(name="all-reduce", **arguments):
     module = Module()
     arg = instruction("arg", "parameter", VECTOR)

@@ -129,10 +129,12 @@ def test_under_accumulation_the_means_are_over_all_steps_of_an_update():
     assert row.doubt == ""
     # What it sends without an update takes its time, too.
     sends = StepCost(
-        CostEstimate(100.0, 10.0, 1.0), (HloCollective("all-reduce", "r", 2, ((0, 1),), "m", ()),)
+        CostEstimate(100.0, 10.0, 1.0),
+        (HloCollective("all-reduce", "r", 2, ((0, 1), (2, 3)), "m", ()),),
     )
     (row,) = search(accumulating, candidates(Counting(skipped=sends), "batch:2;model:2")).rows
     assert row.skipped_step_seconds == 1.0 + 2
+    assert row.skipped_step_traffic == (planning.AxisTraffic("model", 1, 2, 2.0),)
     (alone,) = search(build, candidates(machine, "batch:2;model:2")).rows
     assert (alone.mean_step_seconds, alone.tokens_per_second) == (5.0, 12 / 5.0)
 

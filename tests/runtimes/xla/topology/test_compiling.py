@@ -3,14 +3,16 @@
 import contextlib
 import functools
 import json
+from unittest import mock
 
 import numpy as np
 import pytest
 
 import mtf_gradsync as gs
 from benchmarks import models as model_of_benchmarks
-from mtf_gradsync import simd, xla
+from mtf_gradsync import reduce, simd, xla
 from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync.reduce import parts
 from mtf_gradsync.runtimes._private.jax import hlo_from_text
 from mtf_gradsync.runtimes._private.mesh_tensorflow import SLICES_COLLECTION
 from mtf_gradsync.runtimes.xla.hlo_collectives import bytes_by_operation
@@ -424,3 +426,26 @@ def test_a_compiler_that_dies_leaves_its_last_words(monkeypatch):
         y = tf.ones([])
     with pytest.raises(xla.CompilerDiedError, match="status 1 and no answer"):
         xla.compile_for_tpu(program, [y])
+
+
+@pytest.mark.slow
+def test_the_compiler_keeps_reduce_scatters_over_all_cores_of_a_square_slice():
+    """Of one over all 16 cores it makes an all-reduce, which sends twice the bytes."""
+    rows, columns = 2048, 768
+    found = {}
+    for at_once in (8, 16):
+        with mock.patch.object(parts, "_SCATTERED_AT_ONCE", at_once):
+            with tf.Graph().as_default():
+                x = tf.placeholder(tf.float32, [rows, columns])
+                with simd.tpu_program("all:16", "") as program:
+                    impl = program.mesh_impl
+                    groups = reduce.ProcessorGroups.along(impl, [0])
+                    given = [impl.LaidOutTensor([x])]
+                    (part,) = parts.reduce_scatter(impl, given, groups, [[parts.Cut(0, 0)]])
+                compiled = xla.compile_for_tpu(program, part.tensor_list, "v5e:4x4")
+        found[at_once] = [(c.operation, c.bytes_per_core) for c in compiled.after]
+    size = 4 * rows * columns
+    assert found == {
+        8: [("reduce-scatter", size), ("reduce-scatter", size // 8)],
+        16: [("all-reduce", size)],
+    }
