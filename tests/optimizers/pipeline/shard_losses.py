@@ -107,12 +107,12 @@ def loss_along(names, mesh, x, w):
     return mtf.reduce_mean(mtf.square(residual), output_shape=kept)
 
 
-def trained(kind, stack, feeds, own_copies=False):
-    """Two variables after training, by the scalar loss and by the loss for each shard."""
+def trained(kind, stack, feeds, own_copies=False, losses=("scalar", "shards")):
+    """Variables after training, one by the scalar loss and one by the loss for each shard."""
 
     def build(mesh, inputs):
         updates = []
-        for which in ("scalar", "shards"):
+        for which in losses:
             opt = make(stack, f"_{which}")
             # Where the table gives no wrapper the mesh, they all know of "batch" alone.
             knows = any(w.axes for w in opt._wrappers()) or {"knows", "groups"} & {*stack}
@@ -127,17 +127,17 @@ def trained(kind, stack, feeds, own_copies=False):
         return updates, {}
 
     variables = harness.run(kind, SHAPE, LAYOUT, build, feeds).variables
-    return variables["scalar"], variables["shards"]
+    return [variables[which] for which in losses]
 
 
 def assert_close(found, right):
     np.testing.assert_allclose(found, right, rtol=0, atol=CLOSE)
 
 
-def check(kind, stack):
+def check(kind, stack, losses):
     feeds = batches()
     right = expected(stack, feeds)
-    for found in trained(kind, stack, feeds):
+    for found in trained(kind, stack, feeds, losses=losses):
         assert_close(found, right)
     # Another scale would show: a clip, say, hides that of gradients that are clipped anyway.
     assert np.abs(right - expected(stack, feeds, factor=2.0)).max() > 0.01

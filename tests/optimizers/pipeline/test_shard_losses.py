@@ -40,13 +40,13 @@ def on_both(every, on_placement):
 @pytest.mark.parametrize(("kind", "stack"), on_both(WORKS, SOME_THAT_WORK))
 @pytest.mark.mostly_slow(every=43, keep="simd")
 def test_every_pair_that_the_table_allows(kind, stack):
-    check(kind, stack)
+    check(kind, stack, ["shards"])
 
 
 @pytest.mark.parametrize("name", order_table.WRAPPERS)
 @pytest.mark.mostly_slow(keep="simd")
 def test_every_wrapper_alone(mesh_kind, name):
-    check(mesh_kind, [name])
+    check(mesh_kind, [name], ["scalar", "shards"])
 
 
 def some_of_three(number):
@@ -62,7 +62,7 @@ def some_of_three(number):
 @pytest.mark.parametrize(("kind", "stack"), on_both(some_of_three(12), some_of_three(4)))
 @pytest.mark.mostly_slow
 def test_some_stacks_of_three(kind, stack):
-    check(kind, stack)
+    check(kind, stack, ["shards"])
 
 
 SUMS = [

@@ -31,7 +31,7 @@ LENGTH, VOCAB = mtf.Dimension("length", 4), mtf.Dimension("vocab", 8)
 # The layout splits "h" already.
 HEADS = mtf.Dimension("own_heads", 2)
 # Beside the program as it is.
-DIVISIONS = ("batch", "microbatches", "wrappers")
+DIVISIONS = ("batch", "microbatches")
 Wrap = Callable[[Any, Any], Any]
 
 
@@ -340,7 +340,7 @@ def own(mesh_of):
 
 
 RIGHT: dict[str, Callable[[], Any]] = {
-    "mnist": verified(trains(mnist)),
+    "mnist": verified(trains(mnist), divisions=(*DIVISIONS, "wrappers")),
     "mnist by Adafactor": verified(trains(mnist, models.OPTIMIZERS["adafactor"])),
     "language model": verified(trains(language_model, models.OPTIMIZERS["adam"]), tokens),
     "attention over heads": verified(trains(attention), tokens),
@@ -369,11 +369,13 @@ RIGHT: dict[str, Callable[[], Any]] = {
     "momentum, two updates": verified(
         trains(of_network, models.OPTIMIZERS["momentum"], local), steps=2, divisions=("batch",)
     ),
-    "averages": verified(trains(of_network, sgd, averaged)),
+    "averages": verified(trains(of_network, sgd, averaged), divisions=(*DIVISIONS, "wrappers")),
     "sharded updates": verified(
         trains(of_network, models.OPTIMIZERS["adam"], sharded), divisions=("wrappers",)
     ),
     "replicas": verified(trains(of_network, sgd, replicas), divisions=("masked", "wrappers")),
-    "clipping in the stack": verified(trains(of_network, sgd, clipped)),
+    "clipping in the stack": verified(
+        trains(of_network, sgd, clipped), divisions=(*DIVISIONS, "wrappers")
+    ),
     "a model_fn": verified(own(of_network), divisions=("batch", "runtimes")),
 }
