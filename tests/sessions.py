@@ -46,6 +46,17 @@ def train(made, session, feeds):
         session.run(made.updates, {made.inputs[name]: x for name, x in feed.items()})
 
 
+def ran(made, feeds, restore=None, save=None, make_saver=_resharding_saver):
+    """Makes steps, perhaps from a checkpoint and to one; returns the variables at the end."""
+    with session_of(made, make_saver) as session:
+        if restore:
+            session.restore(restore)
+        train(made, session, feeds)
+        if save:
+            session.save(str(save))
+        return session.variables()
+
+
 def assert_same_bits(found, expected):
     assert sorted(found) == sorted(expected)
     for name, value in expected.items():

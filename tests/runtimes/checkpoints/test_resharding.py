@@ -1,5 +1,6 @@
 """Checkpoints in mid-accumulation, restored on other meshes than they were written on."""
 
+import functools
 import os
 
 import hypothesis
@@ -8,10 +9,11 @@ import pytest
 from hypothesis import strategies as st
 
 import mtf_gradsync as gs
-from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync._private.libraries import tf
 from mtf_gradsync.optimizers import state
 from mtf_gradsync.runtimes import checkpoints
 from tests import harness, models
+from tests.sessions import ran
 
 EPS = np.finfo(np.float32).eps
 K = 3
@@ -77,64 +79,25 @@ def test_reshard_refuses_other_variables(dims, shape):
         checkpoints.reshard(np.zeros([4, 3], "f"), dims, shape)
 
 
-class Program:
-    """The model with an accumulating optimizer on a mesh, in a graph of its own."""
+def built(mesh, place="local"):
+    """The model with an accumulating optimizer on a mesh."""
+    shape, layout, batch_dims = MESHES[mesh]
+    where = {"mesh_shape": shape, "layout": layout, "batch_dims": batch_dims}
 
-    def __init__(self, mesh, place="local", optimizer="momentum", hidden=models.HIDDEN, **kwargs):
-        shape, layout, batch_dims = MESHES[mesh]
-        self.size = mtf.convert_to_shape(shape).size
+    def make():
+        return gs.GradientAccumulationOptimizer(
+            models.OPTIMIZERS["momentum"](), K, average_aggregated_gradients=True,
+            **(where if place == "local" else {"accumulate": place}),
+        )  # fmt: skip
 
-        def make():
-            mesh_args = dict(mesh_shape=shape, layout=layout, batch_dims=batch_dims)
-            return gs.GradientAccumulationOptimizer(
-                models.OPTIMIZERS[optimizer](), K, average_aggregated_gradients=True,
-                **(mesh_args if place == "local" else {}), **kwargs,
-            )  # fmt: skip
-
-        self.graph = tf.Graph()
-        with self.graph.as_default():
-            batch = models.mlp_batches(1)[0]
-            self.inputs = {k: tf.placeholder(tf.float32, v.shape) for k, v in batch.items()}
-            graph = mtf.Graph()
-            mesh = mtf.Mesh(graph, "mesh")
-            operations, _ = models.train(make, batch_dims)(mesh, self.inputs)
-            lowering = mtf.Lowering(graph, {mesh: harness.placement(shape, layout)})
-            self.step = [lowering.lowered_operation(op) for op in operations]
-            self.to_slices = lowering.copy_masters_to_slices()
-            self.to_masters = lowering.copy_slices_to_masters()
-            self.init = tf.global_variables_initializer()
-            self.masters = {v.op.name: v for v in tf.global_variables()}
-            self.saver = gs.ReshardingSaver(max_to_keep=None)
-            self.plain_saver = tf.train.Saver()
-
-    def run(self, feeds, restore=None, save=None, saver=None):
-        """Makes steps from a checkpoint, writes another; returns the variables at the end."""
-        config = harness.placement_config(self.size)
-        with tf.Session(graph=self.graph, config=config) as session:
-            if restore:
-                (saver or self.saver).restore(session, restore)
-            else:
-                session.run(self.init)
-            session.run(self.to_slices)
-            for feed in feeds:
-                session.run(self.step, {self.inputs[k]: v for k, v in feed.items()})
-            session.run(self.to_masters)
-            if save:
-                self.saver.save(session, str(save))
-            return session.run(self.masters)
+    (feed,) = models.mlp_batches(1)
+    return harness.built("placement", shape, layout, models.train(make, batch_dims), feed)
 
 
 @pytest.fixture(scope="module")
 def programs():
     """Programs by mesh, each built once."""
-    made = {}
-
-    def program(mesh, *args):
-        if (mesh, args) not in made:
-            made[mesh, args] = Program(mesh, *args)
-        return made[mesh, args]
-
-    return program
+    return functools.lru_cache(maxsize=None)(built)
 
 
 @pytest.fixture(scope="module")
@@ -142,8 +105,8 @@ def written(programs, tmp_path_factory):
     """A checkpoint of 4 shards in mid-accumulation, and where the run would have ended."""
     path = tmp_path_factory.mktemp("written") / "model.ckpt"
     feeds = models.mlp_batches(STEPS)
-    programs("4").run(feeds[:WRITTEN_AFTER], save=path)
-    return str(path), programs("4").run(feeds)
+    ran(programs("4"), feeds[:WRITTEN_AFTER], save=path)
+    return str(path), ran(programs("4"), feeds)
 
 
 def without_sums(values):
@@ -172,7 +135,7 @@ def files(path):
 def test_the_update_is_the_same_on_another_mesh(programs, written, mesh):
     path, expected = written
     before = files(path)
-    actual = programs(mesh).run(models.mlp_batches(STEPS)[WRITTEN_AFTER:], restore=path)
+    actual = ran(programs(mesh), models.mlp_batches(STEPS)[WRITTEN_AFTER:], restore=path)
     assert_same_training(actual, expected)
     assert files(path) == before
 
@@ -182,9 +145,9 @@ def test_to_one_processor_and_back(programs, written, tmp_path):
     feeds = models.mlp_batches(STEPS)
     for number, mesh in enumerate(["one", "4"]):
         save = tmp_path / f"{number}.ckpt"
-        programs(mesh).run(feeds[WRITTEN_AFTER + number :][:1], restore=path, save=save)
+        ran(programs(mesh), feeds[WRITTEN_AFTER + number :][:1], restore=path, save=save)
         path = str(save)
-    actual = programs("one").run(feeds[WRITTEN_AFTER + 2 :], restore=path)
+    actual = ran(programs("one"), feeds[WRITTEN_AFTER + 2 :], restore=path)
     assert_same_training(actual, expected)
 
 
@@ -193,15 +156,15 @@ def test_local_sums_go_on_as_synced_ones_and_back(programs, written, tmp_path):
     path, expected = written
     synced = programs("2x2", "synced")
     feeds = models.mlp_batches(STEPS)[WRITTEN_AFTER:]
-    assert_same_training(synced.run(feeds, restore=path), expected)
+    assert_same_training(ran(synced, feeds, restore=path), expected)
     saved = tmp_path / "synced.ckpt"
-    synced.run([], restore=path, save=saved)
-    assert_same_training(programs("2").run(feeds, restore=str(saved)), expected)
+    ran(synced, [], restore=path, save=saved)
+    assert_same_training(ran(programs("2"), feeds, restore=str(saved)), expected)
 
 
 def test_the_same_mesh_restores_every_bit(programs, written, tmp_path):
     path, expected = written
-    actual = programs("4").run(models.mlp_batches(STEPS)[WRITTEN_AFTER:], restore=path)
+    actual = ran(programs("4"), models.mlp_batches(STEPS)[WRITTEN_AFTER:], restore=path)
     for name, value in expected.items():
         np.testing.assert_array_equal(actual[name], value, err_msg=name)
     with programs("4").graph.as_default():
@@ -219,7 +182,7 @@ def test_adapted_checkpoints_restore_with_any_saver(programs, written, tmp_path)
         again = gs.adapt_checkpoint(path, str(tmp_path))
     assert adapted == again == str(tmp_path / "model.ckpt")
     feeds = models.mlp_batches(STEPS)[WRITTEN_AFTER:]
-    actual = program.run(feeds, restore=adapted, saver=program.plain_saver)
+    actual = ran(program, feeds, restore=adapted, make_saver=tf.train.Saver)
     assert_same_training(actual, expected)
     assert files(path) == before
     assert not [name for name in os.listdir(tmp_path) if name.startswith(".")]
@@ -227,7 +190,7 @@ def test_adapted_checkpoints_restore_with_any_saver(programs, written, tmp_path)
 
 def test_beside_the_original_it_gets_another_name(programs, written, tmp_path):
     path = str(tmp_path / "model.ckpt")
-    programs("4").run([], restore=written[0], save=path)
+    ran(programs("4"), [], restore=written[0], save=path)
     before = files(path)
     with programs("2").graph.as_default():
         assert gs.adapt_checkpoint(path, str(tmp_path)) == f"{path}-resharded"

@@ -6,6 +6,7 @@ import pytest
 import mtf_gradsync as gs
 from mtf_gradsync._private.libraries import mtf, tf
 from tests import harness, models, reference
+from tests.sessions import ran
 
 MESHES = {
     "4": ("all:4", "batch:all", ("batch",)),
@@ -19,61 +20,34 @@ TO_AGGREGATE = 10
 CLIP_NORM = 0.25
 
 
-class Program:
-    """The model with synchronous replicas on a mesh, in a graph of its own."""
+def built(mesh, clips=False):
+    """The model with synchronous replicas on a mesh."""
+    shape, layout, batch_dims = MESHES[mesh]
 
-    def __init__(self, mesh, clips=False):
-        shape, layout, batch_dims = MESHES[mesh]
-        self.size = mtf.convert_to_shape(shape).size
-        with tf.Graph().as_default() as self.graph:
-            feed = self.feed(models.mlp_batches(1)[0], np.ones(self.size, bool))
-            self.inputs = {
-                k: tf.placeholder(tf.as_dtype(v.dtype), v.shape) for k, v in feed.items()
-            }
-            graph = mtf.Graph()
-            mesh = mtf.Mesh(graph, "mesh")
-            loss = models.mlp_loss(mesh, self.inputs, batch_dims)
-            opt = gs.SyncReplicasOptimizer(
-                models.OPTIMIZERS["sgd"](),
-                TO_AGGREGATE,
-                mesh_shape=shape,
-                layout=layout,
-                batch_dims=batch_dims,
-                contributes=self.inputs["contributes"],
-                accept_summed=clips,
-            )
-            grads, variables = zip(*opt.compute_gradients(loss))
-            if clips:
-                grads, _ = gs.clip_by_global_norm(grads, CLIP_NORM)
-            step = tf.train.get_or_create_global_step()
-            operations = opt.apply_gradients(list(zip(grads, variables)), step)
-            lowering = mtf.Lowering(graph, {mesh: harness.placement(shape, layout)})
-            self.step = [lowering.lowered_operation(op) for op in operations]
-            self.to_slices = lowering.copy_masters_to_slices()
-            self.to_masters = lowering.copy_slices_to_masters()
-            self.init = tf.global_variables_initializer()
-            self.masters = {v.op.name: v for v in tf.global_variables()}
-            self.saver = gs.ReshardingSaver()
+    def build(mesh, inputs):
+        loss = models.mlp_loss(mesh, inputs, batch_dims)
+        opt = gs.SyncReplicasOptimizer(
+            models.OPTIMIZERS["sgd"](), TO_AGGREGATE, mesh_shape=shape, layout=layout,
+            batch_dims=batch_dims, contributes=inputs["contributes"], accept_summed=clips,
+        )  # fmt: skip
+        grads, variables = zip(*opt.compute_gradients(loss))
+        if clips:
+            grads, _ = gs.clip_by_global_norm(grads, CLIP_NORM)
+        step = tf.train.get_or_create_global_step()
+        return opt.apply_gradients(list(zip(grads, variables)), step), {}
 
-    @staticmethod
-    def feed(batch, mask):
-        return {**batch, "contributes": mask}
+    (feed,) = feeds_of(1, size_of(mesh))
+    return harness.built("placement", shape, layout, build, feed)
 
-    def run(self, feeds, restore=None, save=None):
-        """Makes steps, perhaps from a checkpoint and to one; returns the variables at the end."""
-        config = harness.placement_config(self.size)
-        with tf.Session(graph=self.graph, config=config) as session:
-            if restore:
-                self.saver.restore(session, restore)
-            else:
-                session.run(self.init)
-            session.run(self.to_slices)
-            for feed in feeds:
-                session.run(self.step, {self.inputs[k]: v for k, v in feed.items()})
-            session.run(self.to_masters)
-            if save:
-                self.saver.save(session, save)
-            return session.run(self.masters)
+
+def size_of(mesh):
+    return mtf.convert_to_shape(MESHES[mesh][0]).size
+
+
+def feeds_of(steps, size, seed=1):
+    """Batches, to which all of some replicas contribute."""
+    batches = models.mlp_batches(steps, seed=seed)
+    return [{**batch, "contributes": np.ones(size, bool)} for batch in batches]
 
 
 def feeds_of_four():
@@ -81,19 +55,19 @@ def feeds_of_four():
     masks = np.ones([4, 4], bool)
     masks[1, 1:3] = False
     masks[3, 3:] = False
-    return [Program.feed(b, m) for b, m in zip(models.mlp_batches(4), masks)]
+    return [{**feed, "contributes": m} for feed, m in zip(models.mlp_batches(4), masks)]
 
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory):
     feeds, path = feeds_of_four(), str(tmp_path_factory.mktemp("written") / "model.ckpt")
-    return path, feeds, Program("4").run(feeds, save=path)
+    return path, feeds, ran(built("4"), feeds, save=path)
 
 
 @pytest.fixture(scope="module")
 def written_clipped(tmp_path_factory):
     feeds, path = feeds_of_four(), str(tmp_path_factory.mktemp("clipped") / "model.ckpt")
-    return path, feeds, Program("4", clips=True).run(feeds, save=path)
+    return path, feeds, ran(built("4", clips=True), feeds, save=path)
 
 
 def contributions(values, feed):
@@ -134,11 +108,10 @@ def expected(feeds, contributions=contributions):
 @pytest.mark.parametrize("mesh", ["1x2", "2x2", "2", "8"])
 def test_contributions_count_as_much_on_another_mesh(written, mesh):
     path, feeds, before = written
-    program = Program(mesh)
+    program, size = built(mesh), size_of(mesh)
     # Enough for one more update on any of the meshes, and then one step.
-    steps = -(-7 // program.size) + 1
-    more = [Program.feed(b, np.ones(program.size, bool)) for b in models.mlp_batches(steps, seed=5)]
-    restored = program.run([], restore=path)
+    more = feeds_of(-(-7 // size) + 1, size, seed=5)
+    restored = ran(program, [], restore=path)
     shape = [d.size for d in mtf.convert_to_shape(MESHES[mesh][0]).dims]
     # Every replica begins with the step of the last update.
     assert before["sync_replicas/update_step"] == 1
@@ -150,7 +123,7 @@ def test_contributions_count_as_much_on_another_mesh(written, mesh):
     for name in ("count", "waiting", "update_step"):
         assert restored[f"sync_replicas/{name}"] == before[f"sync_replicas/{name}"]
     assert restored["sync_replicas/count"] == 3
-    actual = program.run(more, restore=path)
+    actual = ran(program, more, restore=path)
     values, count = expected([*feeds, *more])
     assert actual["sync_replicas/count"] == count
     assert actual["sync_replicas/update_step"] == actual["global_step"] == 2
@@ -164,18 +137,15 @@ def test_contributions_count_as_much_on_another_mesh(written, mesh):
 def test_gradients_that_were_reduced_before_count_as_much_on_another_mesh(written_clipped, mesh):
     """Where there is one shard they are not reduced, so that accumulators get its dimension."""
     path, feeds, before = written_clipped
-    program = Program(mesh, clips=True)
-    more = [
-        Program.feed(b, np.ones(program.size, bool))
-        for b in models.mlp_batches(-(-7 // program.size), seed=5)
-    ]
-    restored = program.run([], restore=path)
+    program, size = built(mesh, clips=True), size_of(mesh)
+    more = feeds_of(-(-7 // size), size, seed=5)
+    restored = ran(program, [], restore=path)
     accumulators = [name for name in before if name.endswith("/gradient_accumulator")]
     assert accumulators
     for name in accumulators:
         shards = [1] if mesh == "1" else []
         assert list(restored[name].shape) == [*shards, *before[name].shape]
-    actual = program.run(more, restore=path)
+    actual = ran(program, more, restore=path)
     values, _ = expected([*feeds, *more], clipped)
     assert actual["global_step"] == 2
     for name, value in values.items():
