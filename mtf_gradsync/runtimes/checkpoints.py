@@ -243,7 +243,7 @@ class Saved:
         counts = self.read(self._find_noted(ring.num_values, note))
         if values.shape[:-1] != islands or name not in ring[:2]:
             return np.zeros(change.shape, change.dtype.as_numpy_dtype)
-        size, found = values.shape[-1], []
+        size, found = values.shape[-1], list[Any]()
         for some, count in zip(values.reshape(-1, size), counts.reshape(-1)):
             newest = np.roll(some, -(count % size)) if count >= size else some
             newest = newest[: min(count, size)][-ring.size :]
