@@ -41,10 +41,11 @@ def measure(options: report.Options) -> report.Table:
         worse = compiled[0] / min(compiled)
         correlation = np.corrcoef(*(np.argsort(np.argsort(x)) for x in (predicted, compiled)))[0, 1]
         notes.append(
-            f"{chips}: the choice is predicted to take {predicted[0]:.4g} us, and the fastest of "
-            f"all {every} divisions, each predicted without the search, {least:.4g} us. By the "
-            f"compiler the choice takes {worse:.3f} times as long as the fastest of the "
-            f"{len(mine)}; the rank correlation (Spearman) of both times is {correlation:.2f}."
+            f"On {chips} the chosen division is predicted to take {predicted[0]:.4g} us, and the "
+            f"fastest of all {every} divisions, each predicted without the search, {least:.4g} us. "
+            f"By the compiler's figures the chosen division takes {worse:.3f} times as long as the "
+            f"fastest of the {len(mine)} compiled divisions. The rank correlation (Spearman) of "
+            f"the predicted times and the compiler's times is {correlation:.2f}."
         )
         targets.append(
             report.Target(f"time of the choice on {chips}, of the fastest", worse, WORSE)

@@ -84,9 +84,11 @@ def _table(rows: list[report.Row], steps: int, batch: Any) -> report.Table:
         title=f"Optimizers of the README's language model, {steps} steps by each",
         rows=rows,
         notes=(
-            f"2 layers of 128, batches of {batch} sequences of 64 bytes; the rate after"
-            f" {WARM_UP} steps of warm-up, falling to 0 over the second half.",
-            "Embeddings begin as a classifier's weights. Adafactor with a decay rate of 0.98.",
+            f"The model has 2 layers of width 128, and batches of {batch} sequences of 64 bytes."
+            f' "rate" is the learning rate after {WARM_UP} steps of warm-up. Over the second half'
+            " of the training it falls to 0.",
+            "Embeddings begin like the weights of a classifier. Adafactor has a decay rate of"
+            " 0.98.",
         ),
     )
 
@@ -177,8 +179,9 @@ def _cost_table(rows: list[report.Row]) -> report.Table:
         "What the TPU compiler expects of a step by each optimizer",
         rows,
         notes=(
-            "The compiler's own estimate, as in tpu_cost. Mesh of 4x2, in CrossShardOptimizer: the "
-            "batch is split over four cores, and heads, d_ff and the vocabulary over two.",
+            "The times are estimates of the TPU compiler, as in the table of tpu_cost. The "
+            "optimizers are in CrossShardOptimizer, on a mesh of 4x2: the batch is split over four "
+            "cores, and heads, d_ff and the vocabulary over two.",
         ),
     )
 

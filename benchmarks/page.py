@@ -82,13 +82,14 @@ above](images/less_communication.png)
 """,
     "rounding": """\
 If bfloat16 variables are rounded to the nearest number, small updates are lost, and the model
-learns less with every seed. If they are rounded by chance, the loss is less than that of float32
-variables with two seeds and more with one: by these seeds the two cannot be told apart. The page
-[AdamW](adamw.md#variables-in-bfloat16-rounding-by-chance) says how to round by chance.
+learns less with every seed. If bfloat16 variables are rounded by chance, the loss is less than
+with float32 variables for two seeds, and more for one seed. So these seeds show no difference. The
+page [AdamW](adamw.md#variables-in-bfloat16-rounding-by-chance) says how to round by chance.
 """,
     "spikes": """\
-The loss falls fast in so short a training, so that its deviation over the window is large, and no
-batch is a spike of the loss. How to skip such batches: [spikes](accumulation.md#spikes).
+The loss falls fast in so short a training. So its standard deviation over the window is large, and
+no poisoned batch counts as a spike of the loss. The section [spikes](accumulation.md#spikes) says
+how to skip poisoned batches.
 """,
     "less_communication_link": """\
 A step that sends next to nothing still takes the time of its computation and the latency of the

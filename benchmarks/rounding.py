@@ -108,9 +108,10 @@ def _table(losses: dict[str, list[float]], steps: int) -> report.Table:
         title=f"Variables in bfloat16, {steps} steps of AdamW",
         rows=rows,
         notes=(
-            "The README's language model, computed in bfloat16: 2 layers of 128, batches of 32 "
-            "sequences of 64 bytes, on one core. The learning rate is 0.003 with a warm-up and "
-            "half a cosine; weights do not decay. Embeddings begin as a classifier's weights.",
+            "The model is the README's language model, computed in bfloat16 on one core: 2 layers "
+            "of width 128, with batches of 32 sequences of 64 bytes. The learning rate is 0.003 "
+            "with a warm-up and half a cosine, without weight decay. Embeddings begin like the "
+            "weights of a classifier.",
             '"bytes a number" is the size of one number of a variable together with its two slots.',
             f"Losses are computed in float32, on {HELD_OUT} batches of held-out text. All rows of "
             "a seed have the same batches and the same initial values. Initial values are rounded "
@@ -222,9 +223,9 @@ def _cost_table(rows: list[report.Row], targets: list[report.Target]) -> report.
         title="What the TPU compiler expects of a step in bfloat16",
         rows=rows,
         notes=(
-            "The compiler's own estimate, which is no timing.",
-            'The "small lm" is that of other tables: 4 layers of 128. "T5-base\'s width" is a '
-            "language model of 2 layers of 768, with 32 sequences of 512.",
+            "These numbers are estimates of the TPU compiler. No step was timed.",
+            'The "small lm" has 4 layers of width 128, as in other tables. "T5-base\'s width" is a '
+            "language model with 2 layers of width 768, and 32 sequences of 512 tokens.",
         ),
         targets=targets,
     )

@@ -65,10 +65,11 @@ def measure(options: report.Options) -> report.Table:
         title=f"Ten poisoned batches, the README's language model, {steps} steps of AdamW",
         rows=rows,
         notes=(
-            f"2 layers of 128, batches of {settings['batch']} sequences of 64 bytes. A poisoned "
-            "batch has one byte, drawn for each sequence, over and over; the first is in the "
-            "second quarter of the training.",
-            "skip_spikes(deviations=6, window=64); skipped: steps, for each seed.",
+            f"The model has 2 layers of width 128, and batches of {settings['batch']} sequences of "
+            "64 bytes. Each sequence of a poisoned batch repeats one random byte. The first "
+            "poisoned batch is in the second quarter of the training.",
+            'Steps are skipped by skip_spikes(deviations=6, window=64). "skipped" is the number of '
+            "skipped steps for each seed.",
         ),
     )
 
