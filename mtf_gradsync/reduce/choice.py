@@ -55,7 +55,7 @@ class Topology(NamedTuple):
     models: Sequence[str] = ()
 
     def describe(self) -> str:
-        """Returns the topology in a few words, for logs."""
+        """Returns the topology as text for logs, such as "2 CPU devices of one process"."""
         if self.simd:
             return f"a SIMD mesh of {self.size}"
         counts = [f"{self.kinds.count(kind)} {kind}" for kind in sorted(set(self.kinds))]
@@ -70,9 +70,10 @@ class Topology(NamedTuple):
 def topology_of(mesh_impl: Any, device_attributes: Sequence[Any] | None = None) -> Topology:
     """Returns the hardware of a placement or SIMD mesh.
 
-    `device_attributes` are TensorFlow's `DeviceAttributes` of the mesh's devices. If they are not
-    given, and the mesh has GPUs of this process, TensorFlow is asked for them. It then initializes
-    all GPUs that it can see, as a session would.
+    `device_attributes` are TensorFlow's `DeviceAttributes` of the mesh's GPUs, which tell their
+    links and names; those of other devices are ignored. If None, and the mesh has GPUs of this
+    process, TensorFlow is asked for them. It then initializes all GPUs that it can see, as a
+    session would.
     """
     if is_simd(mesh_impl):
         return Topology(mesh_impl.shape.size, simd=True)
@@ -110,9 +111,11 @@ def _gpu_facts(
     chips: list[Hashable],
     device_attributes: Sequence[Any],
 ) -> tuple[bool | None, list[str]]:
-    """Returns whether fast links connect the GPUs, and the names of the GPUs.
+    """Returns the fields `linked` and `models` of `Topology`: links of GPUs, and GPUs' names.
 
-    It also changes the list `chips`: devices that are parts of one GPU get equal keys.
+    `devices`, `kinds`, `processes` and `chips` have one entry for each processor, as in `Topology`.
+    `device_attributes` are TensorFlow's `DeviceAttributes`; some GPUs may be missing in them. The
+    list `chips` is changed in place: devices that are parts of one GPU get equal keys.
     """
     attributes = {place_of(a.name): a for a in device_attributes if kind_of(a.name) == "GPU"}
     gpus = [p for p, kind in enumerate(kinds) if kind == "GPU"]
@@ -140,7 +143,8 @@ def _gpu_facts(
 def _joined(gpus: Sequence[Any]) -> bool:
     """Returns whether links connect the GPUs of one process, directly or through other GPUs.
 
-    They do if links lead from the first GPU to all others.
+    `gpus` are the `DeviceAttributes` of these GPUs. It is enough that links lead from the first GPU
+    to each of the others.
     """
     numbers = [tf.DeviceSpec.from_string(gpu.name).device_index for gpu in gpus]
     links = {
@@ -157,7 +161,7 @@ def _joined(gpus: Sequence[Any]) -> bool:
 
 
 class Choice(NamedTuple):
-    """A reduction strategy, and the reason for choosing it, as text for the log."""
+    """A chosen strategy, and the reason for the choice: a clause for the log, without a period."""
 
     strategy: Strategy
     why: str
@@ -186,13 +190,15 @@ def choose_the_best(
 
     Args:
       mesh_impl: an `mtf.MeshImpl`, placement or SIMD.
-      gradients: for the log only: the tensors to be summed (`LaidOutTensor`s, mtf or tf tensors),
-        or None if they are not known yet.
-      groups: the processors that sum with each other; None for all in one group.
-      device_attributes: as for `topology_of`.
+      gradients: the tensors to be summed (`LaidOutTensor`s, mtf or tf tensors), or None if they
+        are not known yet. Only the log's line about their sizes depends on them.
+      groups: the groups of processors that sum with each other; None if all processors are one
+        group.
+      device_attributes: TensorFlow's `DeviceAttributes` of the mesh's GPUs; None asks TensorFlow
+        for them if the mesh has GPUs of this process.
 
     Returns:
-      A strategy.
+      A new strategy with the settings of the table's row.
 
     References:
       TensorFlow 1's `cross_tower_ops.choose_the_best`, which looks at kinds of devices and at
@@ -260,7 +266,11 @@ def _choose(
     groups: ProcessorGroups | None,
     device_attributes: Sequence[Any] | None = None,
 ) -> tuple[Choice, str]:
-    """Returns the choice for a mesh, and a line about it for the log; never raises an error."""
+    """Returns the strategy for a mesh with its reason, and a line about both for the log.
+
+    The arguments are those of `choose_the_best`. If the mesh cannot be examined, a warning is
+    logged, and the choice is `FusedAllReduce`; no exception is raised.
+    """
     # Training must not stop because this module does not know its mesh.
     try:
         topology = topology_of(mesh_impl, device_attributes)
@@ -283,7 +293,11 @@ def _choose(
 
 
 def choose(topology: Topology, groups: ProcessorGroups) -> Choice:
-    """Returns a strategy for a mesh's hardware and groups, with the reason."""
+    """Returns the strategy in the table of `choose_the_best` for a mesh, with the reason.
+
+    `groups` are the groups of processors that sum with each other. A warning is logged if devices
+    are of a kind that is not in `KNOWN_KINDS`.
+    """
     if groups.group_size == 1:
         return Choice(FusedAllReduce(), "groups of one processor have nothing to sum")
     if topology.simd:
@@ -325,7 +339,11 @@ def _choose_for_gpus(topology: Topology, groups: ProcessorGroups) -> Choice:
 
 
 def describe_sizes(mesh_impl: Any, gradients: Sequence[Any] | None) -> str:
-    """Returns text about gradients for the log: "60 gradients (float32, 72.1 MiB a processor)"."""
+    """Returns text about gradients for the log: "60 gradients (float32, 72.1 MiB a processor)".
+
+    `gradients` are `LaidOutTensor`s, mtf or tf tensors; None among them are not counted. The text
+    says that sizes are unknown if `gradients` is None or has anything else. No exception is raised.
+    """
     try:
         known = [] if gradients is None else [x for x in gradients if x is not None]
     except Exception:  # Anything may be given; this is only for the log.
@@ -345,7 +363,11 @@ def describe_sizes(mesh_impl: Any, gradients: Sequence[Any] | None) -> str:
 
 
 def _size(mesh_impl: Any, x: Any) -> tuple[int, tf.DType]:
-    """Returns a gradient's number of elements on a processor, and its dtype."""
+    """Returns the number of elements of a gradient that a processor holds, and the dtype.
+
+    `x` is an mtf tensor, a `LaidOutTensor` (or what a mesh makes into one), or a tf tensor, which
+    counts as the slice of one processor. Raises ValueError if the tf tensor's shape is unknown.
+    """
     if isinstance(x, mtf.Tensor):
         return mtf.list_product(mesh_impl.slice_shape(x.shape)), tf.as_dtype(x.dtype)
     if hasattr(x, "to_laid_out_tensor"):

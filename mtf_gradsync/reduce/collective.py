@@ -30,7 +30,10 @@ _DTYPES = (tf.float32, tf.float64, tf.int32, tf.int64)
 
 
 def _instance_keys_of_a_client() -> Iterator[int]:
-    """Yields numbers for collectives (instance keys) that no other program used on the workers."""
+    """Yields numbers for collectives (instance keys): consecutive ones from a random first one.
+
+    It is improbable that another program has used them on the same workers.
+    """
     # A worker refuses a second collective with the same key, even after the client that used the
     # key has ended. The first key is random, without the program's seed, because two runs of a
     # program must not use the same keys.
@@ -69,7 +72,7 @@ class CollectiveAllReduce(OneLevel):
     """
 
     def __init__(self, merge_scope: int = 32, timeout_seconds: float = 0.0):
-        """Sets the merging and the timeout.
+        """Sets how many tensors one collective sums, and how long a collective waits.
 
         Args:
           merge_scope: the largest number of tensors (of one dtype) that are summed by one
@@ -93,10 +96,13 @@ class CollectiveAllReduce(OneLevel):
         self.timeout_seconds = float(timeout_seconds)
 
     def check(self, mesh_impl: Any, groups: ProcessorGroups) -> None:
-        """Raises the errors of `Strategy.check`, and one if devices cannot run collectives.
+        """Raises an error if this strategy cannot sum over `groups` on this mesh.
+
+        A SIMD mesh may have any devices, as it runs no collectives.
 
         Raises:
-          ValueError: two processors of a group have the same device, or devices of two kinds.
+          ValueError: as in `Strategy.check`, or two processors of a group on a placement mesh have
+            the same device, or devices of two kinds.
         """
         super().check(mesh_impl, groups)
         if not is_simd(mesh_impl):
@@ -136,9 +142,11 @@ class CollectiveAllReduce(OneLevel):
     def _by_collective(
         self, slices: Sequence[Any], devices: Sequence[str], root: int
     ) -> Sequence[Any]:
-        """Returns the sum of a group's slices, made by one collective, for each member.
+        """Returns the sum of a group's slices for each member, made by one collective.
 
-        It is a `GroupSum`.
+        It is a `GroupSum`: `slices[i]` is a tf tensor on `devices[i]`, and so is the i-th result.
+        `root` is the index of the device that waits until all members have the sum. If collectives
+        do not support the dtype, the device of `root` adds the slices up in place of a collective.
         """
         dtype = slices[0].dtype.base_dtype
         wire = tf.float32 if dtype in NARROW_FLOATS else dtype
@@ -191,9 +199,11 @@ def _check_devices(mesh_impl: Any, groups: ProcessorGroups) -> None:
 
 
 def _last_collectives() -> dict[Any, tf.Operation]:
-    """Returns the dictionary of the last collective operation of each device.
+    """Returns the dictionary of the operation that each device's next collective has to wait for.
 
-    There is one dictionary for each branch and loop of the graph; callers add to it.
+    Its keys are places of devices (see `place_of`). The default graph has one such dictionary for
+    each branch and loop; this is the one of the branch or loop that is being built. The caller
+    stores each new collective's last operation in it.
     """
     graph = tf.get_default_graph()
     # Kept on the graph, to be freed with it.

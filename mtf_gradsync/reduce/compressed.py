@@ -30,10 +30,10 @@ from mtf_gradsync.reduce.sums import check_values
 class GradientStrategy(Strategy):
     """A base class of strategies that reduce an optimizer's gradients in a way of their own.
 
-    The gradients are reduced by `reduce_gradients`, and all other sums by `reducer`. So norms,
-    flags and the model's own sums stay exact, even if the reduction of gradients rounds or keeps
-    errors of compression. A subclass defines `reduce_gradients`, and `gradient_state` if it keeps
-    state.
+    The gradients are reduced by `reduce_gradients`. All other sums, such as those of norms, of
+    flags and of the model itself, are made by `reducer`, and so they stay exact even if the
+    reduction of gradients rounds. A subclass defines `reduce_gradients`. It also defines
+    `gradient_state` if it keeps variables, such as compression errors, from step to step.
 
     Attributes:
       reducer: the strategy of all other sums.
@@ -43,10 +43,10 @@ class GradientStrategy(Strategy):
         """Sets the strategy of all sums that are not gradients of an optimizer.
 
         Args:
-          reducer: this strategy; None takes `FusedAllReduce()`.
+          reducer: the strategy of these other sums; None takes `FusedAllReduce()`.
 
         Raises:
-          TypeError: reducer is no strategy.
+          TypeError: reducer is not a strategy.
         """
         self.reducer = FusedAllReduce() if reducer is None else check_strategy(reducer)
 
@@ -58,7 +58,10 @@ class GradientStrategy(Strategy):
     def reduce_gradients(
         self, mesh_impl: Any, values: Sequence[Any], groups: ProcessorGroups, state: State
     ) -> tuple[list[Any], State]:
-        """Reduces an optimizer's gradients; see `Strategy.reduce_gradients`."""
+        """Sums an optimizer's gradients over each group; returns the sums and the new state.
+
+        The arguments and the result are those of `Strategy.reduce_gradients`.
+        """
 
     def all_reduce(
         self, mesh_impl: Any, values: Sequence[Any], groups: ProcessorGroups
@@ -78,17 +81,20 @@ class GradientStrategy(Strategy):
         getattr(self.reducer, "check", super().check)(mesh_impl, groups)
 
     def wire_dtype(self, mesh_impl: Any, dtype: tf.DType, groups: ProcessorGroups) -> tf.DType:
-        """Returns the dtype in which sums other than an optimizer's gradients are sent.
+        """Returns the dtype in which `reducer` sends values of `dtype` in these groups.
 
-        Gradients may be sent in fewer bits.
+        It holds for all sums but those of an optimizer's gradients, which may be sent in fewer
+        bits.
         """
         return getattr(self.reducer, "wire_dtype", super().wire_dtype)(mesh_impl, dtype, groups)
 
 
 def plus_errors(mesh_impl: Any, values: Sequence[Any], errors: Sequence[Any]) -> list[Any]:
-    """Returns values plus the compression errors that earlier steps left, in float32.
+    """Returns values plus their compression errors, in float32.
 
-    Values whose error is None are returned as they are.
+    A compression error is what earlier steps rounded away and did not send. `values` and `errors`
+    are `LaidOutTensor`s, one error for each value. A value whose error is None is returned as it
+    is, in its own dtype.
     """
 
     def plus(x: tf.Tensor, error: tf.Tensor) -> tf.Tensor:
@@ -101,12 +107,15 @@ def plus_errors(mesh_impl: Any, values: Sequence[Any], errors: Sequence[Any]) ->
 
 
 def no_errors(mesh_impl: Any, errors: Sequence[Any]) -> list[Any]:
-    """Returns a zero tensor for each error, of its shape; None for None."""
+    """Returns a `LaidOutTensor` of zeros in place of each compression error.
+
+    It has the error's shape and dtype. Where `errors` has None, the result has None.
+    """
     return [None if e is None else mesh_impl.slicewise(tf.zeros_like, e) for e in errors]
 
 
 def in_dtype_of(mesh_impl: Any, value: Any, other: Any) -> Any:
-    """Casts a `LaidOutTensor` to the dtype of `other`."""
+    """Returns the `LaidOutTensor` `value`, cast to the dtype of the `LaidOutTensor` `other`."""
     dtype = other.tensor_list[0].dtype.base_dtype
     if value.tensor_list[0].dtype.base_dtype == dtype:
         return value
@@ -114,11 +123,11 @@ def in_dtype_of(mesh_impl: Any, value: Any, other: Any) -> Any:
 
 
 class DType(Protocol):
-    """A protocol, for type checkers, of what this package uses of `tf.DType`."""
+    """A type that `tf.DType` satisfies, for type checkers that do not know TensorFlow's types."""
 
     @property
     def as_datatype_enum(self) -> Any:
-        """The dtype's number."""
+        """The dtype's number in TensorFlow's enumeration of dtypes."""
 
 
 _Narrow = Literal["bfloat16", "float16"]
@@ -168,10 +177,10 @@ class CompressedAllReduce(Strategy):
         wire_dtype: WireDtype | None = "bfloat16",
         prescale: float = 1.0,
     ):
-        """Sets the strategy and the wire dtype.
+        """Sets the strategy that makes the sums, and how values are rounded for messages.
 
         Args:
-          reducer: the reduction strategy; None takes `FusedAllReduce()`.
+          reducer: the strategy that makes the sums; None takes `FusedAllReduce()`.
           wire_dtype: the dtype of messages: "bfloat16", "float16", or the tf dtype; None compresses
             nothing.
           prescale: the factor that values are multiplied by before they are rounded. Sums are
@@ -208,7 +217,8 @@ class CompressedAllReduce(Strategy):
     ) -> list[Any]:
         """Sums each tensor over each group, and gives each processor its part of the sum.
 
-        Messages are in the wire dtype.
+        Messages are in the wire dtype. The arguments are those of `Strategy.reduce_scatter`: `cuts`
+        says how each tensor is cut into parts. The parts have the dtypes of `values`.
         """
         narrow = self._compressed(mesh_impl, values, groups)
         parts = reduce_scatter_by(self.reducer, mesh_impl, narrow, groups, cuts)
@@ -220,13 +230,17 @@ class CompressedAllReduce(Strategy):
         return has_gradient_reduction(self.reducer)
 
     def gradient_state(self, gradients: Sequence[GradientOfCores], maker: StateMaker) -> State:
-        """Makes the inner strategy's variables for gradients."""
+        """Makes the variables in which `reducer` keeps its state; see `Strategy.gradient_state`."""
         return self.reducer.gradient_state(gradients, maker)
 
     def reduce_gradients(
         self, mesh_impl: Any, values: Sequence[Any], groups: ProcessorGroups, state: State
     ) -> tuple[list[Any], State]:
-        """Reduces gradients, cast to the wire dtype, by the inner strategy's own reduction."""
+        """Sums gradients in the wire dtype by `reducer`; returns the sums and the new state.
+
+        `reducer` is a strategy with a `reduce_gradients` of its own, and `state` is its state. The
+        sums have the dtypes of `values`.
+        """
         narrow = self._compressed(mesh_impl, values, groups)
         sums, state = self.reducer.reduce_gradients(mesh_impl, narrow, groups, state)
         return self._restored(mesh_impl, values, narrow, sums, groups), state
@@ -234,7 +248,12 @@ class CompressedAllReduce(Strategy):
     def _compressed(
         self, mesh_impl: Any, values: Sequence[Any], groups: ProcessorGroups
     ) -> list[Any]:
-        """Returns values, scaled and cast to the wire dtype where compression has an effect."""
+        """Returns `values` (`LaidOutTensor`s) as they are sent: scaled, and cast to the wire dtype.
+
+        A value that would not be sent in fewer bits is returned itself, so that the caller can
+        find the compressed ones by `is not`: values of other dtypes than float32 and float64, empty
+        ones, and all values if groups have one processor or `reducer` would not send that dtype.
+        """
         self.check(mesh_impl, groups)
         values = list(values)
         check_values(values)
@@ -263,10 +282,12 @@ class CompressedAllReduce(Strategy):
         groups: ProcessorGroups,
         in_parts: bool = False,
     ) -> list[Any]:
-        """Returns sums divided by `prescale` and cast back to the dtypes of `values`.
+        """Returns `sums` cast back to the dtypes of `values` and divided by `prescale`.
 
-        `narrow` are the values as they were sent. With `in_parts`, each processor has only its part
-        of every sum.
+        `narrow` is the result of `_compressed(values)`, and `sums` are the sums of `narrow` over
+        `groups`. Sums of values that were not compressed stay as they are. With `in_parts`, each
+        processor has only its part of every sum. If sums are in float16, the check for overflows
+        is added.
         """
         results = list(sums)
         compressed = [i for i, (x, y) in enumerate(zip(values, narrow)) if x is not y]
@@ -292,7 +313,7 @@ class CompressedAllReduce(Strategy):
         return results
 
     def check(self, mesh_impl: Any, groups: ProcessorGroups) -> None:
-        """Raises the errors of `Strategy.check`, and those of the inner strategy's `check`."""
+        """Raises an error if this strategy or `reducer` cannot sum over `groups` on this mesh."""
         super().check(mesh_impl, groups)
         # A strategy from outside of this package may lack the method.
         getattr(self.reducer, "check", super().check)(mesh_impl, groups)
@@ -350,9 +371,15 @@ def say_where_sums_overflow(
 ) -> list[Any]:
     """Returns `results`, changed so that reading them prints a message if a sum has overflowed.
 
-    A sum has overflowed if it is not finite although all values are. `values` are the values before
-    rounding, which are read only after an overflow. `sums` are the sums in the wire dtype. With
-    `in_parts`, each processor of a group has only its part of every sum.
+    A sum has overflowed if it is infinite or NaN although all values are finite.
+
+    Args:
+      mesh_impl: a placement mesh, or a mesh like it with `devices`.
+      values: the values before they were rounded. They are read only if a sum is not finite.
+      sums: the sum of each value over each group, in the wire dtype.
+      results: what the caller returns for each value; each of them waits for the check.
+      groups: the groups of processors that summed with each other.
+      in_parts: whether each processor of a group has only its part of every sum.
     """
     devices = mesh_impl.devices
     pairs = [(i, group) for i in range(len(values)) for group in groups.groups]

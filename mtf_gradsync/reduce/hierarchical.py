@@ -33,9 +33,10 @@ Axis = Union[int, str]  # a mesh axis by name or number
 
 
 def check_outer_axes(outer_axes: Any) -> tuple[Axis, ...] | None:
-    """Returns outer axes (mesh axes with slow links) as a tuple; None for None.
+    """Returns outer axes (mesh axes with slow links) as a tuple of names and numbers.
 
-    Raises ValueError for anything else.
+    `outer_axes` is a list or tuple of them, or their names in one string, separated by commas. For
+    None, which asks for the default, the result is None. Raises ValueError for anything else.
     """
     if outer_axes is None:
         return None
@@ -51,7 +52,10 @@ def check_outer_axes(outer_axes: Any) -> tuple[Axis, ...] | None:
 
 
 def outer_axis_numbers(shape: mtf.Shape, outer_axes: Sequence[Axis]) -> list[int]:
-    """Returns the numbers of mesh axes given by name or number; ValueError for unknown ones."""
+    """Returns the number of each mesh axis in `outer_axes`, which are names or numbers.
+
+    `shape` is the mesh's shape. Raises ValueError if an axis is not on the mesh.
+    """
     return [axis_number(shape, axis, "outer_axes") for axis in outer_axes]
 
 
@@ -60,10 +64,11 @@ def inner_groups(
 ) -> list[list[int]]:
     """Splits a group of processor numbers into inner groups, whose members have fast links.
 
-    Members of an inner group have the same coordinates along outer_axes. If outer_axes is None, a
-    group on a mesh over several processes is split by process. Any other group is split along the
-    first mesh axis that it runs along, which is the slowest one of Mesh-TF; if it runs along a
-    single axis, it stays one inner group.
+    Members of an inner group have the same coordinates along `outer_axes`. If `outer_axes` is None,
+    a group on a mesh over several processes is split by process. On other meshes it is split by
+    the coordinate along the first mesh axis over which the group extends, as Mesh-TF's first axes
+    have the slowest links. If the group extends over a single axis, it stays one inner group. Each
+    inner group keeps the order of `group`.
     """
     key = _place(mesh_impl, group, outer_axes)
     inner: dict[Any, list[int]] = {}
@@ -75,10 +80,11 @@ def inner_groups(
 def level_groups(
     mesh_impl: Any, groups: ProcessorGroups, outer_axes: Sequence[Axis] | None
 ) -> tuple[ProcessorGroups, ProcessorGroups] | None:
-    """Returns the inner groups and the outer groups of a sum in two levels.
+    """Returns the inner groups and the outer groups of a sum in two levels over `groups`.
 
-    The first members of all inner groups of a group make one outer group, the second members
-    another, and so on. Returns None if inner groups differ in size.
+    The inner groups are those of `inner_groups`. In each group, the first members of all its inner
+    groups make one outer group, the second members another, and so on. Returns None if inner groups
+    differ in size.
     """
     split = [inner_groups(mesh_impl, group, outer_axes) for group in groups.groups]
     if len({len(inner) for inners in split for inner in inners}) > 1:
@@ -94,9 +100,10 @@ def level_groups(
 def _with_axes(
     mesh_impl: Any, level: list[list[int]], axes: Sequence[int] | None
 ) -> ProcessorGroups:
-    """Returns lists of processors as `ProcessorGroups`, with the mesh axes that they run along.
+    """Returns the groups of one level, which are lists of processors, as `ProcessorGroups`.
 
-    The mesh axes are taken from `axes`; they are None if no set of axes gives these groups.
+    If the groups of `level` are all processors that differ only along some of the mesh axes `axes`
+    (numbers), the result names these mesh axes. Otherwise, or if `axes` is None, it names none.
     """
     if axes is not None:
         coordinates = [mtf.pnum_to_processor_coordinates(mesh_impl.shape, p) for p in level[0]]
@@ -110,7 +117,11 @@ def _with_axes(
 def _place(
     mesh_impl: Any, group: Sequence[int], outer_axes: Sequence[Axis] | None
 ) -> Callable[[int], Any]:
-    """Returns a function of a processor, whose value is the same for all of an inner group."""
+    """Returns a function that gives each processor of `group` the key of its inner group.
+
+    Two processors are in one inner group exactly if their keys, which are hashable, are equal; see
+    `inner_groups`.
+    """
     shape = mesh_impl.shape
 
     def coordinates(processor: int) -> list[int]:
@@ -133,9 +144,9 @@ def placement_two_levels(
 ) -> SumFn:
     """Returns a function that sums in two levels on a placement mesh.
 
-    It sums within each inner group (see `inner_groups`) by `inner_sum`, and these sums over the
-    inner groups by `outer_sum`. Only one member of each inner group takes part in the outer sum;
-    the others read its result.
+    It sums within each inner group by `inner_sum`, and these sums over the inner groups by
+    `outer_sum`. Only one member of each inner group takes part in the outer sum. The others read
+    its result. `outer_axes` sets the inner groups, as in `inner_groups`.
     """
 
     def sum_group(value: Any, group: list[int], turn: int) -> list[Any]:
@@ -161,7 +172,11 @@ def placement_two_levels(
 
 
 def _hand_out(total: tf.Tensor, device: str, size: int) -> list[tf.Tensor]:
-    """Copies a sum to `device`; returns the copy for each of the `size` members that read it."""
+    """Returns a list with `size` times the same tensor: the tensor `total`, copied to `device`.
+
+    The list has one entry for each member of an inner group. All members read this one copy, so
+    that `total` crosses the slow link once. If `size` is 1, no copy is made.
+    """
     if size > 1:
         with tf.device(device):
             total = tf.identity(total)
@@ -173,9 +188,16 @@ def simd_two_levels(
 ) -> SumFn:
     """Returns a function that sums in two levels on a SIMD mesh: along inner axes, then outer ones.
 
-    Each level sums all values before the next level begins. With `one_group`, the sums of a level
-    are marked as one group for the compiler. With `scatter`, each core sums only its part of a
-    tensor over the outer axes, and a third sum, along the inner axes, puts the parts together.
+    All values are summed at one level before the next level begins.
+
+    Args:
+      mesh_impl: the SIMD mesh.
+      outer_axes: names or numbers of mesh axes with slow links; None for the default of
+        `inner_groups`.
+      scatter: whether each core sums only its part of a tensor over the outer axes. A third sum,
+        along the inner axes, then puts the parts together. Tensors with fewer elements than an
+        inner group has cores are summed whole.
+      one_group: whether the sums of a level are marked as one group for the compiler.
     """
 
     def sum_fn(values: Sequence[Any], groups: ProcessorGroups, turns: Sequence[int]) -> list[Any]:
@@ -211,7 +233,12 @@ def simd_two_levels(
 
 
 def _part(mesh_impl: Any, value: Any, parts: int, at: Any) -> Any:
-    """Returns each core's part of a value: the part at the core's position `at` in its group."""
+    """Returns each core's part of a value, as a vector.
+
+    The value's elements are cut into `parts` parts of equal length, the last one padded with zeros.
+    `at` holds each core's position in its group, an int32 scalar, which is the number of its part.
+    `value`, `at` and the result are `LaidOutTensor`s.
+    """
     size = mtf.list_product(value.slice_shape)
     part = -(-size // parts)
 
@@ -225,7 +252,8 @@ def _part(mesh_impl: Any, value: Any, parts: int, at: Any) -> Any:
 def _among_zeros(mesh_impl: Any, value: Any, parts: int, at: Any) -> Any:
     """Returns on each core a matrix of `parts` rows: row `at` is the core's part, others are 0.
 
-    The sum of these matrices over a group has all parts.
+    `value` is the core's part, a vector, and `at` the core's position in its group. The sum of
+    these matrices over the group is a matrix with all parts as its rows.
     """
 
     def put(x: tf.Tensor, position: tf.Tensor) -> tf.Tensor:
@@ -313,7 +341,7 @@ class HierarchicalAllReduce(Strategy):
         agg_small_grads_max_group: int = 10,
         outer_axes: Axis | Sequence[Axis] | None = None,
     ):
-        """Sets the algorithms and the levels.
+        """Sets the algorithm of each level, how tensors are packed, and which links are slow.
 
         Args:
           spec: a list of `AllReduceSpec`s or of tuples (algorithm, shards, limit). Limits rise from
@@ -410,7 +438,11 @@ class HierarchicalAllReduce(Strategy):
 
 
 def check_spec(spec: Any) -> tuple[AllReduceSpec, ...]:
-    """Returns the entries of a `spec`, with defaults filled in; ValueError if it is invalid."""
+    """Returns the entries of `HierarchicalAllReduce`'s `spec`, one for each range of sizes.
+
+    Missing shards become 1, and a missing limit or None becomes -1. Raises ValueError if an entry
+    is invalid, or if the limits do not rise to a last one of -1.
+    """
     entries = spec if isinstance(spec, list) else [spec]
     if not entries:
         raise ValueError(f"spec must have an entry, such as ('add_n/add_n', 1, -1), got {spec!r}.")
