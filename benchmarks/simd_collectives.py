@@ -41,8 +41,8 @@ def measure(options: report.Options) -> report.Table:
         notes=(
             '"in the whole step" also counts the operations of the forward pass, the backward pass'
             " and the update.",
-            '"groups" counts groups of sums that are made together. The compilers of TPUs and GPUs'
-            " combine each group.",
+            '"groups" counts groups of sums that are made together, each of which the compilers of'
+            " TPUs and GPUs combine.",
         ),
     )
 
