@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def some_of(names: Sequence[str], most: int = 3) -> str:
-    """Returns text such as "a, b, c and 31 more": the first names, and the number of others.
+    """Returns text such as "a, b, c and 31 more": the first `most` names, and how many others.
 
     Examples:
       >>> some_of(["a", "b", "c", "d", "e"])
@@ -35,20 +35,30 @@ def some_of(names: Sequence[str], most: int = 3) -> str:
 
 
 def some_lines(lines: Sequence[str], most: int = 3) -> str:
-    """Returns text with the first lines, each after a line break, and the number of the others."""
+    """Returns the first `most` of `lines` as one text, which ends with how many others there are.
+
+    Each of `lines` has to begin with a line break. The end is a line such as "  and 31 more", and
+    is left out if there are no others.
+    """
     more = [f"\n  and {len(lines) - most} more"] if len(lines) > most else []
     return "".join([*lines[:most], *more])
 
 
 def counted(names: Sequence[str], noun: str) -> str:
-    """Returns text such as "34 variables: a, b, c and 31 more", or "variable a"."""
+    """Returns text such as "34 variables: a, b, c and 31 more", or "variable a" for one name.
+
+    `noun` is what the names are names of, in the singular: here "variable".
+    """
     if len(names) == 1:
         return f"{noun} {names[0]}"
     return f"{len(names)} {noun}s: {some_of(names)}"
 
 
 def is_number(value: Any) -> TypeGuard[float]:
-    """Returns whether a value is a real number of Python or numpy that a Python float can hold."""
+    """Returns whether a value is a real number of Python or numpy that a Python float can hold.
+
+    A bool is no number here; infinity and NaN are numbers.
+    """
     if not isinstance(value, numbers.Real) or isinstance(value, bool):
         return False
     try:
@@ -63,7 +73,10 @@ INT32_MAX = 2**31 - 1
 
 
 def is_whole_number(value: Any, least: int = 1, most: int | None = None) -> TypeGuard[int]:
-    """Returns whether a value is an integer of Python or numpy, from `least` to `most`."""
+    """Returns whether a value is an integer of Python or numpy, from `least` to `most`.
+
+    A bool is no integer here. None for `most` is no limit.
+    """
     return (
         isinstance(value, numbers.Integral)
         and not isinstance(value, bool)
@@ -75,10 +88,10 @@ def is_whole_number(value: Any, least: int = 1, most: int | None = None) -> Type
 def check_whole_number(
     name: str, value: Any, least: int = 1, more: str = "", most: int | None = INT32_MAX
 ) -> int:
-    """Returns an argument as a Python int, after a check.
+    """Returns `value`, an argument of a user, as a Python int, after a check.
 
-    Raises ValueError unless the argument is a whole number from `least` to `most`; None for `most`
-    is no limit. The error names the argument as `name`, and ends with the sentence `more`.
+    Raises ValueError unless `value` is a whole number from `least` to `most`; None for `most` is
+    no limit. In the error the argument has the name `name`, and the sentence `more` is the end.
     """
     if not is_whole_number(value, least):
         what = f"{name} must be a whole number of {least} or more, got {value!r}."
@@ -97,11 +110,11 @@ FLOAT32_MIN, FLOAT32_MAX = 2.0**-126, (2.0 - 2.0**-23) * 2.0**127
 def check_number(
     name: str, value: Any, what: str, below: float = math.inf, above: bool = False
 ) -> float:
-    """Returns an argument as a Python float, after a check.
+    """Returns `value`, an argument of a user, as a Python float, after a check.
 
-    Raises ValueError unless the argument is a number of 0 or more (with `above`, more than 0), less
-    than `below`, and in the range of float32. The error names the argument as `name`, and says that
-    it must be `what`.
+    Raises ValueError unless `value` is a number of 0 or more (with `above`, more than 0), less than
+    `below`, and in the range of float32. The error says that the argument `name` must be `what`,
+    for example "a number from 0 to 1".
     """
     if not is_number(value) or not 0 <= value < below or (above and value == 0):
         raise ValueError(f"{name} must be {what}, got {value!r}.")
@@ -113,14 +126,20 @@ def check_number(
 
 
 def check_flag(name: str, value: Any) -> bool:
-    """Returns an argument as a bool; raises TypeError unless it is a bool of Python or numpy."""
+    """Returns `value`, an argument of a user, as a bool of Python.
+
+    Raises TypeError, with the argument's `name`, unless `value` is a bool of Python or numpy.
+    """
     if isinstance(value, bool) or (str(getattr(value, "dtype", "")) == "bool" and not value.shape):
         return bool(value)
     raise TypeError(f"{name} must be True or False, got {value!r}.")
 
 
 def elements(value: Any) -> list[Any] | None:
-    """Returns the elements of a list-like argument; None for a tensor, a string and the like."""
+    """Returns the elements of a list, a tuple or another iterable as a list.
+
+    The result is None for a tensor, a string, bytes, and a value that cannot be iterated over.
+    """
     # To iterate over a tensor adds operations to its graph before it fails.
     if isinstance(value, (str, bytes)) or hasattr(value, "graph"):
         return None
@@ -137,28 +156,32 @@ _warned: set[str] = set()
 def warn_once(key: str, message: str, *args: Any) -> None:
     """Logs a warning, unless one with the same `key` was logged in this process.
 
-    `message` and `args` are those of `logging.Logger.warning`.
+    `key` is any text that tells this warning from others. `message` is a format string, and `args`
+    are its values, as for `logging.Logger.warning`.
     """
     log_once(key, logging.WARNING, message, *args)
 
 
 def log_once(key: str, level: int, message: str, *args: Any) -> None:
-    """Logs a line at a level of `logging`, unless one with the same `key` was logged before."""
+    """Logs a line at a level of `logging`, unless one with the same `key` was logged before.
+
+    `message` is a format string, and `args` are its values. `key` is shared with `warn_once`.
+    """
     if key not in _warned:
         _warned.add(key)
         _logger.log(level, message, *args)
 
 
 def reset_warnings() -> None:
-    """Forgets which warnings were logged, for tests."""
+    """Forgets which keys `warn_once` and `log_once` have logged, so that a test sees them again."""
     _warned.clear()
 
 
 def close_to(given: str, names: Iterable[str], most: int = 2) -> list[str]:
-    """Returns the names that are most similar to a given name, the most similar one first.
+    """Returns at most `most` of `names` that are similar to the name `given`, the nearest first.
 
-    A name is similar if it is spelled almost like the given name, if one of its parts between
-    slashes is, or if it contains the given name. `most` is how many names are returned at most.
+    A name is similar if it is spelled almost like `given`, if one of its parts between slashes is,
+    or if it contains `given`.
     """
     wanted = _letters(given)
 
@@ -178,7 +201,9 @@ def _letters(name: str) -> str:
 
 
 def did_you_mean(given: str, names: Iterable[str], most: int = 2) -> str:
-    """Returns the end of a message: "; did you mean a or b?", or "" if no name is similar.
+    """Returns the end of an error's text: "; did you mean a or b?", or "" if no name is similar.
+
+    `given` is the unknown name, `names` are the known names, and `most` limits the suggestions.
 
     Examples:
       >>> did_you_mean("batc", ["batch", "heads"])
@@ -194,10 +219,10 @@ def warn_of_unmatched(
     names: Collection[str],
     matches: Callable[[str, str], Any] = re.search,
 ) -> None:
-    """Warns once of each pattern that matches no variable's name.
+    """Warns once of each pattern that matches none of `names`, the names of variables.
 
-    `what` says what the patterns are for, in the warning. `matches` tells whether a pattern matches
-    a name.
+    `what` begins the warning and says where the patterns were given. `matches(pattern, name)`
+    returns a true value if a pattern matches a name.
     """
     for pattern in patterns:
         if not any(matches(pattern, name) for name in names):
@@ -235,10 +260,10 @@ _K = TypeVar("_K", bound=Hashable)
 
 
 def by_key(keys: Sequence[_K], make: Callable[[_K, list[int]], Sequence[Any]]) -> list[Any]:
-    """Returns a result for each position in `keys`, made for all positions of a key together.
+    """Returns a list with a result for each of `keys`; equal keys get their results together.
 
-    `make` is called once for each different key. It gets the key and all positions in `keys` that
-    have it, and returns a result for each of these positions.
+    `make(key, positions)` is called once for each different key, where `positions` are the indices
+    at which `keys` has that key. It returns a result for each of these positions, in their order.
     """
     positions: dict[_K, list[int]] = {}
     for position, key in enumerate(keys):
@@ -253,7 +278,7 @@ _64_BITS = (1 << 64) - 1
 
 
 def mixed(seed: int, seed2: int) -> int:
-    """Returns a signed 64-bit seed, a hash of two numbers."""
+    """Returns a new seed, a hash of two seeds: an int in the range of int64."""
     word = 0
     for part in (seed, seed2):
         # The mixing step of splitmix64.

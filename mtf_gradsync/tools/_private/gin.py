@@ -13,7 +13,11 @@ from mtf_gradsync.extension import load_configurables
 
 
 def bindings() -> dict[tuple[str, str, str], Any]:
-    """Returns the values that gin has bound, not evaluated, by (scope, configurable, parameter)."""
+    """Returns all values that gin has bound, by scope, full name of configurable, and parameter.
+
+    The scope is "" for a binding without one. Values are as gin keeps them: a reference such as
+    ``@f()`` is not called.
+    """
     return {
         (scope, selector, parameter): value
         for (scope, selector), values in gin.config._CONFIG.items()
@@ -22,9 +26,10 @@ def bindings() -> dict[tuple[str, str, str], Any]:
 
 
 def called_in(name: str) -> list[str]:
-    """Returns the keys of the bindings that call a configurable.
+    """Returns which bindings call the configurable `name`, such as ["CrossShardOptimizer.opt"].
 
-    Their values contain the reference ``@name()``, with parentheses.
+    The values of these bindings contain the reference ``@name()``, with parentheses. `name` is
+    without a module. A binding in a scope begins with the scope and a slash.
     """
     return [
         f"{scope}/{gin.config._REGISTRY.minimal_selector(selector)}.{parameter}".lstrip("/")
@@ -35,13 +40,19 @@ def called_in(name: str) -> list[str]:
 
 
 def take(selector: str) -> dict[str, Any]:
-    """Unbinds the parameters of a configurable that are bound without a scope; returns them."""
+    """Removes the bindings of a configurable that have no scope, and returns them.
+
+    `selector` is the configurable's full name. The result has the bound values by parameter.
+    """
     return gin.config._CONFIG.pop(("", selector), {})
 
 
 @contextlib.contextmanager
 def bound(lines: Iterable[str]) -> Iterator[None]:
-    """Binds these lines of a gin file inside the block; afterwards the old bindings return."""
+    """Binds parameters inside the block; when it ends, all bindings are again as they were before.
+
+    `lines` are lines of a gin file, such as "train.run.batch_size = 8".
+    """
     before = {key: dict(values) for key, values in gin.config._CONFIG.items()}
     try:
         with gin.unlock_config():
@@ -53,7 +64,10 @@ def bound(lines: Iterable[str]) -> Iterator[None]:
 
 
 def short_name(selector: str) -> str:
-    """Returns the shortest name by which a gin file may call a configurable."""
+    """Returns the shortest name that a gin file may use for a configurable.
+
+    `selector` is the full name, with all modules.
+    """
     return gin.config._REGISTRY.minimal_selector(selector)
 
 
@@ -73,18 +87,21 @@ _written: tuple[set[tuple[str, str, str]], set[tuple[str, str]]] = (set(), set()
 
 
 def note_written(texts: Iterable[str]) -> None:
-    """Stores which bindings the user wrote or named, for a later call of `unread`."""
+    """Notes which bindings the user's own files and flags have, for a later call of `unread`.
+
+    `texts` are the contents of the gin files that the user named, and the bindings given as flags.
+    They do not have the content of files that a gin file includes.
+    """
     global _written
     keys = [key for text in texts for key in _KEY.findall(text)]
     _written = set(bindings()), {(selector.split(".")[-1], name) for selector, name in keys}
 
 
 def unread() -> list[str]:
-    """Returns the names of the bindings, except macros, that no call has read yet.
+    """Returns the bindings, except macros, that no call has read yet, as "scope/name.parameter".
 
-    If `note_written` was called for this configuration, it leaves out bindings of optimizers that
-    the texts given to `note_written` do not have: they come from an included file, and the texts
-    choose another optimizer.
+    If `note_written` was called for this configuration, bindings of optimizers that are not in its
+    texts are left out: they come from an included file, and the user has chosen another optimizer.
     """
     there, written = _written
     is_noted = set(bindings()) == there
@@ -117,7 +134,10 @@ _KEY = re.compile(r"^\s*(?:[\w/]+/)?([\w.]+)\.(\w+)\s*=", re.MULTILINE)
 
 
 def bindings_in(text: str) -> dict[str, str]:
-    """Returns the bindings in a text of `gin.operative_config_str`: one-line values by name."""
+    """Returns the bindings in a text that `gin.operative_config_str` has written.
+
+    The result has each value as the text of one line, by "scope/name.parameter".
+    """
     # A long value begins with a backslash, in the next line.
     return {name: " ".join(value.lstrip("\\").split()) for name, value in _BINDING.findall(text)}
 
@@ -127,7 +147,11 @@ _BINDING = re.compile(r"^([^\s#=]+) = (.*(?:\n[ \])}].*)*)", re.MULTILINE)
 
 
 def registered() -> dict[str, list[str]]:
-    """Returns the parameters of each configurable that gin knows, by its full name."""
+    """Returns the names of each configurable's parameters, by the configurable's full name.
+
+    All configurables of this package are loaded first. A list is empty if the parameters of a
+    function written in C are not known.
+    """
     load_configurables()
     found = {}
     for name, entry in gin.config._REGISTRY.items():

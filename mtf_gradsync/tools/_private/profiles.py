@@ -31,10 +31,11 @@ def profile_data(serialized: bytes) -> Any:
 
 
 def _with_types(data: Any) -> Any:
-    """Registers the types of the iterators of a ``ProfileData`` of jax, and returns it.
+    """Returns a ``ProfileData`` of jax, after a first use of its iterators without warnings.
 
-    Each type is made on its first use, and Python 3.12 and later then give a warning. If warnings
-    are errors, this one would end the process, because it is raised in C++. Here it is ignored.
+    The first use of a kind of iterator makes a type, for which Python 3.12 and later give a
+    warning. Where warnings are raised as exceptions, this one would end the process, because it
+    comes from C++. Here it is ignored, and later uses give no warning.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
@@ -48,7 +49,11 @@ def _with_types(data: Any) -> Any:
 
 
 def _plane(plane: Any) -> Any:
-    """Converts a plane of an ``XSpace`` to an object with the attributes of jax's planes."""
+    """Converts a plane of an ``XSpace`` protocol buffer to an object like jax's planes.
+
+    It has `name`, `lines` and `stats`, an iterator of pairs (name, value). A line has `name` and
+    `events`; an event has `name`, `start_ns`, `duration_ns` and `stats`.
+    """
 
     def stats(of: Any) -> Iterator[tuple[str, Any]]:
         for stat in of.stats:

@@ -10,9 +10,9 @@ from mtf_gradsync.extension import tf
 def singular_monitored_session(
     creator: tf.train.SessionCreator, hooks: Sequence[Any]
 ) -> tf.train.SingularMonitoredSession:
-    """Returns a monitored session that does not restart itself after an error.
+    """Returns a monitored session that does not restart itself after an exception.
 
-    `creator` makes the session inside it.
+    `creator` makes the plain session inside it, and `hooks` are `tf.train.SessionRunHook` objects.
     """
 
     class Singular(tf.train.SingularMonitoredSession):
@@ -33,5 +33,5 @@ def summary_writers(graph: tf.Graph) -> list[tf.Operation]:
 
 
 def add_saving_listeners(hook: tf.train.CheckpointSaverHook, listeners: Sequence[Any]) -> None:
-    """Adds listeners to a hook that saves checkpoints, as Estimator does."""
+    """Adds `tf.train.CheckpointSaverListener` objects to a hook that saves checkpoints."""
     hook._listeners.extend(listeners)

@@ -66,10 +66,10 @@ class BestDivision:
     """The search for the best division of the training that gin describes, and its proof."""
 
     def __init__(self, layouts: Sequence[str], most_steps: int):
-        """Reads the configuration; raises ConfigError if it cannot be divided anew.
+        """Reads gin's configuration; raises ConfigError if the search cannot divide it anew.
 
-        `layouts` are the layout rules to try, and most_steps limits the microbatch steps of an
-        update.
+        `layouts` are layouts to try, each a text of rules. An update has at most `most_steps`
+        microbatch steps.
         """
         self._config = gin_files.bound_run_config()
         self._stack = stack_of_config()
@@ -106,7 +106,10 @@ class BestDivision:
         return count
 
     def _why_steps_are_fixed(self) -> str:
-        """Returns why the config's number of microbatch steps has to stay; "" if it may change."""
+        """Returns, in words for the user, why the number of microbatch steps has to stay.
+
+        The result is "" if the search may choose another number.
+        """
         selector, scope = self._selector(JOINS), self._stack.scope.rstrip("/")
         if self._own_steps > 1 and not bound_to(scope, selector, "average_aggregated_gradients"):
             return "it adds up gradients (average_aggregated_gradients is not set)"
@@ -124,19 +127,27 @@ class BestDivision:
         return ""
 
     def _schedule_step(self) -> list[str]:
-        """Returns the gin line for schedules to count updates, as they do without accumulation."""
+        """Returns the gin line that makes learning rate schedules count updates, in a list.
+
+        The list is empty if schedules may keep what they count: the config accumulates already,
+        binds schedule_step, or binds a number of microbatch steps outside of the accumulation.
+        """
         is_there = self._own_steps > 1 or self._config.schedule_step or _counts(1)
         return [] if is_there else ["train.run.schedule_step = @get_update_step"]
 
     def _alone(self) -> list[str]:
-        """Returns the gin lines for the stack without the wrappers that divide an update."""
+        """Returns gin lines that bind the config's stack without the wrappers that divide it.
+
+        These are the wrappers that reduce, accumulate or shard; the other wrappers stay.
+        """
         first = (*self._stack.around, *self._stack.inside)
         return [f"train.run.optimizer = {self._scoped(first[0])}", *self._chain(first)]
 
     def costs(self) -> tuple[StepCosts, list[mtf.Variable]]:
-        """Returns what a step on the whole batch costs, and the variables that it trains.
+        """Returns what a step on the whole batch of an update costs, and the variables it trains.
 
-        Both are read from an mtf graph for one core.
+        The costs are the sizes and operations from which times are predicted. Both results are read
+        from an mtf graph for one core.
         """
         lines = [*self._alone(), f"train.run.batch_size = {self._batch}", *_counts(1)]
         with bound(lines), tf.Graph().as_default():
@@ -157,7 +168,13 @@ class BestDivision:
         mesh_shapes: Sequence[str] | None,
         inner_steps: Sequence[int] = (),
     ) -> tuple[list[Choice], dict[str, str]]:
-        """Predicts time and memory of each division on a machine; see `all_choices`."""
+        """Predicts time and memory of each division on a machine.
+
+        `costs` is the first result of the method `costs`. `mesh_shapes` are the mesh shapes to try,
+        None for all over the axes of the config's mesh; `inner_steps` are numbers of inner steps to
+        try. Returns the divisions, the fastest first, and the reason for each impossible mesh and
+        layout; see `all_choices`.
+        """
         return all_choices(
             costs,
             machine,
@@ -209,7 +226,10 @@ class BestDivision:
 
     @staticmethod
     def _wrappers(stack: Stack) -> list[str]:
-        """Returns the names of the wrappers that `stack` divides an update by, outermost first."""
+        """Returns the class names of the wrappers that divide an update as `stack` says.
+
+        The outermost wrapper comes first.
+        """
         if stack.inner_steps:
             return [OUTER]
         joins = [JOINS] if stack.steps > 1 else []
@@ -219,15 +239,19 @@ class BestDivision:
         return f"@{self._stack.scope}{name[1:]}" if "/" not in name else name
 
     def _chain(self, names: Sequence[str]) -> list[str]:
-        """Returns the gin lines that put each optimizer of `names` around the next one."""
+        """Returns gin lines that put each optimizer of `names` around the next one.
+
+        `names` are references of gin, such as "@CrossShardOptimizer".
+        """
         return [f"{self._stack.scope}{a.split('/')[-1].lstrip('@')}.opt = {b}"
                 for a, b in itertools.pairwise(names)]  # fmt: skip
 
     def checked(self, machine: Machine, costs: StepCosts) -> Any:
-        """Returns a function that compiles a choice and gives its memory and time; see `best_of`.
+        """Returns a function that compiles a `Choice` for a TPU and returns a `Checked`.
 
-        Of a model with many layers it compiles a few, and scales the compiler's figures by
-        predictions.
+        `Checked` has the memory of a core and the time of an update by the compiler's figures, or
+        why the compiler refuses; see `best_of`. Of a model with many layers a few are compiled, and
+        the figures are multiplied by the ratio of predictions for the whole and the small model.
         """
         fewer, words = _sizes({"num_layers": _COMPILED_LAYERS})
         compiled_costs = costs
@@ -274,16 +298,20 @@ class BestDivision:
         )
 
     def described(self, choice: Choice, variables: Sequence[mtf.Variable]) -> str:
-        """Returns what the optimizer of a division does in a step (`gs.describe`)."""
+        """Returns, as text, what the optimizer of a division does in a step (`gs.describe`).
+
+        `variables` are the variables that it updates.
+        """
         mesh = choice.mesh_shape, choice.layout
         with self._bound(choice) as config, tf.Graph().as_default(), simd.tpu_program(*mesh):
             opt, _ = _optimizer_alone(dataclasses.replace(config, mesh_devices=None))
             return str(describe(opt, *mesh, variables))
 
     def proved(self, choice: Choice, replica_axes: Sequence[str]) -> tuple[str, Verification]:
-        """Verifies a division on this machine, with smaller sizes.
+        """Verifies a division on this machine, with a smaller model, mesh and batch.
 
-        Returns a text that names these sizes, and the result of the verification.
+        `replica_axes` are the names of the mesh axes that the batch is split over. Returns a text
+        that names the smaller sizes, and the result of `mtf_gradsync.verify`.
         """
         lines, words = _sizes(_SMALLER)
         dims = mtf.convert_to_shape(choice.mesh_shape).dims
@@ -307,7 +335,10 @@ class BestDivision:
 
 
 def _optimizer_alone(config: RunConfig) -> tuple[Any, Any]:
-    """Returns the optimizer and the learning rate of a config, made without its model."""
+    """Makes a config's optimizer in the default graph, without its model.
+
+    Returns the optimizer and the learning rate of the step, as `optimizer_and_rate` does.
+    """
     step = tf.identity(tf.train.get_or_create_global_step().read_value())
     return optimizer_and_rate(resolve_job(config), step, mtf.Mesh(mtf.Graph(), "mesh"))
 
@@ -323,9 +354,10 @@ def _candidate(choice: Choice, machine: Machine) -> Candidate:
 
 
 def _counts(steps: int) -> list[str]:
-    """Returns gin lines that set K, the microbatch steps of an update.
+    """Returns gin lines that bind K, the microbatch steps of an update, to `steps`.
 
-    They are for everything that counts updates by K, but for the accumulating wrapper itself.
+    There is a line for each configurable that has K bound now, such as a schedule that counts
+    updates, but none for GradientAccumulationOptimizer itself.
     """
     return [
         f"{scope}/{short_name(selector)}.{MICROBATCHES} = {steps}".lstrip("/")
@@ -335,9 +367,9 @@ def _counts(steps: int) -> list[str]:
 
 
 def _meshes(mesh_shape: str, layout: str) -> list[str]:
-    """Returns gin lines that set the mesh and layout of optimizers.
+    """Returns gin lines that bind the mesh and layout of optimizers to these values.
 
-    They are for each optimizer for which gin binds a mesh or layout now.
+    There are lines for the optimizers of this package for which gin binds a mesh or layout now.
     """
     given = {"mesh_shape": mesh_shape, "layout": layout}
     return [
@@ -349,9 +381,10 @@ def _meshes(mesh_shape: str, layout: str) -> list[str]:
 
 
 def _sizes(most: dict[str, int]) -> tuple[list[str], str]:
-    """Returns gin lines that limit the model's sizes, and a text that says what they change.
+    """Returns gin lines that make a large model smaller, and a text that names the changes.
 
-    `most` has the largest value of each parameter, by name.
+    `most` has the largest value for each parameter of the model's layers, by its name, such as
+    "num_layers". Parameters that are small enough get no line; both results may be empty.
     """
     lines, words = {}, {}
     for (scope, selector, parameter), given in bindings().items():

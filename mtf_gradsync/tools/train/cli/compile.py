@@ -33,7 +33,7 @@ from mtf_gradsync.tools.train.cli.loading import loaded_config
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments of the subcommand."""
+    """Adds the flags of ``mtf-gradsync compile`` to its parser."""
     add_gin_arguments(parser)
     parser.add_argument(
         "--topology",
@@ -60,7 +60,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Runs the subcommand and returns the exit code."""
+    """Runs ``mtf-gradsync compile`` with its parsed flags `args`, and returns the exit code.
+
+    It is 0 if the TPU compiler accepts the step, and 1 if it refuses it.
+    """
     json_file = output_path("--json", args.json)
     make_output_folder("--save_hlo", args.save_hlo)
     # So that SIGTERM, too, ends the compiler and removes its folder.
@@ -81,10 +84,11 @@ def compile_config(
 ) -> Any:
     """Compiles the training step of gin's configuration by `mtf_gradsync.xla.compile_for_tpu`.
 
-    With compare_with_bare, a step with the innermost optimizer alone is estimated, too. For
-    topology, save_hlo and update_not_split see `mtf_gradsync.xla.compile_for_tpu`. The step counter
-    and the learning rate that follows from it stay outside the program, on the host, as with
-    TPUEstimator.
+    `topology` names the TPU, such as "v5e:2x4". `save_hlo` is a folder for the program as text.
+    With `update_not_split` the step is also compiled without splitting the update over the cores,
+    and with `compare_with_bare` a step with the innermost optimizer alone is estimated, too. The
+    step counter and the learning rate that follows from it stay outside the program, on the host,
+    as with TPUEstimator. Returns the result of `compile_for_tpu`.
     """
     # Imported here because it takes seconds, which `--help` need not wait for.
     from mtf_gradsync.extension import tf

@@ -33,12 +33,15 @@ _LIBRARIES = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments of the subcommand."""
+    """Adds the flags of ``mtf-gradsync env`` to its parser."""
     add_json_argument(parser, "write the same as JSON, too")
 
 
 def main(args: argparse.Namespace) -> int:
-    """Runs the subcommand and returns the exit code."""
+    """Runs ``mtf-gradsync env`` with its parsed flags `args`, and returns the exit code.
+
+    It is 1 if TensorFlow or Mesh-TensorFlow cannot be imported, else 0.
+    """
     json_file = output_path("--json", args.json)
     found: dict[str, str] = {}
 
@@ -74,7 +77,7 @@ def version_of(name: str) -> str:
 
 
 def _facts() -> Iterator[tuple[str, str]]:
-    """Yields the names and values of facts that only the imported package knows."""
+    """Yields pairs (name, value) of the lines that need the imported package: runtimes, devices."""
     import mtf_gradsync
     from mtf_gradsync.extension import ESTIMATOR_AVAILABLE, tf
     from mtf_gradsync.runtimes import xla

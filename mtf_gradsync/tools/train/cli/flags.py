@@ -13,9 +13,9 @@ from mtf_gradsync.runtimes._common import CONFIG_FILE, ConfigError, TrainingErro
 
 
 def output_path(flag: str, name: str | None) -> Path | None:
-    """Returns the path of a file to write; None if no file is named.
+    """Returns the path of the file that a flag such as "--json" names; None if it names none.
 
-    `name` is the value of the command's `flag`. Raises if the file cannot be written.
+    `name` is the value of `flag`. Raises ConfigError if the file cannot be written.
     """
     if not name:
         return None
@@ -43,7 +43,7 @@ def output_path(flag: str, name: str | None) -> Path | None:
 def add_json_argument(parser: argparse.ArgumentParser, what: str) -> None:
     """Adds the flag --json, whose file `write_output` writes.
 
-    `what` says in the help what the file has.
+    `what` is the flag's help, such as "write the result as JSON, too".
     """
     parser.add_argument("--json", metavar="FILE", help=f"{what}; - is standard output")
 
@@ -51,14 +51,18 @@ def add_json_argument(parser: argparse.ArgumentParser, what: str) -> None:
 def add_output_arguments(parser: argparse.ArgumentParser, what: str, picture: str) -> None:
     """Adds the flags --json and --png, whose files `write_found` writes.
 
-    `what` and `picture` say in the help what the two files have.
+    `what` is the help of --json, and `picture` is the help of --png.
     """
     add_json_argument(parser, what)
     parser.add_argument("--png", metavar="FILE", help=picture)
 
 
 def write_found(paths: Sequence[Path | None], text: str, draw: Callable[[Path], Any]) -> None:
-    """Writes what a command has found to the files of --json and --png, if they are given."""
+    """Writes what a command has found to the files of --json and --png, if they are given.
+
+    `paths` are the paths of the two files, None for a flag that is not given. `text` is the JSON,
+    and `draw` writes the picture to the path that it gets.
+    """
     json_file, png_file = paths
     write_output("--json", json_file, text + "\n")
     if png_file:
@@ -67,9 +71,9 @@ def write_found(paths: Sequence[Path | None], text: str, draw: Callable[[Path], 
 
 
 def write_output(flag: str, path: Path | None, text: str) -> None:
-    """Writes what a command has found to the file of a flag, atomically.
+    """Writes `text` to the file that a flag names, atomically; nothing if `path` is None.
 
-    Without a path it writes nothing.
+    Raises TrainingError, with the `flag`, if the file cannot be written.
     """
     if path is None:
         return
@@ -88,9 +92,10 @@ def write_output(flag: str, path: Path | None, text: str) -> None:
 
 
 def output_paths(names: Mapping[str, str | None]) -> list[Path | None]:
-    """Returns the `output_path` of each flag; raises if two flags name the same file.
+    """Returns the `output_path` of each flag, in the order of `names`, which has values by flag.
 
-    It also raises if the file of --png or --plot does not end in .png.
+    Raises ConfigError if a file cannot be written, if two flags name the same file, or if the file
+    of --png or --plot does not end in .png.
     """
     paths = {flag: output_path(flag, name) for flag, name in names.items()}
     flags: dict[Path, str] = {}
@@ -107,7 +112,10 @@ def output_paths(names: Mapping[str, str | None]) -> list[Path | None]:
 
 
 def make_output_folder(flag: str, name: str | None) -> None:
-    """Makes the folder that a flag names, if any; raises if it cannot be made."""
+    """Makes the folder `name` that a flag names, with its parents; nothing if `name` is None.
+
+    Raises ConfigError, with the `flag`, if the folder cannot be made or written to.
+    """
     if not name:
         return
     try:
@@ -120,7 +128,10 @@ def make_output_folder(flag: str, name: str | None) -> None:
 
 @contextlib.contextmanager
 def named_write_errors(flag: str, path: Path) -> Iterator[None]:
-    """Turns an OSError of the block, such as a full disk, into a TrainingError with the flag."""
+    """Turns an OSError of the block, as of a full disk, into a TrainingError for the user.
+
+    The error says that `path`, the file that `flag` names, cannot be written, and why.
+    """
     try:
         yield
     except OSError as error:
@@ -165,9 +176,10 @@ def add_gin_arguments(parser: Any) -> None:
 
 
 def whole_number(least: int = 1, below: int | None = None) -> Callable[[str], int]:
-    """Returns an argument type for argparse: a whole number of `least` or more.
+    """Returns a function, for `type=` of argparse, that parses a whole number of `least` or more.
 
-    With `below` the number also has to be less than that.
+    Unless `below` is None, the number also has to be less than `below`. The function raises
+    ArgumentTypeError for another text.
     """
 
     def read(text: str) -> int:
@@ -182,7 +194,7 @@ def whole_number(least: int = 1, below: int | None = None) -> Callable[[str], in
 
 
 def number(text: str) -> float:
-    """Parses a number of 0 or more for argparse, which reports other texts as errors."""
+    """Parses a finite number of 0 or more; raises argparse.ArgumentTypeError for another text."""
     try:
         value = float(text)
     except ValueError:
@@ -193,7 +205,10 @@ def number(text: str) -> float:
 
 
 def config_of_run(model_dir: str) -> str:
-    """Returns the path of the config file that a run left in its directory."""
+    """Returns the path of the config file that a run left in its directory.
+
+    Raises ConfigError, for the flag --model_dir, if there is none.
+    """
     config_file = Path(model_dir) / CONFIG_FILE
     if not config_file.is_file():
         raise ConfigError(
@@ -204,7 +219,7 @@ def config_of_run(model_dir: str) -> str:
 
 
 def check_model_dir(model_dir: str) -> None:
-    """Raises ConfigError if the directory, or one that it is in, is a file."""
+    """Raises ConfigError if the path of a run's directory, or of a folder above it, is a file."""
     path = Path(model_dir)
     first = next((one for one in (path, *path.parents) if one.exists()), None)
     if first is not None and not first.is_dir():
@@ -212,7 +227,7 @@ def check_model_dir(model_dir: str) -> None:
 
 
 def names_in(values: Sequence[str]) -> list[str]:
-    """Returns the names in the values of a flag; each value may be a list of names."""
+    """Returns the names in the values of a flag; a value is one name or several with commas."""
     return [part for value in values for part in value.split(",") if part]
 
 

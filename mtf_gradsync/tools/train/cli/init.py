@@ -34,7 +34,7 @@ _OF_TEXT = "lm_cpu_mesh"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments of the subcommand."""
+    """Adds the flags of ``mtf-gradsync init`` to its parser."""
     parser.usage = _USAGE
     parser.add_argument("config", nargs="?", metavar="CONFIG", help="which one; none lists them")
     parser.add_argument(
@@ -48,7 +48,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Runs the subcommand and returns the exit code."""
+    """Runs ``mtf-gradsync init`` with its parsed flags `args`, and returns the exit code.
+
+    It is 0; a config or file that cannot be copied raises ConfigError.
+    """
     configs = _examples()
     files, after = _texts_and_names(args.text, configs)
     named = [*(name for name in (args.config, args.file) if name is not None), *after]
@@ -91,7 +94,11 @@ def _is_gin_file(name: str) -> bool:
 def _texts_and_names(
     given: Sequence[str], configs: Collection[str]
 ) -> tuple[Sequence[str], Sequence[str]]:
-    """Splits the arguments after --text into files of text, and CONFIG and FILE, if any."""
+    """Splits `given`, the arguments after --text, into text files, and CONFIG and FILE after them.
+
+    The second list begins with the first argument, but for the first of all, that ends in .gin or
+    is no file and almost spelled like one of `configs`. It is empty if there is no such argument.
+    """
     for at, name in enumerate(given):
         is_config = not Path(name).exists() and difflib.get_close_matches(name, configs, 1, 0.8)
         if at and (is_config or _is_gin_file(name)):
@@ -100,19 +107,21 @@ def _texts_and_names(
 
 
 def _name_of_run(text: str) -> str:
-    """Returns a name for a run from a text's file name.
+    """Returns a name for a run that trains on the text file named `text`: "novel" for a/novel.txt.
 
-    Characters special to shells, gin or TensorFlow are replaced. The name is the name of no config
-    in the package, because the copy may include such a config.
+    Characters special to shells, gin or TensorFlow are replaced. If the package has a config of
+    that name, the name gets the end "_text", because the copy may include that config.
     """
     name = re.sub(r"[^\w.-]+", "_", Path(text).stem).strip("_.-") or "text"
     return f"{name}_text" if (configs_dir() / f"{name}.gin").exists() else name
 
 
 def _on_text(config: str, name: str, command: str, files: Sequence[str]) -> str:
-    """Returns a config that trains on text files.
+    """Returns the text of a config that trains on text files, made from a config of the package.
 
-    The files are read once, to check that they are texts of sufficient length.
+    `config` is the text of the package's config, and `name` its name. `command` is the command that
+    trains by the result, for the comment at its beginning. Raises ConfigError if `files` cannot be
+    read as UTF-8 or are too short.
     """
     documents = read_files(files, "--text")
     included = "".join(_examples().values())
@@ -134,14 +143,14 @@ _SHIPPED_TEXT = "Python's own documentation"
 
 
 def _examples() -> dict[str, str]:
-    """Returns the configs that can be trained as they are, by name."""
+    """Returns the texts of the package's configs that can be trained as they are, by name."""
     files = sorted(configs_dir().glob("*.gin"))
     texts = {path.stem: path.read_text(encoding="utf-8") for path in files}
     return {name: text for name, text in texts.items() if _COMMAND in text}
 
 
 def _summary(text: str) -> str:
-    """Returns the first sentences of a config's comment."""
+    """Returns the first sentences of the comment in a config's text, indented for a list."""
     lines = text.splitlines()[1:]
     comment = lines[: lines.index("#")] if "#" in lines else lines[:1]
     return "\n    ".join(line.lstrip("# ") for line in comment)

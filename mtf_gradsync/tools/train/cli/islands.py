@@ -39,7 +39,7 @@ from mtf_gradsync.tools.train.cli.flags import (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments of the subcommand."""
+    """Adds the flags of ``mtf-gradsync islands`` to its parser."""
     parser.add_argument("folder", metavar="FOLDER", help="path or URL that all islands know")
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--status", action="store_true", help="print what has become of each island")
@@ -85,7 +85,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _quorum(text: str) -> Quorum:
-    """Returns the value of --quorum; raises ArgumentTypeError for a wrong one."""
+    """Parses the value of --quorum, a whole number or "living".
+
+    Raises argparse.ArgumentTypeError for another text.
+    """
     if text == "living":
         return "living"
     try:
@@ -97,7 +100,10 @@ def _quorum(text: str) -> Quorum:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Runs the subcommand and returns the exit code."""
+    """Runs ``mtf-gradsync islands`` with its parsed flags `args`, and returns the exit code.
+
+    It is 0, 1 if --replay found other bits, and 128 + n if signal n has ended the command.
+    """
     logging.basicConfig(format="%(message)s", stream=sys.stderr)
     try:
         folder = Folder(args.folder)
@@ -144,7 +150,7 @@ def _status(folder: Folder, json_file: Path | None, plot: Path | None) -> int:
 
 
 def _watch(folder: Folder, seconds: float) -> None:
-    """Replaces the screen's content by the status of a folder, and waits for some seconds."""
+    """Clears the screen, prints the table of all islands of a folder, and waits `seconds`."""
     clear = "\033[2J\033[H" if sys.stdout.isatty() else ""
     try:
         print(f"{clear}{read_status(folder).table()}", flush=True)
@@ -154,10 +160,11 @@ def _watch(folder: Folder, seconds: float) -> None:
 
 
 def _export(folder: Folder, directory: Path, version: int | None, run: str | None) -> int:
-    """Writes the values that all islands share as a TensorFlow checkpoint; returns the exit code.
+    """Writes the values that all islands share as a TensorFlow checkpoint to `directory`.
 
-    `version` is the number of the exchange that made the values; None is the newest. With `run`,
-    the config of that run is written next to the checkpoint.
+    `version` is the number of the exchange that made the values, None for the newest. `run` is the
+    directory of a run whose config is written next to the checkpoint, None for no config. Returns
+    the exit code 0.
     """
     from mtf_gradsync.tools.islands.versions import export_version
 

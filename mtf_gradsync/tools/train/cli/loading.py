@@ -30,8 +30,8 @@ _LEVEL = "TF_CPP_MIN_LOG_LEVEL"
 def import_package(verbosity: int) -> None:
     """Imports the whole of ``mtf_gradsync``, unless this is done already.
 
-    With a verbosity below 0, and no lower TF_CPP_MIN_LOG_LEVEL in the environment, TensorFlow's C++
-    code logs fatal errors only.
+    `verbosity` is the value of --verbosity. If it is below 0, TensorFlow's C++ code logs fatal
+    errors only, unless TF_CPP_MIN_LOG_LEVEL in the environment asks for more.
     """
     package = sys.modules["mtf_gradsync"]
     is_quiet = verbosity < 0 and os.environ.get(_LEVEL, _FATAL_ALONE) == _FATAL_ALONE
@@ -51,7 +51,7 @@ def import_package(verbosity: int) -> None:
 
 @contextlib.contextmanager
 def _saying_that_it_loads(seconds: float = 1.0) -> Iterator[None]:
-    """Prints a line on a terminal if the block takes longer than `seconds`."""
+    """Tells the user on a terminal that TensorFlow loads if the block takes more than `seconds`."""
     if not (sys.stderr and sys.stderr.isatty()):
         yield
         return
@@ -72,7 +72,7 @@ def _saying_that_it_loads(seconds: float = 1.0) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _without_lines_of_c() -> Iterator[None]:
-    """Hides what C++ code prints inside the block.
+    """Hides what C++ code prints to standard error inside the block.
 
     TensorFlow 2.17 and later print lines before a log level is set. If the block raises, the hidden
     lines are printed; if the block ends the process, Python's fault handler says where.
@@ -108,8 +108,9 @@ def _without_lines_of_c() -> Iterator[None]:
 def loaded_config(args: argparse.Namespace, before: Sequence[str] = ()) -> Iterator[None]:
     """Prepares TensorFlow for a mesh program, and loads gin's configuration for the block.
 
-    The files in `before` are loaded before the files of the flags. Errors that the config's own
-    functions raise inside the block become a `ConfigError`.
+    `args` are a command's parsed flags, with the flags of `add_gin_arguments`. The gin files
+    `before` are loaded before the files of the flags. Exceptions that the config's own functions
+    raise inside the block become a `ConfigError`.
     """
     paths = names_in(args.gin_location_prefix)
     files = [*before, *names_in(args.gin_file)]
@@ -153,7 +154,11 @@ def loaded_config(args: argparse.Namespace, before: Sequence[str] = ()) -> Itera
 
 
 def _check_is_there(name: str, paths: Sequence[str]) -> None:
-    """Raises ConfigError for a gin file that does not exist, before TensorFlow is imported."""
+    """Raises ConfigError if a gin file does not exist, without importing TensorFlow.
+
+    `name` is the file's name, and `paths` are the folders of --gin_location_prefix. The current
+    folder and the package's configs are looked through, too.
+    """
     folders = [Path(), *map(Path, paths), configs_dir(), configs_dir().parent]
     if "://" in name or any(Path(folder, name).exists() for folder in folders):
         return

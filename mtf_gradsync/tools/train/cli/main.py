@@ -41,7 +41,7 @@ _COMMANDS: dict[str, Any] = {
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Returns the parser of the whole command line."""
+    """Returns the parser of the whole command line, with a subparser for each command."""
     parser = argparse.ArgumentParser(
         prog="mtf-gradsync",
         description="Gradient synchronization for Mesh-TensorFlow.",
@@ -67,7 +67,10 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def _refuse(parser: argparse.ArgumentParser, unknown: Sequence[str]) -> NoReturn:
-    """Ends the command with an error that names unknown arguments and suggests similar ones."""
+    """Ends the process with an error that names unknown arguments and suggests a known one.
+
+    `parser` is the parser of the subcommand, and `unknown` are the arguments that it does not have.
+    """
     hint = ""
     known = re.findall(r"(?<![\w-])--\w+", parser.format_help())
     for argument in unknown:
@@ -88,7 +91,7 @@ _NO_FAULT = (errno.EDQUOT, errno.EIO, errno.ENOSPC)
 
 
 def _as_line(error: Exception) -> str:
-    """Returns an error's message; for an OSError its reason and file."""
+    """Returns the text of an exception for the user; for an OSError the reason and the file."""
     if isinstance(error, UnicodeEncodeError):
         return f"{error.object[:80]!r} is no text that can be written as {error.encoding}"
     if not isinstance(error, OSError) or not error.strerror:
@@ -136,7 +139,10 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
-    """Runs a command; with --json=-, its standard output is JSON, and all else goes to stderr."""
+    """Runs the command that the parsed flags `args` name, and returns its exit code.
+
+    With --json=-, standard output has the JSON alone, and all else goes to standard error.
+    """
     if getattr(args, "json", None) != "-":
         return args.run_command(args)
     with tempfile.TemporaryDirectory() as folder:

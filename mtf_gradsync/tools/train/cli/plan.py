@@ -41,7 +41,7 @@ from mtf_gradsync.tools.train.cli.loading import loaded_config
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments of the subcommand."""
+    """Adds the flags of ``mtf-gradsync plan`` to its parser."""
     add_gin_arguments(parser)
     parser.add_argument(
         "--topologies",
@@ -117,12 +117,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _whole_numbers(text: str) -> tuple[int, ...]:
-    """Parses the value of --inner_steps."""
+    """Parses the value of --inner_steps: whole numbers with commas, such as "10,36,100"."""
     return tuple(map(whole_number(1), text.split(",")))
 
 
 def _price(text: str) -> float | dict[str, float]:
-    """Parses the value of --price."""
+    """Parses the value of --price, dollars for an hour of a chip.
+
+    The result is a number, or for a text such as "v5e:1.2,v5p:4.2" a number for each generation.
+    """
     try:
         if ":" not in text:
             return number(text)
@@ -135,7 +138,11 @@ def _price(text: str) -> float | dict[str, float]:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Runs the subcommand and returns the exit code."""
+    """Runs ``mtf-gradsync plan`` with its parsed flags `args`, and returns the exit code.
+
+    It is 0 if there is a plan, 1 if no mesh can be planned, and 128 + n if signal n has ended the
+    search. With --best see `find_and_prove`.
+    """
     paths = output_paths({"--json": args.json, "--png": args.png})
     if args.jobs < 1:
         raise ConfigError(f"--jobs must be 1 or more; got {args.jobs}")
@@ -191,7 +198,10 @@ def _check_together(args: argparse.Namespace) -> None:
 
 
 def _best(args: argparse.Namespace, paths: Sequence[Any]) -> int:
-    """Finds the best division, proves it, and returns the exit code."""
+    """Runs ``plan --best``: finds the best division, proves it, and returns the exit code.
+
+    The first of `paths` is the file of --json, or None. See `find_and_prove` for the code.
+    """
     with Interruption() as stop, loaded_config(args):
         # Not above: these take seconds, which `--help` need not.
         from mtf_gradsync.runtimes import xla
@@ -227,12 +237,15 @@ def plan_config(
     begins: Callable[[], None] = lambda: None,
     **more: Any,
 ) -> Any:
-    """Plans the training step that gin's configuration describes, as `mtf_gradsync.plan` does.
+    """Returns a plan of the training step that gin's configuration describes.
 
-    Without mesh_shapes it takes all factorizations over the axes of the config's mesh. Without
-    layouts it takes the layout of the config. `begins` is called once all modules are imported and
-    the arguments are checked. `more` has price, dcn_bandwidth and inner_steps of
-    `mtf_gradsync.plan`.
+    Args:
+      topologies: the TPUs to predict for, such as "v5e:2x4,v5p:2x2x2".
+      mesh_shapes: mesh shapes; None for all factorizations over the axes of the config's mesh.
+      layouts: layout rules; None for the layout of the config.
+      jobs: how many compilers run at once.
+      begins: called once all modules are imported and the arguments are checked.
+      more: the arguments price, dcn_bandwidth and inner_steps of `mtf_gradsync.plan`.
     """
     # Not above: these take seconds, which `--help` need not.
     from mtf_gradsync.extension import tf
@@ -291,7 +304,10 @@ def plan_config(
 
 
 def _as_text(layout: Any) -> str:
-    """Returns layout rules as text; they may be given as text, or as pairs of names."""
+    """Returns layout rules as text, such as "batch:batch;heads:model".
+
+    `layout` is such a text, or has pairs of names. Raises ConfigError for another value.
+    """
     if isinstance(layout, str):
         return layout
     try:

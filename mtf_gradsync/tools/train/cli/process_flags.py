@@ -90,9 +90,13 @@ def run_by_flags(
     settings: Mapping[str, int] | None = None,
     first_does: str = "",
 ) -> Any:
-    """Calls `work` as `run` is called: alone, or on all processes of the flags or TF_CONFIG.
+    """Calls `work` with the arguments of `run`, in this process or as one of several processes.
 
-    model_dir may be None only in a single process. For `settings` and `first_does` see
+    Whether there are several, and which one this is, follows from the parsed flags `args` or from
+    TF_CONFIG. Then all processes call this. Returns the result of `work`; None on a task of a
+    cluster that only serves devices.
+
+    `model_dir` may be None only in a single process. For `settings` and `first_does` see
     `run_on_processes`.
     """
     # Imported here because it takes seconds, which `--help` need not wait for.
@@ -115,9 +119,9 @@ def run_by_flags(
 
 
 def _task_of_flags(args: argparse.Namespace) -> Task | None:
-    """Returns this process's task, from the flags, or from TF_CONFIG if there are no flags.
+    """Returns this process's task in a cluster, from the flags, or else from TF_CONFIG.
 
-    The result is None for a run in one process.
+    The result is None if neither names a cluster of several tasks.
     """
     from mtf_gradsync.runtimes.cluster import task_of_environment, task_of_spec
 
@@ -138,9 +142,10 @@ def _task_of_flags(args: argparse.Namespace) -> Task | None:
 
 
 def _process_of_flags(args: argparse.Namespace) -> dict[str, Any] | None:
-    """Returns the flags that make this process one of several with XLA devices, by name.
+    """Returns the values of --coordinator, --num_processes and --process_id, by name.
 
-    The result is None if such flags are not given.
+    They make this process one of several with XLA devices. The result is None if none is given.
+    Raises ConfigError if they do not fit together, or with the flags of a cluster.
     """
     values = _all_or_none(args, _PROCESS)
     if values is None:

@@ -27,7 +27,7 @@ from mtf_gradsync.tools.train.cli.loading import loaded_config
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments of the subcommand."""
+    """Adds the flags of ``mtf-gradsync report`` to its parser."""
     add_gin_arguments(parser)
     parser.add_argument(
         "--rows", action="store_true", help="print every collective and transfer, one a line"
@@ -43,7 +43,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Runs the subcommand and returns the exit code."""
+    """Runs ``mtf-gradsync report`` with its parsed flags `args`, and returns the exit code.
+
+    It is 0; a config that cannot be built raises ConfigError.
+    """
     paths = output_paths({"--json": args.json, "--png": args.png})
     with loaded_config(args):
         # Imported here because it takes seconds, which `--help` need not wait for.

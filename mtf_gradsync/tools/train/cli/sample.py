@@ -35,7 +35,7 @@ from mtf_gradsync.tools.train.cli.loading import loaded_config
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments of the subcommand."""
+    """Adds the flags of ``mtf-gradsync sample`` to its parser."""
     parser.add_argument("--model_dir", required=True, metavar="DIR", help="the run's directory")
     parser.add_argument("--prompt", required=True, metavar="TEXT", help="what the text begins with")
     parser.add_argument(
@@ -74,7 +74,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Runs the subcommand and returns the exit code."""
+    """Runs ``mtf-gradsync sample`` with its parsed flags `args`, and returns the exit code.
+
+    It is 0; a run without a config or a checkpoint raises ConfigError.
+    """
     json_file = output_path("--json", args.json)
     config_file = config_of_run(args.model_dir)
     try:

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments of the subcommand."""
+    """Adds the flags of ``mtf-gradsync timeline`` to its parser."""
     add_gin_arguments(parser)
     parser.add_argument("--model_dir", metavar="DIR", help="the directory of a run")
     parser.add_argument(
@@ -88,7 +88,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Runs the subcommand and returns the exit code."""
+    """Runs ``mtf-gradsync timeline`` with its parsed flags `args`, and returns the exit code.
+
+    It is 0; what fails raises ConfigError or TrainingError.
+    """
     outputs = {"--trace": args.trace, "--json": args.json, "--part": args.part}
     trace, json_file, part_file = output_paths(outputs)
     timeline = _merged(args.merge) if args.merge else _recorded(args)

@@ -31,7 +31,7 @@ from mtf_gradsync.tools.train.cli.process_flags import add_cluster_arguments, is
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments of the subcommand."""
+    """Adds the flags of ``mtf-gradsync train`` to its parser."""
     add_gin_arguments(parser)
     parser.add_argument(
         "--model_dir",
@@ -53,7 +53,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Runs the subcommand and returns the exit code."""
+    """Runs ``mtf-gradsync train`` with its parsed flags `args`, and returns the exit code.
+
+    It is 0 for a finished run, 128 + n if signal n has stopped it, and LOST_PROCESS_EXIT_CODE if
+    one of several processes was lost.
+    """
     files = names_in(args.gin_file)
     if args.model_dir and not (files or args.gin_param):
         left = Path(args.model_dir) / CONFIG_FILE

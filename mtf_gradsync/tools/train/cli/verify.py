@@ -32,7 +32,7 @@ from mtf_gradsync.tools.train.cli.loading import loaded_config
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments of the subcommand."""
+    """Adds the flags of ``mtf-gradsync verify`` to its parser."""
     add_gin_arguments(parser)
     parser.add_argument(
         "--mesh_shape",
@@ -71,7 +71,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Runs the subcommand and returns the exit code."""
+    """Runs ``mtf-gradsync verify`` with its parsed flags `args`, and returns the exit code.
+
+    It is 0 for equal, 1 for NOT EQUAL, and 3 if equality was not shown.
+    """
     paths = output_paths({"--json": args.json, "--png": args.png})
     with Interruption() as stop, loaded_config(args):
         from mtf_gradsync.tools.train.verifying import verify_config
