@@ -302,7 +302,10 @@ class GradientAccumulationOptimizer(ReportsSkips):
     def _shapes_of_parts(
         self, axes: ReplicaAxes, variables: Sequence[mtf.Variable]
     ) -> Mapping[mtf.Variable, mtf.Shape]:
-        """Returns the shapes of replicas' parts of sums; {} if replicas share one memory."""
+        """Returns the shape of each replica's part of the sum of a variable, for split variables.
+
+        `variables` are those with gradients; no sum is split if replicas share one memory ({}).
+        """
         if share_copies(axes):
             return {}
         sums = {v: self._slots.get(v, ACCUMULATOR) for v in variables}
@@ -357,7 +360,10 @@ class GradientAccumulationOptimizer(ReportsSkips):
             )
 
     def _dtype_of_products(self) -> tf.DType | None:
-        """Returns the dtype for sums of gradients times weights: float32 instead of float16."""
+        """Returns the dtype for sums of gradients times weights: float32 instead of float16.
+
+        None takes each gradient's dtype, but at least float32.
+        """
         if self._dtype != tf.float16:
             return self._dtype
         warn_once(
@@ -380,8 +386,12 @@ _MIXED_WARNING = (
 class _Accumulate(Stage):
     """The stage that adds up gradients, and passes on the sums when an update is due.
 
-    `where` says how they accumulate: "local", "synced" or "sharded". `why` says, for the log, why
-    they cannot accumulate in a way that costs less; "" for none.
+    Attributes:
+      wrapper: the wrapper whose settings count.
+      where: how gradients accumulate: "local", "synced" or "sharded".
+      axes: the replica axes; None if they are not known, as "synced" does not need them.
+      why: the end of a sentence for the log: why gradients do not accumulate in a way that costs
+        less. "" if there is nothing to say.
     """
 
     wrapper: GradientAccumulationOptimizer
@@ -443,7 +453,8 @@ class _Accumulate(Stage):
     ) -> None:
         """Logs how gradients accumulate; raises ValueError if that is not possible.
 
-        Sharded sums may have nothing to split, or should_skip_update_fn may find no loss.
+        It is not if sums are to be sharded and no variable can be split, or if
+        should_skip_update_fn looks at the loss and the gradients come from no loss.
         """
         given = [v for g, v in zip(grads, variables) if g is not None]
         if given:
@@ -628,9 +639,10 @@ class _Accumulate(Stage):
 
 
 def _why_synced(place: Place, is_known: bool) -> str:
-    """Returns, for the log, why each shard cannot add up its own gradients; "" if it can.
+    """Returns why each shard cannot add up its own gradients, as the end of a sentence for the log.
 
-    `is_known` says whether the replica axes are known.
+    "" if each shard can. `place` is the wrapper's place in its stack, and `is_known` says whether
+    the replica axes are known.
     """
     kinds = [(one.wrapper, one.stages) for one in place.around]
     outer = next((name for name, x in kinds if reduces(x) and not needs_not_finite(x)), None)

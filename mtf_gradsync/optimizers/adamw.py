@@ -41,7 +41,11 @@ class InnerOptimizer(mtf.optimize.Optimizer):
     slot_dtype: tf.DType | None = None
 
     def _round(self, rounding: Any, slot_dtype: Any) -> None:
-        """Sets how values are rounded; raises ValueError for a wrong argument."""
+        """Sets the attributes `rounding` and `slot_dtype`; raises ValueError for wrong values.
+
+        `rounding` is "nearest" or "stochastic", and `slot_dtype` is None, tf.float32 or
+        tf.bfloat16, which needs "stochastic".
+        """
         self.rounding = check_rounding(rounding)
         self.slot_dtype = _checked_slot_dtype(slot_dtype)
         if self.slot_dtype == tf.bfloat16 and self.rounding != STOCHASTIC:
@@ -79,7 +83,10 @@ class InnerOptimizer(mtf.optimize.Optimizer):
         return updates
 
     def apply_grad(self, grad: mtf.Tensor | None, var: mtf.Variable) -> list[mtf.Operation]:
-        """Makes the update of one variable, as `apply_grads` does."""
+        """Makes the update of one variable, as `apply_grads` does.
+
+        Returns its mtf operations, an empty list if the gradient is None.
+        """
         if grad is None:
             return []
         self._check(var)
@@ -91,7 +98,11 @@ class InnerOptimizer(mtf.optimize.Optimizer):
             check_rounded(type(self).__name__, var)
 
     def _update(self, grad: mtf.Tensor, var: mtf.Variable) -> list[mtf.Operation]:
-        """Makes the assignments of a variable and its slots."""
+        """Returns the operations that assign new values to a variable and its slots.
+
+        A subclass defines this method. `grad` is the reduced gradient, of the variable's shape. The
+        caller makes the operations wait until all variables are read.
+        """
         raise NotImplementedError
 
     def _slot(self, var: mtf.Variable, name: str) -> mtf.Variable:
@@ -113,10 +124,10 @@ class InnerOptimizer(mtf.optimize.Optimizer):
 
         Args:
           var: the variable.
-          change: what is subtracted.
+          change: what is subtracted from it, a tensor of the variable's shape.
           slots: the new value of each slot.
-          count: the number of the update, an integer scalar, by which values are rounded by chance.
-            None rounds them to nearest.
+          count: the number of the update, an integer scalar, from which the random numbers for
+            stochastic rounding are made. None rounds to nearest.
         """
         if count is None or self.rounding == NEAREST:
             return [mtf.assign_sub(var, change), *(mtf.assign(s, x) for s, x in slots.items())]
@@ -223,7 +234,11 @@ class AdamWOptimizer(InnerOptimizer):
 
 
 def _weight(beta: float, count: mtf.Tensor, dtype: tf.DType) -> mtf.Tensor:
-    """Returns 1 - beta^count, the sum of the weights in a mean that began with zeros."""
+    """Returns 1 - beta^count: a moving average that began with zeros is divided by it.
+
+    `count` is the number of values in the average, an integer mtf scalar. The result is an mtf
+    scalar of `dtype`.
+    """
     log_beta = math.log(beta) if beta else -math.inf
     # Not 1 - beta^count, which for a beta near 1 has few correct digits.
     return mtf.cwise(lambda t: -tf.math.expm1(tf.cast(t, dtype) * log_beta), [count], dtype)

@@ -31,7 +31,7 @@ AVERAGE = "ExponentialMovingAverage"
 
 
 class AverageRule(NamedTuple):
-    """The settings of moving averages; see the arguments of `AverageOptimizer`."""
+    """The settings of moving averages, named as the arguments of `AverageOptimizer` are."""
 
     decay: Any
     num_updates: Any = None
@@ -44,7 +44,12 @@ _DECAYS, _COUNTS = Bounds(0.0, 1.0), Bounds(0.0, math.inf)
 def check_averages(
     variable_averages: Any, variables_to_average: Sequence[mtf.Variable] | None
 ) -> tuple[AverageRule, list[mtf.Variable]]:
-    """Returns checked settings and the variables to average; none if both arguments are None."""
+    """Returns the settings of averages, and the variables to average, after a check.
+
+    `variable_averages` is a decay or a `tf.train.ExponentialMovingAverage`. If both arguments are
+    None, there are no variables to average. Raises ValueError if only one of them is None, or if
+    the decay is out of range.
+    """
     if (variable_averages is None) != (variables_to_average is None):
         raise ValueError(
             "variable_averages and variables_to_average must be given together, got "
@@ -59,11 +64,16 @@ def check_averages(
 def rule_of(
     argument: str, average: Any, num_updates: Any = None, zero_debias: Any = False
 ) -> AverageRule:
-    """Returns the settings that `average` has, a decay or a `tf.train.ExponentialMovingAverage`.
+    """Returns the settings of moving averages that a user's arguments have, after a check.
+
+    Args:
+      argument: the name of the user's argument `average`, for errors.
+      average: a decay or a `tf.train.ExponentialMovingAverage`, which may have the other settings.
+      num_updates: a count of updates, or True, as for `AverageOptimizer`; None or False for none.
+      zero_debias: as for `AverageOptimizer`.
 
     Raises:
-      ValueError: the decay is out of range, or settings contradict each other. The error calls
-        `average` by the name `argument`.
+      ValueError: the decay is out of range, or settings contradict each other.
       TypeError: a setting has the wrong type.
     """
     decay = average
@@ -145,7 +155,11 @@ def moving_average(variable: mtf.Variable) -> mtf.Variable:
 class MoveAverages(Stage):
     """The stage that makes `average -= weight * (average - variable)` after each update.
 
-    `variables` are the variables to average, or None for all with a gradient.
+    Attributes:
+      rule: the settings, from which the weight follows.
+      variables: the variables to average; None for all with a gradient.
+      slots: records the averages.
+      name: the wrapper's name.
     """
 
     rule: AverageRule
@@ -199,7 +213,10 @@ class MoveAverages(Stage):
         return writes
 
     def _weight(self, mesh: mtf.Mesh) -> float | mtf.Tensor:
-        """Returns the weight of the newest value, 1 - decay: a number or a float32 scalar."""
+        """Returns the weight that a variable's new value gets in its average, usually 1 - decay.
+
+        It is a Python number if it is the same in all steps, and else a float32 mtf scalar.
+        """
         decay, num_updates, zero_debias = self.rule
         if not self._counts and num_updates is None and is_number(decay):
             return 1 - decay
@@ -229,7 +246,11 @@ class MoveAverages(Stage):
 
 
 def _debiased(decay: float, count: tf.Tensor) -> tf.Tensor:
-    """Returns the weight of the newest of `count` values in a mean without an initial value."""
+    """Returns the weight of the newest value in a moving average that has no initial value.
+
+    `count` is the number of values so far, the newest one included, a float32 tf scalar; so is the
+    result. It is 1 for the first value.
+    """
     if not decay:
         return tf.ones_like(count)
     # 1 - decay^count, without the rounding of a power near 1.
@@ -260,7 +281,7 @@ class KeepsAverages(Wrapper):
 
         Returns:
           An `mtf.Variable`; None if the variable is not averaged, or before gradients were applied.
-          `mtf_gradsync.moving_average` makes one in a graph that only evaluates.
+          In a graph that only evaluates, `mtf_gradsync.moving_average` makes the average.
         """
         (variable,) = check_variables([var])
         return self._slots.get(variable, AVERAGE)

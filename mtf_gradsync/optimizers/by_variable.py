@@ -167,8 +167,8 @@ class ByVariable(mtf.optimize.Optimizer):
     def apply_grad(self, grad: mtf.Tensor | None, var: mtf.Variable) -> list[mtf.Operation]:
         """Makes the update of one variable, as `apply_grads` does.
 
-        Raises ValueError for a variable of a group with "clip_norm", because the norm is that of
-        all gradients of the group.
+        Raises ValueError for a variable of a group with "clip_norm", because the norm is over all
+        gradients of the group together.
         """
         group = self._group_of(var)
         if group.clip_norm is not None:
@@ -179,9 +179,11 @@ class ByVariable(mtf.optimize.Optimizer):
         return self.apply_grads([grad], [var])
 
     def described(self, variables: Sequence[mtf.Variable]) -> list[tuple[Any, str, int]]:
-        """Returns, for each group, the optimizer, its settings as text, and how many variables.
+        """Returns what `describe` prints, as a triple for each group: (optimizer, text, count).
 
-        `describe` prints these. The text ends with the name of the group.
+        The optimizer is None if the group is not updated. The text has the group's own settings and
+        then its name. The count says how many of `variables` are in the group; groups without any
+        are left out, unless `variables` is empty.
         """
         of = [self._group_of(v) for v in variables]
         told = [(g.opt, f"{g.changes}: {g.name}", sum(its is g for its in of)) for g in self._all]
@@ -211,7 +213,14 @@ class ByVariable(mtf.optimize.Optimizer):
         return _Group(which, made, clip_norm, told)
 
     def _with(self, changes: dict[str, Any], make: Any, opt: Any, which: Which) -> Any:
-        """Returns the optimizer that `make` makes with the arguments of a group."""
+        """Returns a group's own optimizer, made from its dictionary of arguments.
+
+        Args:
+          changes: the group's arguments, without "clip_norm" and "optimizer".
+          make: the class or factory that is called with them: `opt`, or the group's "optimizer".
+          opt: the argument of ByVariable, whose learning rate "learning_rate_factor" multiplies.
+          which: which variables are in the group, for errors.
+        """
         if not isinstance(make, type) and hasattr(make, "apply_grads"):
             raise TypeError(
                 f"{self.name} got the optimizer {make!r}, whose arguments are set, and "
@@ -242,7 +251,10 @@ class ByVariable(mtf.optimize.Optimizer):
         return self._checked(made)
 
     def _made(self, opt: Any) -> Any:
-        """Returns the optimizer `opt`, or the one that the class or factory `opt` makes."""
+        """Returns `opt` if it is an optimizer, or the optimizer that the class or factory makes.
+
+        Raises TypeError if it is a wrapper or an optimizer of TensorFlow.
+        """
         if not isinstance(opt, type) and hasattr(opt, "apply_grads"):
             return self._checked(opt)
         if self._learning_rate is NOT_GIVEN and callable(opt) and not isinstance(opt, type):
@@ -263,7 +275,10 @@ class ByVariable(mtf.optimize.Optimizer):
         return given_optimizer(opt, NOT_GIVEN, self.name)
 
     def _tell_of_empty_groups(self, variables: Sequence[mtf.Variable]) -> None:
-        """Warns once of each group that has none of the graph's variables."""
+        """Warns once of each group that matches none of the graph's trainable variables.
+
+        `variables` are those that are updated now; they count, too.
+        """
         known = {v.name: v for v in (*variables[0].graph.trainable_variables, *variables)}
         for group in self._groups:
             if not any(group.has(v) for v in known.values()):
@@ -277,7 +292,11 @@ class ByVariable(mtf.optimize.Optimizer):
 
 
 def _times(rate: Any, factor: Any) -> Any:
-    """Returns a learning rate times a number; the rate may be a function that returns one."""
+    """Returns a learning rate times a number.
+
+    `rate` is a number, a scalar tensor or variable, or a function without arguments that returns
+    such a rate; the result is then a function, too. `factor` is a number of 0 or more.
+    """
     factor = check_number("learning_rate_factor", factor, "a number of 0 or more")
     if callable(rate):
         return lambda: _times(rate(), factor)

@@ -26,7 +26,11 @@ Reduction = tf.losses.Reduction
 
 @dataclasses.dataclass(frozen=True)
 class _ReduceOverShards(Stage):
-    """The stage that reduces gradients; those of shards' own copies of a variable within groups."""
+    """The stage that reduces gradients over the shards.
+
+    If each shard has its own copy of a variable, the gradients of the copies are summed by this
+    stage, within groups of shards.
+    """
 
     wrapper: CrossShardOptimizer
     place: Place
@@ -178,7 +182,11 @@ class CrossShardOptimizer(Wrapper):
                     )
 
     def _sums_of_copies(self, variable: mtf.Variable, place: Place | None) -> str:
-        """Returns in words which shards sum gradients of their copies; "" without copies."""
+        """Returns in words which shards add up the gradients of their own copies of a variable.
+
+        "" if the shards have no copies of their own. `place` is the wrapper's place in its stack;
+        None for nothing around it. Raises ValueError if the groups do not cover the shards.
+        """
         if not self._has_own_copy(variable, place):
             return ""
         dims = mtf.Shape(self._shard_dims(variable.shape, place))

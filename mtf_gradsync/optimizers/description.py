@@ -129,7 +129,13 @@ def describe(
 
 
 class _Told(NamedTuple):
-    """A line, the name of its wrapper, and the steps on which it runs; "" for those before it."""
+    """A line on its way into a description.
+
+    Attributes:
+      line: the line of a stage.
+      wrapper: the name of the stage's wrapper; "" for the innermost optimizer.
+      when: the steps on which the stage runs; "" for the same steps as the line before.
+    """
 
     line: Line
     wrapper: str
@@ -137,7 +143,14 @@ class _Told(NamedTuple):
 
 
 def _lines(opt: Any, mesh: Any, variables: Sequence[mtf.Variable]) -> list[_Told]:
-    """Returns the lines of a stack, in the order of its stages."""
+    """Returns the lines of a stack, in the order of its stages.
+
+    Args:
+      opt: the outermost optimizer of the stack.
+      mesh: a pair of mesh shape and layout; None for what the program has.
+      variables: the variables that get gradients; empty for those of the last step, if there was
+        one.
+    """
     if isinstance(opt, (GradientAccumulationOptimizer, CrossShardOptimizer)):
         own = [_Told(Line(what), opt.get_name(), nth(when)) for what, when in opt.described()]
         return [*own, *_lines(opt.opt, mesh, variables)]
@@ -178,7 +191,11 @@ def _lines(opt: Any, mesh: Any, variables: Sequence[mtf.Variable]) -> list[_Told
 
 
 def _with_times(told: Sequence[_Told]) -> list[DescribedLine]:
-    """Returns the lines in the order in which the work is done, each with its steps."""
+    """Returns the lines of a description, in the order in which the work of the step is done.
+
+    `told` are lines in the order of stages. In the result, a line for the same steps as the line
+    before it has the `when` "".
+    """
     first = [x for x in told if x.line.first]
     after = [x for x in reversed(told) if x.line.after]
     between = [x for x in told if x not in first and x not in after]
@@ -195,7 +212,11 @@ def _with_times(told: Sequence[_Told]) -> list[DescribedLine]:
 
 
 def _updates(opt: Any, variables: Sequence[mtf.Variable], when: str = "") -> list[_Told]:
-    """Returns the lines of the update, one for each group of variables (`ByVariable`)."""
+    """Returns the lines on the update that `opt` makes; more than one if it is a `ByVariable`.
+
+    `variables` are counted in the lines. `when` says on which steps there is an update; "" for the
+    same steps as the line before.
+    """
     described = getattr(opt, "described", None)
     groups = described(variables) if described else [(opt, "", len(variables))]
     return [_Told(Line(_update(*group)), "", when) for group in groups]
@@ -235,10 +256,11 @@ def _about(axes: ReplicaAxes | None, variables: tuple[mtf.Variable, ...], dtype:
 
 
 def _size(own: tf.DType, summed_in: Any, strategy: Any) -> int:
-    """Returns the bytes of one number of a gradient as it is sent.
+    """Returns the bytes that one number of a gradient takes when it is sent.
 
-    `own` is the gradient's dtype. `summed_in` is the dtype of the sums that are sent in its place:
-    "wide" for at least float32, None if there are none.
+    `own` is the gradient's dtype. If gradients are added up before they are sent, `summed_in` is
+    the dtype of the sums, or "wide" for at least float32; otherwise None. `strategy` is the
+    reduction strategy, which may send numbers in a narrower dtype.
     """
     size = own.size
     if summed_in is not None:

@@ -51,7 +51,11 @@ class TrainOptimizerInterface:
         """Raises ValueError for variables that cannot be updated."""
 
     def _check_step(self, global_step: Any, name: Any) -> None:
-        """Raises TypeError or ValueError if global_step cannot count updates, or name is wrong."""
+        """Raises TypeError or ValueError for a wrong argument of `apply_gradients`.
+
+        `global_step` has to be a variable that can count updates, or None, and `name` has to be a
+        name for an operation, or None.
+        """
         arguments.check_step(global_step)
         if name is not None:
             check_name(name)
@@ -168,7 +172,11 @@ class TrainOptimizerInterface:
         weights: Any = None,
         **kwargs: Any,
     ) -> list[mtf.Operation]:
-        """Calls `compute_gradients`, then `apply_gradients`."""
+        """Computes the gradients of a loss and applies them; returns a flat list of mtf operations.
+
+        It calls `compute_gradients` with loss, var_list and weights, and then `apply_gradients`
+        with global_step, name and the other arguments.
+        """
         _check_loss(loss)
         self._check_step(global_step, name)
         own = OwnArguments((), kwargs)
@@ -239,7 +247,7 @@ class TrainOptimizerInterface:
             pairs.build_if_here()
 
     def _check_no_groups(self) -> None:
-        """Raises ValueError, as there are weights, if the stack sums within groups of shards."""
+        """Raises ValueError if the stack sums within groups of shards; for losses with weights."""
         grouped = next((w for w in self._wrappers() if w._groups), None)
         if grouped is not None:
             raise ValueError(
@@ -248,7 +256,12 @@ class TrainOptimizerInterface:
             )
 
     def _share_of_shard(self, loss: mtf.Tensor) -> float:
-        """Returns the factor of shards' losses: 1/num_shards (1/group size with groups), or 1."""
+        """Returns the number by which a loss is multiplied before gradients are computed.
+
+        For losses of shards that are averaged, it is 1/num_shards, or 1/(group size) if shards are
+        in groups. It is 1.0 for losses that are summed, and for a loss without shard dims. Raises
+        ValueError if wrappers of the stack have different reductions.
+        """
         wrappers, names = self._wrappers(), self._stack_shard_names()
         dims = mtf.Shape([d for d in loss.shape.dims if d.name in names])
         _warn_of_other_dims(type(self).__name__, loss.shape, names, wrappers)
@@ -274,7 +287,14 @@ def _check_loss(loss: Any) -> None:
 def _warn_of_other_dims(
     kind: str, shape: mtf.Shape, names: Sequence[str], wrappers: Sequence[Any]
 ) -> None:
-    """Warns once if dimensions of a loss may be shard dims, but none of `names` names them."""
+    """Warns once if a loss of this shape may have shard dims that the wrappers do not know.
+
+    Args:
+      kind: the class name of the outermost wrapper, for the warning.
+      shape: the shape of the loss.
+      names: the names of the stack's shard dims.
+      wrappers: the wrappers of the stack.
+    """
     shards = [d.name for d in shape.dims if d.name in names]
     # No warning for a scalar if CrossShardOptimizer was given no mesh, as in most programs.
     is_given = any(w.loss_reduction and (w.axes is not None or w._groups) for w in wrappers)
@@ -308,7 +328,10 @@ def _warn_of_other_dims(
 
 
 class _Pairs(DeferredUpdate):
-    """The pairs given to a wrapper's `apply_grad` in one graph, whose step is built later."""
+    """The pairs given to a wrapper's `apply_grad` in one graph; their common step is built later.
+
+    `own` are the other arguments of `apply_grad`, which are the same for all pairs.
+    """
 
     def __init__(self, wrapper: TrainOptimizerInterface, graph: mtf.Graph, own: OwnArguments):
         super().__init__(StepPlan.of(graph))
@@ -324,7 +347,11 @@ class _Pairs(DeferredUpdate):
         return self in self.plan.deferred
 
     def takes(self, variable: mtf.Variable, own: OwnArguments) -> bool:
-        """Returns whether the step can take a pair of `variable`, given with arguments `own`."""
+        """Returns whether a pair of `variable` can join this step.
+
+        It cannot if the variable has a pair here already, or if the pair comes in another graph,
+        branch or variable scope, or with other arguments (`own`) than the pairs before it.
+        """
         return (
             variable not in self._pairs
             and self._where == self._here()
@@ -360,10 +387,11 @@ class _Pairs(DeferredUpdate):
 
 
 def _identities(own: OwnArguments) -> dict[Any, Any]:
-    """Returns values that are equal if the arguments of two calls are the same.
+    """Returns a dictionary by which the arguments of two calls can be compared.
 
-    They are equal for the same objects, equal strings, and equal numbers of one type. The
-    ``__eq__`` of other arguments, such as tensors, is not called.
+    The dictionaries of two calls are equal if each argument is the same object, an equal string or
+    an equal number of the same type. The ``__eq__`` of other arguments, such as tensors, is not
+    called.
     """
     values = [*enumerate(own.positional), *own.named.items()]
     plain = (bool, int, float, str)

@@ -27,8 +27,14 @@ def weight_state(
 ) -> mtf.Variable:
     """Returns the variable `<owner>/weight`, the total weight of the gradients in accumulators.
 
-    `owner` is the wrapper's name, and `counter` the name of the variable that counts additions. In
-    a checkpoint of a run without weights, each gradient in the sums counts with a weight of one.
+    It is a float32 scalar. If a checkpoint comes from a run without weights, the variable takes the
+    value of the counter there: each gradient in the sums has a weight of one.
+
+    Args:
+      mesh: the mesh of the variable.
+      owner: the name of the wrapper that accumulates.
+      counter: the name of the variable that counts how many gradients are in the accumulators.
+      checkpointed: whether checkpoints hold the variable.
     """
     name, shape = f"{owner}/weight", mtf.Shape([])
     return named_state(
@@ -75,9 +81,10 @@ class Accumulators:
           slots: records the accumulators.
           dtype: the dtype of accumulators; None takes the gradient's dtype, but at least float32.
           checkpointed: whether checkpoints hold the sums.
-          is_share: as in `StateNote`.
+          is_share: whether each shard's sum is 1/num_shards of what the shard would have by itself,
+            as in `StateNote`.
           owner: the wrapper's name, as for `weight_state`.
-          counter: the name of the variable that counts additions.
+          counter: the name of the variable that counts how many gradients are in the accumulators.
         """
         self._given = gradients
         self._variables: list[mtf.Variable] = []
@@ -110,9 +117,9 @@ class Accumulators:
     def add(self, step: StepBuilder, direct: DirectUpdate | None = None) -> Gate | None:
         """Adds this step's gradients to the accumulators; returns a gate for the step's writes.
 
-        The gate is an operation that holds back writes until the gradients exist. With `direct`,
-        for programs with an update on most steps, gradients are added only if `direct.holds` is
-        false. None for the gate if the step is in a branch already, which waits itself.
+        The gate is an operation that holds back writes until the gradients exist. It is None if a
+        branch of the step is open, because a branch waits itself. With `direct`, for programs with
+        an update on most steps, gradients are added only if `direct.holds` is false.
         """
         step.write_state()
         for variable in self._variables:
@@ -137,10 +144,11 @@ class Accumulators:
         weight: mtf.Tensor | None = None,
         of_reduced: float = 1.0,
     ) -> GradientSet:
-        """Returns the gradients with the condition of the update, in whose branch they are sums.
+        """Returns the gradients with the condition of the update, as a stage returns them.
 
-        The sums are to be reduced in it, and include this step's gradients. Sums of replicas' parts
-        are parts, too.
+        In the branch of the update, the accumulated sums take the place of the gradients. They
+        include this step's gradients, and later stages reduce them. Sums of replicas' parts are
+        parts, too.
 
         Args:
           due: a boolean scalar, whether the step makes an update.
@@ -151,7 +159,8 @@ class Accumulators:
           weight: if gradients were multiplied by weights, the sum of these weights. The sums are
             then divided, by the divisor or else by `weight`, before they are reduced, because they
             may be too large to send.
-          of_reduced: a factor of sums of gradients that were reduced already.
+          of_reduced: a factor for the sums of gradients that were reduced already when they were
+            added; 1.0 if such sums are right as they are.
         """
 
         def take(given: GradientSet) -> GradientSet:
@@ -174,7 +183,7 @@ class Accumulators:
         return self._given.only_when(due, gate, behind=self._written, first=take, last=self._clear)
 
     def _clear(self) -> list[mtf.Operation]:
-        """Returns the operations that end the branch: they zero the accumulators that were read."""
+        """Returns the last operations of the update's branch: they zero the accumulators."""
         if self._added_unless is not None:
             return [_ClearUnless(self._added_unless)]
         return [WriteInPlace(self._variables, self._taken, _clear, "clear_accumulated")]
@@ -186,12 +195,15 @@ def _clear(variable: Any, taken: tf.Tensor) -> tf.Operation:
 
 
 def zeros_where(skip: tf.Tensor, x: tf.Tensor) -> tf.Tensor:
-    """Returns x, or zeros of its shape if skip is true, whatever x holds (NaNs, too)."""
+    """Returns x, or zeros of its shape if the boolean scalar `skip` is true; x may hold NaNs."""
     return tf.where_v2(skip, tf.zeros_like(x), x)
 
 
 class ZerosWhere(GradientOperation):
-    """Gradients, or zeros if they are skipped: on all processors, or on those of some shards."""
+    """An operation whose outputs are the gradients, but zeros on processors where they are skipped.
+
+    `skip` is boolean: a scalar, or a tensor `[shard dims...]` with a value for each shard.
+    """
 
     def __init__(self, grads: Sequence[mtf.Tensor], skip: mtf.Tensor):
         super().__init__([*grads, skip], [g.shape for g in grads], "zeros_where")
@@ -206,8 +218,9 @@ class ZerosWhere(GradientOperation):
 def without_skipped(gradients: GradientSet, skip: mtf.Tensor) -> GradientSet:
     """Returns gradients with zeros in place of skipped gradients, which may hold NaNs.
 
-    `skip` is a boolean scalar for all gradients. Or it is `[shard dims...]` and says for each shard
-    whether its gradients are skipped; gradients that are reduced already then stay as they are.
+    `skip` is boolean. As a scalar it says whether all gradients are skipped. As a tensor
+    `[shard dims...]` it says which shards are skipped; gradients that are reduced already then stay
+    as they are.
     """
     reduced = gradients.already_reduced if skip.shape.dims else ()
     own = [None if i in reduced else g for i, g in enumerate(gradients.grads)]
@@ -220,7 +233,11 @@ def without_skipped(gradients: GradientSet, skip: mtf.Tensor) -> GradientSet:
 
 
 def times(contributions: mtf.Tensor, grad: mtf.Tensor) -> mtf.Tensor:
-    """Returns a gradient times a count or weight; 0 gives zeros, even if the gradient has NaNs."""
+    """Returns `grad` times a count or weight; a count of 0 gives zeros, even in place of NaNs.
+
+    `contributions` is the count or weight: a scalar, or a tensor with some dimensions of `grad`.
+    The result has the gradient's dtype, but at least float32.
+    """
     wide = grad.dtype if grad.dtype.size >= 4 else tf.float32
 
     def multiply(x: tf.Tensor, count: tf.Tensor) -> tf.Tensor:
@@ -230,7 +247,11 @@ def times(contributions: mtf.Tensor, grad: mtf.Tensor) -> mtf.Tensor:
 
 
 class _AddUnless(GradientOperation):
-    """This step's gradients if the condition holds; else the sums after they are accumulated."""
+    """An operation whose outputs are this step's gradients if `direct.holds` is true.
+
+    Otherwise it adds the gradients to the accumulators, and the outputs are the sums after that.
+    `are_reduced` says for each gradient whether it is reduced already.
+    """
 
     def __init__(
         self,

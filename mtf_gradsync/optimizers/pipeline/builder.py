@@ -72,19 +72,21 @@ class StepConditions:
         self._lists[-1].extend(operations)
 
     def when_finite_is_known(self, then: Callable[[mtf.Tensor, mtf.Tensor | None], object]) -> None:
-        """Registers a function that is called with what a later `tell_finite` tells.
+        """Registers a function to call as `then(finite, has_data)` when these scalars are known.
 
-        That are two boolean scalars, whether gradients are finite and whether there are data. A
-        stage further inside calls `tell_finite`, as it knows which shards it skips.
+        `finite` is a boolean scalar: whether the gradients of the shards that are not skipped are
+        finite. `has_data` is a boolean scalar: whether any shard has data in this step; None if
+        there always are data. Only a stage further inside knows which shards it skips, so that
+        stage gives both scalars, by `tell_finite`.
         """
         self._if_finite.append(then)
 
     def tell_finite(self, make: Callable[[], tuple[mtf.Tensor, mtf.Tensor | None]]) -> None:
-        """Tells outer stages whether gradients are finite, and whether there are data.
+        """Calls the functions that outer stages have registered by `when_finite_is_known`.
 
-        `make` returns these two boolean scalars; the second may be None if there always are data.
-        The first leaves out gradients of skipped shards, unless all shards are skipped. A stage
-        calls this method before it opens the branch of the update.
+        `make` returns the two boolean scalars that these functions take; without such functions it
+        is not called. If all shards are skipped because of their gradients, the first is false. A
+        stage calls this method before the branch of the update begins.
         """
         if self._if_finite:
             finite, has_data = make()
@@ -99,14 +101,14 @@ class StepConditions:
         behind: Sequence[mtf.Operation] = (),
         as_call: bool = False,
     ) -> Iterator[None]:
-        """Adds a branch to the step, with the operations that are made inside the block.
+        """Adds a branch to the step: the operations that are added inside the `with` block.
 
         Args:
           due: a boolean scalar, the same on all processors: whether a step runs the branch.
           gate: the gate (which holds back writes) that the branch waits for; None inside another
             branch.
           behind: operations of the step that the branch waits for, too.
-          as_call: as for `Conditional`.
+          as_call: whether the branch is one function call, which makes steps without it cheap.
         """
         branch = Branch(self.plan)
         self._lists.append(branch.updates)
@@ -118,19 +120,24 @@ class StepConditions:
     def run_when(
         self, due: mtf.Tensor, gate: Gate | None, make: Callable[[], Sequence[mtf.Operation]]
     ) -> None:
-        """Adds the operations that `make` makes, and runs them only if `due`; later ones always."""
+        """Adds a branch with the operations that `make` returns.
+
+        They run in the steps in which `due` is true, a boolean scalar that is the same on all
+        processors. `gate` is as for `branch_when`. Operations that are added after the call are
+        outside of the branch.
+        """
         with self.branch_when(due, gate):
             self.add(make())
 
     def gate(self, tensors: Sequence[mtf.Tensor]) -> Gate | None:
-        """Returns a gate, which holds back writes until tensors exist and all variables are read.
+        """Returns a gate, which holds back writes until `tensors` exist and all variables are read.
 
-        None inside a branch, which waits as a whole.
+        While a branch is open the result is None, because a branch waits as a whole.
         """
         return None if self.plan.is_in_branch else Gate(self.plan, tensors)
 
     def write(self, writes: Sequence[mtf.Operation], gate: Gate | None) -> None:
-        """Adds assignments to the step, which wait for the gate if there is one."""
+        """Adds assignments to the step; they wait for the gate unless it is None."""
         if gate is not None:
             gate.hold(writes)
         self.add(writes)
@@ -241,12 +248,20 @@ class StepBuilder(StepConditions):
         return operations
 
     def _receive(self, number: int, gradients: GradientSet) -> None:
-        """Records the gradients that wrapper `number` receives; wrappers may have no stages."""
+        """Records that wrapper `number` received these gradients; later calls for it do nothing.
+
+        Wrappers have the numbers 0, 1, ... from the outermost. A wrapper without stages passes on
+        what it receives, so all wrappers up to `number` without a record get the same one.
+        """
         missing = number + 1 - len(self.received)
         self.received += [gradients] * missing
 
     def _applied(self, number: int | None, stage: Stage, given: GradientSet) -> GradientSet:
-        """Makes the operations of a stage; returns the gradients for the next stage."""
+        """Makes the operations of a stage; returns the gradients for the next stage.
+
+        `number` is the number of the stage's wrapper, from the outermost (0); None for a stage that
+        belongs to no wrapper. `given` are the gradients for the stage.
+        """
         if number is not None:
             self._receive(number, given)
             self._number, self._islands = number, self.stack.segments[number].islands
@@ -263,7 +278,11 @@ class StepBuilder(StepConditions):
 
     @contextlib.contextmanager
     def _opened(self, condition: Condition, gradients: GradientSet) -> Iterator[GradientSet]:
-        """Opens the branch of a block of stages, and closes it; gives the gradients inside it."""
+        """Opens the branch of a block of stages for the time of a `with` block, and then closes it.
+
+        `condition` is the condition of the block, and `gradients` are what the stage before it
+        returned. The gradients for the stages in the branch are the value of `with ... as`.
+        """
         assert gradients.condition is not None  # as `_applied` has checked
         holds, gate, behind, first, last = gradients.condition
         if not condition.counts_every_step and not self.plan.is_in_branch and self.updated is None:
@@ -281,8 +300,9 @@ class StepBuilder(StepConditions):
     # For stages.
 
     def state(self, wrapper: Any, make: Callable[[], Any]) -> Any:
-        """Returns a wrapper's variables in this graph, which `make` makes in the first call.
+        """Returns a wrapper's own variables in this graph, in whatever structure `make` returns.
 
+        Only the first call for this wrapper and graph calls `make`; later calls return the same.
         Raises ValueError if another wrapper of the same name has variables in this graph.
         """
         return self.plan.state(wrapper, wrapper.name, make)
@@ -290,38 +310,44 @@ class StepBuilder(StepConditions):
     def around_update(self, update: Callable[..., list[mtf.Operation]]) -> None:
         """Registers a function that makes the update in place of the inner optimizer.
 
-        It is called as `update(gradients, make_inner)` and returns the operations of the update.
-        `make_inner(gradients)` returns those of the inner optimizer, or of the next such function.
+        It is called as `update(gradients, make_inner)` and returns the operations of the update. It
+        can call `make_inner(gradients)`, which returns the operations that the inner optimizer or
+        the next registered function makes for these gradients.
         """
         self._around.append(update)
 
     def after_update(
         self, make: Callable[[list[mtf.Operation]], Sequence[mtf.Operation]], is_shown: bool = False
     ) -> None:
-        """Registers a function that makes operations for steps with an update, to run after it.
+        """Registers a function that makes operations to run after the update, in steps with one.
 
-        `make` is called with the operations of the update, and gets the new value of a variable by
-        `value_after`. Functions of the innermost wrapper are called first. `is_shown` says that
-        `make` reads values that evaluation uses. Such functions are called last, because others may
-        replace the variables with these values (`show`).
+        `make` is called with the operations of the update, and returns its own. It gets the new
+        value of a variable by `value_after`. Functions of the innermost wrapper are called first.
+        `is_shown` says that `make` reads the values that evaluation uses. Such functions are called
+        last, because other functions may change by `show` which values these are.
         """
         self._after.append((is_shown, make))
 
     def at_end(self, make: Callable[[list[mtf.Operation]], Sequence[mtf.Operation]]) -> None:
         """Registers a function that makes the last operations of every step.
 
-        It is called with the other operations of the step, as far as they are made.
+        `make` is called with the operations that the step has so far, and returns the operations to
+        add. The function that was registered last is called first.
         """
         self._at_end.append(make)
 
     def axes_now(self, grads: Sequence[mtf.Tensor]) -> ReplicaAxes | None:
-        """Returns the replica axes of the wrapper that is being built (`Stack.axes_now`)."""
+        """Returns the replica axes for the stage that is being built; None if they are not known.
+
+        They are the axes that its wrapper, or the first wrapper inside it, was given, or else those
+        of the program that computed `grads`.
+        """
         return self.stack.axes_now(self._number, grads)
 
     def shards_to_name(self, grads: Sequence[mtf.Tensor]) -> tuple[ReplicaAxes | None, bool]:
-        """Returns how the log numbers shards in the stage that is being built.
+        """Returns how the log numbers shards, for the stage that is being built.
 
-        See `Stack.shards_to_name`.
+        The two values are those of `Stack.shards_to_name`: replica axes or None, and a boolean.
         """
         return self.stack.shards_to_name(self._number, grads)
 
@@ -334,8 +360,9 @@ class StepBuilder(StepConditions):
     ) -> None:
         """Makes `value_after` read other variables in place of some, as evaluation does.
 
-        `shown` has, for each replaced variable, the variable that is read instead. `writes` are the
-        operations that write these other variables: they are read after them.
+        `shown` has, for each replaced variable, the variable that is read in its place. `writes`
+        are the operations that write the variables read in place of others: `value_after` reads
+        after these writes.
         """
         self._shown = {**self._shown, **shown}
         self._shown_after += writes
@@ -373,7 +400,8 @@ class StepBuilder(StepConditions):
     ) -> GradientSet:
         """Returns gradients that are reduced over the mesh, divided by their divisor, and cast.
 
-        With a partition each replica gets its part of a gradient. Without a partition, gradients
+        `reduction` has the settings of the reduction. With a `partition`, its strategy and axes are
+        used instead, and each replica gets its part of a gradient. Without a partition, gradients
         that are parts already are divided and then gathered. For other values than the gradients of
         the step, use `reduce_now`.
         """
@@ -410,11 +438,17 @@ class StepBuilder(StepConditions):
         extra: bool = False,
         is_mean: bool = False,
     ) -> GradientSet:
-        """Returns values that are reduced over the mesh in full, without division and casts.
+        """Returns the full sums of gradients over the mesh, as `Form.REDUCED`, on all replicas.
 
-        `extra` says that the values are other values than the step's gradients. A strategy may keep
-        state for both, under different names. `is_mean` says that the caller divides the sums by
-        the number of shards (see `reduce_by_strategy`).
+        They are not divided and not cast yet.
+
+        Args:
+          gradients: what to reduce.
+          reduction: the settings of the reduction.
+          extra: whether `gradients` holds other values than the step's gradients. A strategy may
+            keep state for both, under different names.
+          is_mean: whether the caller divides the sums by the number of shards (see
+            `reduce_by_strategy`).
         """
         gradients = self._reduced_by_strategy(gradients, reduction, extra, is_mean)
         dims = dims_to_sum(gradients.present, gradients.owners)
@@ -428,7 +462,11 @@ class StepBuilder(StepConditions):
         extra: bool = False,
         is_mean: bool = False,
     ) -> GradientSet:
-        """Reduces pending gradients by a strategy with `reduce_gradients`, each once a step."""
+        """Returns gradients that the strategy's own method `reduce_gradients` has reduced.
+
+        If the strategy has no such method, they are returned as they are, and so is a gradient that
+        it does not take or has reduced in this step already. The arguments are as for `reduce_now`.
+        """
         if gradients.form.is_reduced or not reduction.reduces_gradients:
             return gradients
         before = set() if extra else self._by_strategy
@@ -445,9 +483,10 @@ class StepBuilder(StepConditions):
     def value_after(
         self, variables: Sequence[mtf.Variable], updates: Sequence[mtf.Operation]
     ) -> Sequence[mtf.Tensor]:
-        """Returns the values of variables after operations (see `mtf_gradsync.step.values_after`).
+        """Returns the values that `variables` have after the operations `updates`, in their order.
 
-        For a variable that `show` replaced, this is the value of its replacement.
+        They are mtf tensors (see `mtf_gradsync.step.values_after`). For a variable that `show`
+        replaced, the value is that of the variable read in its place.
         """
         shown = [self._shown.get(v, v) for v in variables]
         return values_after(shown, [*updates, *self._shown_after])
@@ -455,7 +494,11 @@ class StepBuilder(StepConditions):
     def split_by_shard(
         self, gradients: GradientSet, reduction: Reduction, request: PerShard
     ) -> GradientSet:
-        """Returns one gradient per shard; `request` says what to do if shards are mixed in some."""
+        """Returns gradients with one gradient per shard, as `Form.PER_SHARD`.
+
+        `request` says what to do about gradients in which shards are mixed. `reduction` has the
+        replica axes, and the strategy for what is to be reduced nevertheless.
+        """
         grads, axes = gradients.grads, reduction.axes
         assert axes is not None  # wrappers with such stages know the mesh
         own = [None if g is None or shard_dims_in(g.shape, axes) else g for g in grads]
@@ -497,10 +540,10 @@ class StepBuilder(StepConditions):
     def _update(
         self, gradients: GradientSet, around: Sequence[Callable[..., list[mtf.Operation]]]
     ) -> list[mtf.Operation]:
-        """Returns the operations of the update.
+        """Returns the operations of the update of variables by reduced gradients.
 
-        The functions in `around` make them (see `around_update`); without such functions, the inner
-        optimizer does.
+        The first function in `around` makes them and may call the others (see `around_update`). If
+        there is none, the inner optimizer makes them.
         """
         if around:
             first, *others = around

@@ -57,7 +57,7 @@ class Reduction(NamedTuple):
 
     @property
     def reduces_gradients(self) -> bool:
-        """Whether the strategy has its own method `reduce_gradients`."""
+        """Whether the strategy reduces gradients itself, by a method `reduce_gradients`."""
         return has_gradient_reduction(self.strategy)
 
 
@@ -100,8 +100,9 @@ class IslandAxes(NamedTuple):
       islands: the axes between islands.
       inside: the replica axes inside an island; None for a single island without a known mesh.
       axes: all replica axes; None for a single island without a known mesh.
-      agree: a function that makes one boolean scalar for all islands, from one of each: whether all
-        are true or, if its second argument is true, whether any is.
+      agree: a function `agree(holds, by_any)` that makes one boolean scalar for all islands, from a
+        boolean scalar `holds` that each island has: whether it is true on all islands or, if
+        `by_any` is true, whether it is true on at least one.
     """
 
     islands: ReplicaAxes
@@ -157,7 +158,7 @@ class Weights(NamedTuple):
 
 
 class OnlyWhen(NamedTuple):
-    """The values of a stage with a condition, for the branch of all that comes after it.
+    """The values that a stage with a condition gives for the branch in which later stages run.
 
     Attributes:
       holds: a boolean scalar, the same on all processors: whether a step runs the branch.
@@ -240,21 +241,31 @@ class GradientSet:
     def with_grads(
         self, grads: Sequence[mtf.Tensor | None], form: Form | None = None, **others: Any
     ) -> GradientSet:
-        """Returns a copy of the set with other gradients, and other fields; None keeps the form."""
+        """Returns a copy of the set with other gradients.
+
+        Args:
+          grads: a gradient or None for each of `variables`, in the same order.
+          form: the form of these gradients; None keeps the form of the set.
+          **others: new values of other fields.
+        """
         form = form or self.form
         return dataclasses.replace(self, grads=tuple(grads), form=form, **others)
 
     def with_present(
         self, present: Sequence[mtf.Tensor], form: Form | None = None, **others: Any
     ) -> GradientSet:
-        """Returns a copy as `with_grads` does; `present` replaces gradients that are not None."""
+        """Returns a copy of the set in which `present` replaces the gradients that are not None.
+
+        `present` has one gradient for each of them, in the same order. `form` and `others` are as
+        for `with_grads`.
+        """
         return self.with_grads(on_present(self.grads, lambda _: present), form, **others)
 
     def only_when(self, holds: mtf.Tensor, gate: Gate | None, **others: Any) -> GradientSet:
-        """Returns the set for later stages that run only if `holds`, a boolean scalar.
+        """Returns the set as a stage with a `condition` returns it: later stages run conditionally.
 
-        A stage that has a `condition` returns it. `gate` is what the writes of the stage wait for,
-        and `others` are as for `OnlyWhen`.
+        They run in the steps in which the boolean scalar `holds` is true. `gate` is what the writes
+        of the stage wait for, and `others` are more fields of `OnlyWhen`.
         """
         return dataclasses.replace(self, condition=OnlyWhen(holds, gate, **others))
 
@@ -267,7 +278,11 @@ class GradientSet:
 
 
 def finished(gradients: GradientSet, opt: Any) -> GradientSet:
-    """Returns reduced gradients as `opt` takes them: divided by the divisor, and cast."""
+    """Returns reduced gradients divided by the divisor of the set, and cast to its dtypes.
+
+    `opt` is the optimizer that gets them. It gets no dtype narrower than float32, unless it is
+    Mesh-TF's MomentumOptimizer. The returned set has no divisor and no dtypes.
+    """
     dtypes, divisor = gradients.dtypes, gradients.divisor
     if dtypes is None and divisor is None:
         return gradients
@@ -292,7 +307,10 @@ def finished(gradients: GradientSet, opt: Any) -> GradientSet:
 
 
 def gathered(gradients: GradientSet) -> GradientSet:
-    """Returns full gradients on each replica, gathered from replicas' parts of them."""
+    """Returns full gradients on each replica (`Form.REDUCED`), gathered from replicas' parts.
+
+    `gradients` are of `Form.PART`. Gradients of variables that are not split are full already.
+    """
     pairs = list(zip(gradients.present, gradients.owners))
     parts = [g for g, v in pairs if g.shape != v.shape]
     if not parts:
@@ -306,15 +324,19 @@ def gathered(gradients: GradientSet) -> GradientSet:
 def without_frozen(
     opt: Any, grads: list[mtf.Tensor | None], variables: Sequence[mtf.Variable]
 ) -> list[mtf.Tensor | None]:
-    """Returns gradients with None for variables that the optimizer does not update.
+    """Returns `grads` with None for variables that the optimizer `opt` does not update.
 
-    Gradients of such variables are then neither reduced nor accumulated, nor counted in norms.
+    `ByVariable` can leave out variables. Their gradients are then neither reduced nor accumulated,
+    nor counted in norms.
     """
     return [None if optimizer_of(opt, v) is None else g for g, v in zip(grads, variables)]
 
 
 def _inner_dtype(dtype: tf.DType, opt: Any) -> tf.DType:
-    """Returns the dtype of gradients for the inner optimizer: at least float32."""
+    """Returns the dtype in which the inner optimizer `opt` gets a gradient of `dtype`.
+
+    It is at least float32, but `dtype` itself for Mesh-TF's MomentumOptimizer.
+    """
     # Mesh-TF 0.1.21's Momentum adds gradients to a velocity of the variable's dtype; the others
     # cast to float32 themselves.
     if dtype.size >= 4 or isinstance(opt, mtf.optimize.MomentumOptimizer):
@@ -323,11 +345,11 @@ def _inner_dtype(dtype: tf.DType, opt: Any) -> tf.DType:
 
 
 def in_dtypes_of(opt: Any, gradients: GradientSet) -> GradientSet:
-    """Returns gradients in the dtypes that the innermost optimizer needs.
+    """Returns gradients in the dtypes that the optimizer `opt` needs, which is no wrapper.
 
     Mesh-TF's MomentumOptimizer needs the dtypes of the variables' values. Other optimizers get the
-    gradients as they are. Raises ValueError for variables of a narrow dtype, which Mesh-TF's
-    AdamWeightDecayOptimizer cannot decay.
+    gradients as they are. Raises ValueError for variables whose values are narrower than float32 if
+    Mesh-TF's AdamWeightDecayOptimizer is to decay them: it cannot.
     """
     of = [optimizer_of(opt, v) for v in gradients.variables]
     for one in dict.fromkeys(of):

@@ -15,12 +15,16 @@ Stages = Sequence[Stage]
 
 
 def reduces(stages: Stages) -> bool:
-    """Returns whether these stages give reduced gradients to the stages inside."""
+    """Returns whether these stages of a wrapper give reduced gradients to the stages inside."""
     return any(Form.REDUCED in (s.takes, s.gives) for s in stages)
 
 
 def needs_shards(stages: Stages) -> PerShard | None:
-    """Returns a stage's request for gradients that no wrapper around it may reduce, or None."""
+    """Returns the request of one of these stages for gradients that nothing has reduced before.
+
+    No wrapper around may then reduce gradients. None if these stages have no such request, or also
+    take reduced gradients.
+    """
     requests = [s.takes for s in stages if isinstance(s.takes, PerShard)]
     return next((r for r in requests if r.or_else is not None), None)
 
@@ -31,12 +35,15 @@ def schedules_updates(stages: Stages) -> bool:
 
 
 def skips_not_finite(stages: Stages) -> bool:
-    """Returns whether these stages skip gradients that are not finite, before stages inside."""
+    """Returns whether these stages skip what is not finite, so that stages inside never get it."""
     return any(s.finite == "skips" for s in stages)
 
 
 def needs_not_finite(stages: Stages) -> bool:
-    """Returns whether these stages must see gradients that are not finite, for the loss scale."""
+    """Returns whether these stages must get gradients that are not finite.
+
+    The stage of a loss scale must: it lowers the scale when it finds such gradients.
+    """
     return any(s.finite == "needs" for s in stages)
 
 
@@ -69,9 +76,10 @@ class OrderRule(NamedTuple):
     """A rule that forbids some wrappers around others.
 
     Attributes:
-      forbids: a function of the stages of the outer wrapper and of the inner wrapper that returns
-        whether this order is forbidden.
-      why: the text of the error, with fields {outer}, {inner} and {or_else}.
+      forbids: a function `forbids(outer, inner)` that takes the stages of two wrappers, and is true
+        if the first wrapper must not be around the second.
+      why: the text of the error, with the fields {outer} and {inner} for the class names of the two
+        wrappers, and {or_else} for the remedy that `PerShard.or_else` has.
     """
 
     forbids: Callable[[Stages, Stages], object]
@@ -148,12 +156,20 @@ RULES = (
 
 
 def why_not(outer: Stages, inner: Stages) -> str | None:
-    """Returns why `outer` must not be around `inner`, a text with fields; None if it may be."""
+    """Returns the text of the first rule that forbids one wrapper around another; None if allowed.
+
+    `outer` are the stages of the wrapper around, and `inner` those of the wrapper inside. The text
+    has the fields of `OrderRule.why`, which the caller fills in.
+    """
     return next((rule.why for rule in RULES if rule.forbids(outer, inner)), None)
 
 
 def check_order(outer: Any, inner_stack: Sequence[Any]) -> None:
-    """Raises ValueError if a wrapper must not be around one of the optimizers inside it."""
+    """Raises ValueError if a wrapper must not be around one of the optimizers inside it.
+
+    `outer` is the wrapper, and `inner_stack` are the optimizers inside it, the outermost first. The
+    error says why, and what each of the two does.
+    """
     own = stages_of(outer)
     for inner in inner_stack:
         stages = stages_of(inner)
@@ -171,7 +187,10 @@ def check_order(outer: Any, inner_stack: Sequence[Any]) -> None:
 
 
 def _line_of(wrapper: Any) -> str:
-    """Returns a line on what a wrapper does, for an error; "" for other optimizers."""
+    """Returns a line that says what a wrapper does, for an error; "" for what is no wrapper.
+
+    An example is "CrossShardOptimizer: reduce over batch, 4 shards: fused".
+    """
     if not hasattr(wrapper, "_place"):
         return ""
     stages = stages_of(wrapper)

@@ -39,13 +39,14 @@ from mtf_gradsync.optimizers.pipeline.words import About, Line, bytes_told, over
 class Condition(NamedTuple):
     """The condition of a stage on all that comes after it: it runs in some steps only.
 
-    In these steps the scalar holds that the stage gives to `GradientSet.only_when`.
+    These are the steps in which a boolean scalar is true; the stage gives this scalar to
+    `GradientSet.only_when`.
 
     Attributes:
-      when: which steps those are, if the condition decides when there is an update: a number of
-        steps that an update takes, a function of the number of updates, or words. Only one stage of
-        a stack can decide that; "" if the stage only skips some updates.
-      as_call: whether the branch is one function call, as for `mtf_gradsync.step.Conditional`.
+      when: which steps these are, if the condition decides when there is an update: the number of
+        steps that an update takes, a function from the number of updates to such a number, or
+        words. Only one stage of a stack can decide that; "" if the stage only skips some updates.
+      as_call: whether all that comes after is one function call, so that skipping it is cheap.
       counts_every_step: whether the other steps advance the global step, too.
     """
 
@@ -109,10 +110,12 @@ class Stage:
     _one_mesh: str = ""
 
     def within(self, inside: Sequence[Stage], others: Sequence[Stage]) -> Stage:
-        """Returns this stage as it is for a stack with the stages `inside`.
+        """Returns this stage with what it has to know of the stages inside it.
 
-        If the inner optimizer is of another library, `others` are the stages of it and of all
-        optimizers inside it.
+        Args:
+          inside: the stages of all wrappers inside this stage's wrapper.
+          others: the stages of the first optimizer inside that is no wrapper, and of all optimizers
+            inside that one.
         """
         del inside, others
         return self
@@ -128,7 +131,7 @@ class Stage:
         Args:
           grads: the gradients that the outermost wrapper was given; each may be None.
           variables: the variables of these gradients.
-          arguments: more arguments for `apply_grads` of the innermost optimizer.
+          arguments: the arguments that `apply_grads` was given for the innermost optimizer.
         """
 
     def apply(self, gradients: GradientSet, step: Any) -> GradientSet:
@@ -144,7 +147,10 @@ class Stage:
         return gradients
 
     def describe(self, about: About) -> list[Line]:
-        """Returns lines on the stage's work, for `mtf_gradsync.describe`."""
+        """Returns the lines that `mtf_gradsync.describe` prints for the stage; [] for none.
+
+        `about` has the facts of the program that lines can tell.
+        """
         del about
         return []
 
@@ -163,7 +169,7 @@ class Program(NamedTuple):
 
     @classmethod
     def of(cls, grads: Sequence[mtf.Tensor]) -> Program:
-        """Returns what is known of a program from its gradients."""
+        """Returns the facts of the program that computed these gradients."""
         return cls(lambda names: find_axes(grads, names), len({g.mesh for g in grads}))
 
 
@@ -171,7 +177,7 @@ class Segment(NamedTuple):
     """The stages of one wrapper, in the order in which gradients pass through them.
 
     Attributes:
-      wrapper: the wrapper's class name.
+      wrapper: the name of the wrapper's class.
       stages: the wrapper's stages; in a completed stack also the stages that convert gradients for
         them.
       reduction: the settings by which the wrapper reduces gradients.
@@ -231,8 +237,9 @@ class Stack(NamedTuple):
     def axes_now(self, number: int, grads: Sequence[mtf.Tensor]) -> ReplicaAxes | None:
         """Returns the replica axes that wrapper `number` uses; None if they are not known.
 
-        They are the axes that this wrapper, or the first wrapper inside it, was given, or else
-        those of the program.
+        The outermost wrapper has the number 0. The axes are those that this wrapper, or the first
+        wrapper inside it, was given, or else those of the program that computed `grads`. If `grads`
+        are on several meshes, the result is None.
         """
         if len({g.mesh for g in grads}) > 1:
             return None
@@ -243,11 +250,12 @@ class Stack(NamedTuple):
     def shards_to_name(
         self, number: int, grads: Sequence[mtf.Tensor]
     ) -> tuple[ReplicaAxes | None, bool]:
-        """Returns how the log numbers shards for wrapper `number`, as two values.
+        """Returns two values by which the log of wrapper `number` names shards by their numbers.
 
-        The first are the replica axes that number the shards; inside islands, those of all shards
-        of the mesh. The second is `of_shards_only` of `not_finite_flags`. It is false if each shard
-        is an island: even a reduced gradient is then that of one shard.
+        The first value are the replica axes that number the shards; None if they are not known.
+        Inside islands they number all shards of the mesh. The second value is the argument
+        `of_shards_only` of `not_finite_flags`: true, unless each shard is an island, because even a
+        reduced gradient then belongs to a single shard. The other arguments are as for `axes_now`.
         """
         around = self.segments[number].islands
         if around is None or around.inside is None:
@@ -263,7 +271,10 @@ class _SkipsNotFinite(Stage):
 
 
 def stages_of(opt: Any) -> tuple[Stage, ...]:
-    """Returns the stages of a wrapper without its stack; () for most other optimizers."""
+    """Returns the stages that an optimizer has by itself, with nothing around it.
+
+    An optimizer that is no wrapper has none, or one if it says that it `skips_not_finite`.
+    """
     if hasattr(opt, "_place"):
         return tuple(opt.stages(opt._place(None, (), None)))
     return (_SkipsNotFinite(),) if getattr(opt, "skips_not_finite", False) else ()
@@ -277,7 +288,8 @@ class Reduce(Stage):
       reduction: the settings of the reduction.
       partition: how gradients are split, if each replica is to get its part; None for full ones.
       divides: what the gradients are divided by, as text; "" for nothing.
-      given: the form of the gradients that it gets. Sums of reduced gradients are reduced already.
+      given: the form of the gradients that it gets. `Form.REDUCED` or `Form.PART` are sums of
+        reduced gradients, which are only split or gathered, and divided.
     """
 
     reduction: Reduction
@@ -316,7 +328,10 @@ class Reduce(Stage):
 
 @dataclasses.dataclass(frozen=True)
 class SplitByShard(Stage):
-    """The stage that makes one gradient per shard, without communication over replica axes."""
+    """The stage that makes one gradient per shard, without communication over replica axes.
+
+    `reduction` has the settings of the wrapper whose stage makes the `request`.
+    """
 
     reduction: Reduction
     request: PerShard
@@ -365,10 +380,12 @@ def completed(
 
 
 def with_conversions(segments: Sequence[Segment], takes_pending: bool) -> tuple[Segment, ...]:
-    """Inserts a converting stage before each stage that takes another form than it would get.
+    """Returns segments in which each stage gets gradients of the form that it takes.
 
-    `takes_pending` says whether the optimizer inside takes pending gradients (not yet reduced),
-    because it has a wrapper inside that reduces them.
+    Where a stage would get another form, a stage that converts gradients comes before it. If
+    gradients are not reduced after the last stage, a reduction is added, unless `takes_pending`: it
+    says whether the optimizer inside takes pending gradients, because it has a wrapper inside that
+    reduces them.
     """
     left = [stage for segment in segments for stage in segment.stages]
     of_updates = next((s._partition for s in left if s._partition is not None), None)
@@ -420,9 +437,9 @@ class Block(NamedTuple):
 
 
 def in_blocks(stack: Stack) -> tuple[Block, ...]:
-    """Returns the stages of a completed stack in blocks, of which each runs inside those before it.
+    """Returns the stages of a completed stack as blocks of stages that run in the same steps.
 
-    A stage with a condition is the last one of its block.
+    A stage with a condition is the last of its block. Later blocks run only if the condition holds.
     """
     numbered: list[tuple[int | None, Stage]] = [
         *((None, stage) for stage in stack.first),
@@ -441,14 +458,14 @@ def in_blocks(stack: Stack) -> tuple[Block, ...]:
     return (*blocks, Block(condition, tuple(stages)))
 
 
-#: What to do about gradients of several meshes.
+#: The remedy in errors about gradients of several meshes.
 ONE_FOR_EACH_MESH = "Make one for the variables of each mesh, each with a name= of its own"
 
 
 def check_meshes(
     stack: Stack, grads: Sequence[mtf.Tensor | None], variables: Sequence[mtf.Variable]
 ) -> None:
-    """Raises ValueError if gradients are on several meshes and a wrapper needs a single mesh."""
+    """Raises ValueError if gradients are on several meshes and a wrapper of `stack` needs one."""
     first: dict[mtf.Mesh, mtf.Variable] = {}
     for grad, variable in zip(grads, variables):
         if grad is not None:

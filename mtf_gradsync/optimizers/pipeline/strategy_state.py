@@ -58,11 +58,17 @@ class VariablePiece:
         return mtf.Shape([*(d for d in split if d.size > 1), *own])
 
     def cut_out(self, x: tf.Tensor, shape: Sequence[int]) -> tf.Tensor:
-        """Returns the piece's numbers from a core's slice x, reshaped to `shape`."""
+        """Returns the piece's numbers out of x, a core's slice of the variable, as a tf tensor.
+
+        Its shape is `shape`, which has as many numbers as the piece.
+        """
         return tf.reshape(tf.reshape(x, [-1])[self.start : self.stop], shape)
 
     def put_back(self, x: tf.Tensor, value: tf.Tensor) -> tf.Tensor:
-        """Returns a core's slice x in which `value` replaces the piece's numbers."""
+        """Returns a copy of x, a core's slice of the variable, with `value` as the piece's numbers.
+
+        `value` may have any shape with as many numbers as the piece, and is cast to the dtype of x.
+        """
         flat = tf.reshape(x, [-1])
         new = tf.cast(tf.reshape(value, [-1]), x.dtype)
         return tf.reshape(tf.concat([flat[: self.start], new, flat[self.stop :]], 0), x.shape)
@@ -92,7 +98,8 @@ class PieceOfState:
 
     Attributes:
       variable: the state variable, of shape `[shard dims...] + variable dims`.
-      value: the piece's range of its value, of shape `[shard dims...] + piece dims`.
+      value: the piece's range of the state variable's value, an mtf tensor of shape
+        `[shard dims...] + piece dims`.
     """
 
     def __init__(
@@ -103,14 +110,20 @@ class PieceOfState:
         self.shape, self.activation_dtype = self.value.shape, variable.activation_dtype
 
     def put_back(self, value: mtf.Tensor) -> mtf.Tensor:
-        """Returns the state variable's full value, in which `value` replaces the piece's range."""
+        """Returns the state variable's full value, in which `value` replaces the piece's range.
+
+        `value` and the result are mtf tensors, of the shapes of the attributes `value` and
+        `variable`.
+        """
         return PutBack([self.variable.value], [value], [self._piece]).outputs[0]
 
 
 class CutOut(GradientOperation):
-    """Pieces of tensors `[shard dims...] + variable dims`, which each core cuts from its slices.
+    """An operation that cuts one piece from each tensor; each core cuts it from its own slice.
 
-    The mesh splits the shard dims, if there are any, so that a slice has size 1 along them.
+    The tensors have the shape `[shard dims...] + variable dims`, and `pieces` has the piece to cut
+    from each of them. The outputs have the shapes `[shard dims...] + piece dims`. The mesh splits
+    the shard dims, if there are any, so that a slice has size 1 along them.
     """
 
     def __init__(
@@ -135,7 +148,11 @@ class CutOut(GradientOperation):
 
 
 class PutBack(GradientOperation):
-    """Tensors in which each core replaces pieces by new values, of the shapes that `CutOut` has."""
+    """An operation that replaces one piece of each tensor; each core does so in its own slice.
+
+    The outputs are `tensors` in which `values`, of the shapes of the outputs of `CutOut`, replace
+    the `pieces`. The three lists have the same length.
+    """
 
     def __init__(
         self,
@@ -157,7 +174,12 @@ _logger = logging.getLogger("mtf_gradsync")
 
 
 class _Maker(StateMaker):
-    """The maker of state variables that a strategy is given; it records which were made."""
+    """The maker of state variables that a strategy is given; it records which it made.
+
+    Attributes:
+      made: the variables that the strategy got, in order; for pieces, their ranges of variables.
+      compression: the report of the strategy on the bytes that it sends; None without a report.
+    """
 
     def __init__(
         self, gradients: GradientSet, name: str, slots: SlotBook, if_taken: str, is_mean: bool
@@ -242,7 +264,9 @@ def reduce_by_strategy(
     extra: bool,
     is_mean: bool,
 ) -> ReducedByStrategy:
-    """Returns pending (not yet reduced) gradients as `Strategy.reduce_gradients` reduces them.
+    """Returns the sums of pending (not yet reduced) gradients, by `Strategy.reduce_gradients`.
+
+    With them come the new values of the strategy's state, which the caller writes.
 
     On a mesh of one shard all gradients pass through it, although there is nothing to reduce: the
     strategy's state then exists there, too, and checkpoints can be moved to such a mesh and back.
@@ -252,9 +276,9 @@ def reduce_by_strategy(
       reduction: how to reduce them, by a strategy that reduces gradients.
       reduced_before: the variables whose gradients the step has reduced like this already.
       slots: records the state.
-      extra: whether the values are other values than the step's gradients (outer steps reduce
-        differences). A strategy may keep state for both; a name of state that is taken already then
-        gets the wrapper's name at its end.
+      extra: whether `gradients` holds other values than the step's gradients (outer steps reduce
+        differences). A strategy may keep state for both: if the graph has a variable of a state's
+        name already, the new name ends with the wrapper's name.
       is_mean: whether sums are divided by the number of shards. In a run with another number of
         shards, state that each shard has then keeps its mean; otherwise it keeps its sum.
 
@@ -321,7 +345,11 @@ def reduce_by_strategy(
 def _sets(
     gradients: GradientSet, axes: ReplicaAxes, reduced_before: Collection[mtf.Variable]
 ) -> dict[tuple[mtf.Dimension, ...], list[tuple[mtf.Variable, mtf.Tensor]]]:
-    """Returns pairs (variable, gradient to reduce) by the shard dims to reduce over."""
+    """Returns the gradients that are to be reduced, grouped by the shard dims to reduce them over.
+
+    The result has a list of pairs (variable, gradient) for each tuple of shard dims. Gradients that
+    are not sums over shards are left out, and gradients of variables in `reduced_before`.
+    """
     found: dict[tuple[mtf.Dimension, ...], list[tuple[mtf.Variable, mtf.Tensor]]] = {}
     pending = pending_over_shards(gradients.present, axes)
     for grad, variable, is_pending in zip(gradients.present, gradients.owners, pending):

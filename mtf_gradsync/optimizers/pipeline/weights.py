@@ -26,7 +26,8 @@ class Recorded(NamedTuple):
     """The weights given to `compute_gradients` for a gradient.
 
     Attributes:
-      weights: the weights; None for losses of shards that were averaged with equal weights.
+      weights: a number, a tf scalar or an mtf tensor, which were checked; None if the losses of
+        shards were averaged with equal weights.
       in_loop: whether `compute_gradients` was called in the body of a loop.
     """
 
@@ -35,7 +36,7 @@ class Recorded(NamedTuple):
 
 
 class WeightsOfGradients(PlanExtension):
-    """The record of a graph's plan of which gradients and losses were given weights.
+    """A record of the weights that the gradients and losses of one mtf graph were computed with.
 
     Attributes:
       weighted: for each loss given to `weighted_loss`, the loss that it returned.
@@ -46,7 +47,7 @@ class WeightsOfGradients(PlanExtension):
         self.weighted: dict[mtf.Tensor, mtf.Tensor] = {}
 
     def record(self, grads: MaybeGradients, weights: Any) -> None:
-        """Records the weights that gradients were computed with; None for shards' equal weights."""
+        """Records that `grads` were computed with `weights`; None for equal weights of shards."""
         own = {g: weights for g in grads if g is not None}
         self._given = {**self._given, **own}  # a plan that is undone takes the old one
 
@@ -55,7 +56,11 @@ class WeightsOfGradients(PlanExtension):
         self.weighted = {**self.weighted, loss: weighted}
 
     def behind(self, grads: Sequence[mtf.Tensor]) -> list[list[Recorded]]:
-        """Returns, for each of `grads`, the records of the gradients from which it was computed."""
+        """Returns, for each of `grads`, the records of the gradients from which it was computed.
+
+        A clipped gradient, for example, was computed from the gradient before the clip. Records of
+        the same weights are listed once. The list is empty if no such gradient has a record.
+        """
         found: list[list[Recorded]] = [[] for _ in grads]
         if not self._given or not grads:
             return found
@@ -90,10 +95,13 @@ def _key(weights: Any) -> Any:
 def agreed_weights(
     weights: Any, found: Sequence[Sequence[Recorded]], variables: Sequence[mtf.Variable]
 ) -> Any:
-    """Returns the weights that all gradients of a step share; None if they have none.
+    """Returns the weights that all gradients of a step share; None if they have no weights.
+
+    The result is a number, a tf scalar or an mtf tensor.
 
     Args:
-      weights: checked weights that were given to `apply_grads`; None if none were given.
+      weights: the weights that were given to `apply_grads`, as `check_weights` returned them; None
+        if none were given.
       found: what `WeightsOfGradients.behind` returns for the step's gradients.
       variables: the variables of these gradients.
 
@@ -142,7 +150,9 @@ def agreed_weights(
 
 
 def check_weights(weights: Any, names: Sequence[str]) -> Any:
-    """Returns checked weights; `names` are the names of the stack's shard dims.
+    """Returns weights that a program gave, after a check: a Python float, tf scalar or mtf tensor.
+
+    `names` are the names of the stack's shard dims. For an mtf variable the result is its value.
 
     Raises:
       TypeError: weights are no number, no tf scalar and no mtf tensor.
@@ -174,7 +184,11 @@ def check_weights(weights: Any, names: Sequence[str]) -> Any:
 
 
 def weights_of(weights: Any, mesh: mtf.Mesh, axes: ReplicaAxes | None) -> Weights:
-    """Returns `Weights` on a mesh; each shard's only if `axes`, the replica axes, are known."""
+    """Returns checked weights as float32 tensors on a mesh.
+
+    `weights` is what `check_weights` or `agreed_weights` returns. `axes` are the replica axes; if
+    they are None (not known), the result has the total weight but no weights of shards.
+    """
     tensor = _as_tensor(weights, mesh)
     if not tensor.shape.dims:
         return Weights(on_mesh(tensor, mesh))
@@ -197,7 +211,12 @@ def _as_tensor(weights: Any, mesh: mtf.Mesh) -> mtf.Tensor:
 
 
 def _by_shard(weights: mtf.Tensor, axes: ReplicaAxes) -> mtf.Tensor:
-    """Returns the weight of each shard: a sum over its examples, or its part of a common weight."""
+    """Returns the weight of each shard, `[shard dims...]`, from a tensor with some shard dims.
+
+    If `weights` is longer than the number of shards along a dimension, it has one weight for each
+    example, and those of a shard are added up. A weight that several shards have in common, because
+    `weights` lacks a shard dim, is divided among them. Raises ValueError if lengths do not divide.
+    """
     by_name = {d.name: d for d in weights.shape.dims}
     kept = [d for d in axes.shard_dims if d.name in by_name]
     for dim in kept:
@@ -227,7 +246,8 @@ def weighted_loss(loss: mtf.Tensor, weights: Any, names: Sequence[str]) -> mtf.T
     """Returns the losses of shards, each times its weight over the mean weight.
 
     The mean of the returned losses is the weighted mean of the given losses. If the loss or the
-    weights have no shard dims, the loss is returned unchanged, as it is a mean already.
+    weights have no shard dims, the loss is returned unchanged, as it is a mean already. `weights`
+    is what `check_weights` returns, or None, and `names` are the names of the stack's shard dims.
     """
     if not isinstance(weights, mtf.Tensor) or not weights.shape.dims:
         return loss
@@ -251,9 +271,9 @@ def weighted_loss(loss: mtf.Tensor, weights: Any, names: Sequence[str]) -> mtf.T
 
 
 def mean_loss(loss: mtf.Tensor) -> mtf.Tensor:
-    """Returns the loss of a step as one number to show: the mean over its elements.
+    """Returns the loss of a step as a scalar to show: the mean over the losses of all shards.
 
-    It is the weighted mean if `compute_gradients` was given the losses of shards with weights.
+    It is the weighted mean if `compute_gradients` was given `loss` together with weights of shards.
     """
     plan = StepPlan.of_graph(loss.graph)
     known = plan.known_extension(WeightsOfGradients) if plan else None
@@ -266,7 +286,10 @@ def nonzero(x: tf.Tensor) -> tf.Tensor:
 
 
 def divided(grad: mtf.Tensor, by: mtf.Tensor) -> mtf.Tensor:
-    """Divides a gradient by a scalar in at least float32; a divisor of 0 changes nothing."""
+    """Returns a gradient divided by the scalar `by`, in the gradient's dtype.
+
+    The division is in at least float32. A divisor of 0 changes nothing.
+    """
     wide = grad.dtype if grad.dtype.size >= 4 else tf.float32
 
     def divide(x: tf.Tensor, divisor: tf.Tensor) -> tf.Tensor:
@@ -285,7 +308,8 @@ def weighted_shards(
     these parts become proportional to the weights. What depends on data stays as it is, because
     `weighted_loss` has weighted it. The returned gradients have shard dims. Gradients whose terms
     of shards cannot be recovered stay as they are, and so do all gradients if shards have no
-    weights of their own.
+    weights of their own. `axes` are the replica axes, and `strategy` makes the sums over other mesh
+    axes that per-shard gradients need.
     """
     of_shards = weights.of_shards
     if axes is None or of_shards is None or axes.num_shards == 1:
@@ -327,12 +351,15 @@ def weighted_shards(
 
 
 def with_weights(stack: Stack, axes: ReplicaAxes | None, slots: SlotBook) -> Stack:
-    """Returns a stack with the stages that gradients with weights need, first and last.
+    """Returns a copy of `stack` with two more stages, which gradients with weights need.
+
+    The first stage of the step fits the gradients of shards to their weights. The last stage before
+    the update skips the update if the weights are 0.
 
     Args:
       stack: a completed stack.
       axes: the replica axes of the shards that have weights; None if they are not known.
-      slots: records the counter of updates without data.
+      slots: records the variable that counts the skipped updates.
     """
     outermost = stack.segments[0].reduction
     first = _WeighShards(outermost.strategy, axes)

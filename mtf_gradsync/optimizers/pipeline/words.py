@@ -16,7 +16,7 @@ class Line(NamedTuple):
       what: the work, for example "clip to a global norm of 1".
       when: the steps on which the work is done; "" for the steps on which the stage runs.
       after: whether the work is done after the update.
-      first: whether the work is done before that of all stages, on every step.
+      first: whether the work is done on every step, before all stages.
     """
 
     what: str
@@ -31,8 +31,9 @@ class About(NamedTuple):
     Attributes:
       axes: the replica axes of the stage; None if they are not known.
       variables: the variables that get gradients; () if they are not known.
-      num_bytes: a function of a strategy that returns how many bytes of gradients a core sends by
-        it, and the number of groups in which gradients are reduced; None if these are not known.
+      num_bytes: a function that takes a reduction strategy and returns two numbers: the bytes of
+        gradients that a core sends if that strategy reduces them, and the number of groups of sums.
+        It returns None if these are not known.
     """
 
     axes: ReplicaAxes | None
@@ -41,7 +42,10 @@ class About(NamedTuple):
 
 
 def over(axes: ReplicaAxes | None) -> str:
-    """Returns text on the shards that a reduction sums over, such as "batch, 4 shards"."""
+    """Returns text that names the shards a reduction sums over, such as "batch, 4 shards".
+
+    `axes` are the replica axes. If they are None (not known), the text is "the replica axes".
+    """
     if axes is None:
         return "the replica axes"
     if not axes.shard_dims:
@@ -51,7 +55,11 @@ def over(axes: ReplicaAxes | None) -> str:
 
 
 def told(value: Any) -> str:
-    """Returns a setting as text: a number, or a tensor's name."""
+    """Returns the value of a setting as text for a line of `describe`.
+
+    The text of None, a boolean, a string or a number is the value itself, such as "0.1". For a
+    tensor or variable the text names it: "the value of learning_rate".
+    """
     if value is None or isinstance(value, (bool, str)):
         return str(value)
     if is_number(value):
@@ -60,7 +68,10 @@ def told(value: Any) -> str:
 
 
 def strategy_told(strategy: Any) -> str:
-    """Returns a reduction strategy as text, such as "fused"."""
+    """Returns a reduction strategy as text: "fused" for `FusedAllReduce`, for example.
+
+    Strategies without such a word are told by their class names: "by MyStrategy".
+    """
     name, inner = type(strategy).__name__, getattr(strategy, "reducer", None)
     narrow = getattr(strategy, "compressed_dtype", None)
     if narrow is not None:
@@ -74,9 +85,10 @@ def strategy_told(strategy: Any) -> str:
 
 
 def nth(count: Any) -> str:
-    """Returns "every step", "every 4th" and so on, for something done once in `count` steps.
+    """Returns how often something is done, in words: "every step", "every 4th" and so on.
 
-    Words are returned as they are.
+    `count` is the number of steps from one time to the next. If it is a string, it is returned as
+    it is; if it is something else, such as a function, the words are "when due".
     """
     if not isinstance(count, int):
         return count if isinstance(count, str) else "when due"
