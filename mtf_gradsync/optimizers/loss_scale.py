@@ -65,12 +65,16 @@ class LossScaleState(NamedTuple):
 
     @property
     def present(self) -> list[Any]:
-        """The fields that are not None."""
+        """The fields that are not None, in order: mtf variables, or mtf scalars after a step."""
         return [x for x in self if x is not None]
 
 
 def make_state(mesh: mtf.Mesh, name: str, rule: ScaleRule, limit: int | None) -> LossScaleState:
-    """Makes the scale and its counters, variables `<name>/<field>`, which checkpoints hold."""
+    """Makes the scale and its counters, variables `<name>/<field>`, which checkpoints hold.
+
+    Fields that `rule`, the settings of the scale, or `limit` (max_steps_without_update) do not need
+    are None: `scale` and `good_steps` if the scale is fixed, `waiting` if `limit` is None.
+    """
     scale = good_steps = None
     if rule.is_dynamic:
         scale = named_state(mesh, f"{name}/scale", dtype=tf.float32, start=rule.initial)
@@ -82,10 +86,14 @@ def make_state(mesh: mtf.Mesh, name: str, rule: ScaleRule, limit: int | None) ->
 def after_step(
     before: LossScaleState, finite: mtf.Tensor, has_data: mtf.Tensor | None, rule: ScaleRule
 ) -> LossScaleState:
-    """Returns the values of the scale and its counters after a step.
+    """Returns the values that the scale and its counters have after a step, as mtf scalars.
 
-    `finite`, a boolean scalar, says whether all gradients are finite. `has_data` says whether the
-    step has data; None if every step has. A step without data does not change the scale.
+    Args:
+      before: the mtf variables of the scale and its counters.
+      finite: a boolean scalar: whether all gradients are finite.
+      has_data: a boolean scalar: whether the step has data; None if every step has. A step without
+        data does not change the scale.
+      rule: the settings by which the scale changes.
     """
     updated = finite if has_data is None else mtf.logical_and(finite, has_data)
     known = [] if has_data is None else [has_data]
@@ -281,8 +289,9 @@ class LossScaleOptimizer(ReportsSkips):
     def _check_arguments_scaled(self, own: OwnArguments) -> None:
         """Raises ValueError if an argument for the innermost optimizer is made of the scale.
 
-        The innermost optimizer gets gradients without the scale, and would divide by it again. A
-        fixed scale is a number, and cannot be recognised.
+        `own` are the arguments that `apply_grads` passes on to the innermost optimizer. This
+        optimizer gets gradients without the scale, and would divide by the scale again. A fixed
+        scale is a number, and cannot be recognised in an argument.
         """
         scale = self.state and self.state.scale
         for name, tensor in own.tensors():
@@ -311,8 +320,9 @@ class _SkipNotFinite(Stage):
     Attributes:
       wrapper: the wrapper.
       inside: the stages inside it in a stack, also those inside optimizers of other libraries.
-      is_told: whether a stage inside finds out whether gradients are finite, because it knows which
-        shards it skips, and tells this stage (`StepBuilder.tell_finite`).
+      is_told: whether a stage inside tells this stage if gradients are finite
+        (`StepBuilder.tell_finite`). Such a stage skips single shards, so that a gradient that is
+        not finite does not count if its shard is skipped.
     """
 
     wrapper: LossScaleOptimizer
@@ -322,7 +332,7 @@ class _SkipNotFinite(Stage):
 
     @property
     def _is_beside(self) -> bool:
-        """Whether a stage inside skips steps that are not finite, so that this one does not."""
+        """Whether a stage inside skips gradients that are not finite, so that this one does not."""
         return any(stage.finite == "skips" for stage in self.inside)
 
     @property
@@ -411,9 +421,18 @@ class _SkipNotFinite(Stage):
     ) -> Gate | None:
         """Writes the values of the scale and its counters after the step; reports a skipped step.
 
-        `checked` are the gradients of which `finite` tells, and `gradients` the same ones before
-        they were reduced; `shards` says how the log numbers shards. Returns the gate (an operation
-        that holds back writes) of these writes, which waits for the tensors `held`, too.
+        Args:
+          before: the mtf variables of the scale and its counters.
+          finite: a boolean scalar: whether the step's gradients are finite.
+          has_data: a boolean scalar: whether the step has data; None if every step has.
+          held: tensors for which the writes wait, besides `finite`.
+          gradients: the gradients before they were reduced, from which shards can be told apart.
+          checked: the gradients in the form in which they were checked for `finite`.
+          shards: how the log numbers shards, as `Stack.shards_to_name` returns it.
+          step: the step that is being built.
+
+        Returns:
+          The gate (an operation that holds back writes) of these writes; None inside a branch.
         """
         wrapper = self.wrapper
         axes, of_shards_only = shards
@@ -463,7 +482,11 @@ class _SkipNotFinite(Stage):
 
 
 def _rule(loss_scale: Any, growth_steps: Any, multiplier: Any, scales: dict[str, Any]) -> ScaleRule:
-    """Returns the settings of the scale; raises ValueError for a wrong argument."""
+    """Returns the settings of the scale; raises ValueError for a wrong argument.
+
+    `scales` has the arguments initial_scale, min_scale and max_scale, in this order, by name. The
+    other arguments are those of `LossScaleOptimizer`.
+    """
     is_dynamic = isinstance(loss_scale, str) and loss_scale == DYNAMIC
     initial, least, most = scales.values()
     given = scales if is_dynamic else {**scales, "loss_scale": loss_scale}

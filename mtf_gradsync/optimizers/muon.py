@@ -165,19 +165,24 @@ def _named(dims: Sequence[mtf.Dimension], name: str) -> list[mtf.Dimension]:
 def _renamed(
     x: mtf.Tensor, dims: Sequence[mtf.Dimension], to: Sequence[mtf.Dimension]
 ) -> mtf.Tensor:
-    """Returns a tensor whose dimensions `dims` have other names."""
+    """Returns `x` with the dimensions `dims` renamed to those of `to`, in the same order.
+
+    `to` has a dimension of the same size for each of `dims`. Other dimensions keep their names.
+    """
     names = dict(zip(dims, to))
     return mtf.reshape(x, mtf.Shape([names.get(d, d) for d in x.shape.dims]))
 
 
 def _stays_split(side: Sequence[mtf.Dimension], along: Sequence[mtf.Dimension], steps: int) -> bool:
-    """Returns whether a matrix stays split over the mesh, or is not split; if not, it is gathered.
+    """Returns whether a matrix stays on the mesh as it is; if not, it is gathered first.
 
-    It stays split if the mesh splits only its longer side, `along`, and that sends fewer numbers. A
-    SIMD mesh gathers by a sum of tensors padded with zeros, and a sum sends about twice the numbers
-    of its result. So gathering sends twice the numbers of the matrix, once. A matrix that stays
-    split sends, in each step, twice the numbers of the product x x^T of its shorter side, `side`.
-    False if the mesh is not known.
+    `side` are the dimensions of the matrix's shorter side, `along` are those of its longer side,
+    and `steps` is the number of steps. The result is True if the mesh splits neither side. It is
+    also True if the mesh splits only the longer side and leaving the matrix split sends fewer
+    numbers: a SIMD mesh gathers by a sum of tensors padded with zeros, and a sum sends about twice
+    the numbers of its result. So gathering sends twice the numbers of the matrix, once. A matrix
+    that stays split sends, in each step, twice the numbers of the product x x^T, whose two sides
+    are the shorter side. The result is False if the mesh is not known.
     """
     meshes = meshes_made()
     if len(meshes) != 1:
@@ -194,7 +199,7 @@ def _stays_split(side: Sequence[mtf.Dimension], along: Sequence[mtf.Dimension], 
 
 
 class Matrix(NamedTuple):
-    """A variable as a matrix, or as several matrices, by positions of its dimensions.
+    """A way to take a variable as a matrix, or as several: the positions of its dimensions.
 
     Attributes:
       inputs: the dimensions over which a product of activations and the matrix sums.
@@ -210,8 +215,9 @@ class Matrix(NamedTuple):
 def matrix_of(variable: mtf.Variable) -> Matrix:
     """Returns which dimensions of a variable are inputs and outputs in the model's first product.
 
-    If the graph has no product of activations and the variable, the first dimension is taken as the
-    input, and the others together as the outputs, as in Mesh-TF's dense layers.
+    The result has their positions in the variable's shape. If the graph has no product of
+    activations and the variable, the first dimension is taken as the input, and the others together
+    as the outputs, as in Mesh-TF's dense layers.
     """
     found = _Uses.of(variable.graph).matrices.get(variable.name)
     return found or Matrix((0,), tuple(range(1, variable.shape.ndims)))
@@ -244,12 +250,13 @@ def is_hidden_matrix(variable: mtf.Variable) -> bool:
 
 
 class _Uses:
-    """The first product of each variable in a graph.
+    """A record of how the operations of a graph use its variables.
 
     Attributes:
       used: the names of variables that are an input of an operation.
-      matrices: each variable as a matrix, by the variable's name.
-      looked_up: dimensions along which the model looks rows up, such as that of the vocabulary.
+      matrices: by the name of each variable that is multiplied by activations, the variable as a
+        matrix in the first such product.
+      looked_up: dimensions along which the model looks rows up, such as the vocabulary.
     """
 
     def __init__(self) -> None:
@@ -265,7 +272,7 @@ class _Uses:
 
     @classmethod
     def of(cls, graph: mtf.Graph) -> _Uses:
-        """Returns the uses in a graph, as far as it is built."""
+        """Returns the graph's record, which includes all operations that the graph has now."""
         uses = _of_graphs.setdefault(graph, cls())
         operations = graph.operations
         if len(operations) < uses._number:

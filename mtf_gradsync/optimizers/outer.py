@@ -73,7 +73,11 @@ class OuterSteps(OuterSettings, Stage):
         variables: Sequence[mtf.Variable],
         arguments: OwnArguments,
     ) -> None:
-        """Raises ValueError for gradients or variables that cannot differ between islands."""
+        """Raises ValueError for gradients or variables that cannot differ between islands.
+
+        Raises ValueError, too, if there are fewer variables with gradients than fragments. `grads`
+        are the gradients of `variables`, or None. `arguments` is not used.
+        """
         del arguments
         given = [v for g, v in zip(grads, variables) if g is not None]
         if not given:
@@ -313,7 +317,12 @@ class OuterOptimizer(ReportsSkips):
         return self._outer.get(var)
 
     def reported(self) -> dict[str, mtf.Tensor]:
-        """Returns this wrapper's reported values; `outer/skipped` has a count for each island."""
+        """Returns this wrapper's values for `mtf_gradsync.reported`; {} before there is a step.
+
+        `outer/step`, an int32 scalar, is the number of updates divided by inner_steps, rounded
+        down. With leave_out_not_finite there is `outer/skipped`, int32 `[islands...]`: the number
+        of outer steps that have skipped each island.
+        """
         if self._now is None:
             return {}
         made = mtf.cwise(lambda x: x // self.inner_steps, [self._now.inner_step], tf.int32)
@@ -328,7 +337,9 @@ def _islands(
 ) -> tuple[ReplicaAxes, ReplicaAxes | None]:
     """Returns the replica axes between islands, and the replica axes inside an island.
 
-    `names` are outer_dims. If there is only one island, the first result has no axes.
+    `axes` are all replica axes, and `names` are outer_dims (None for all batch dims). If there is
+    only one island, the first result has no axes. If `axes` is None because no mesh is known, the
+    second result is None. Raises ValueError if `names` are not batch dims, or the mesh splits none.
     """
     if axes is None:
         return ReplicaAxes(mtf.Shape([]), mtf.LayoutRules([]), ()), None

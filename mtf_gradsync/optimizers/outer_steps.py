@@ -91,18 +91,25 @@ class OuterSettings:
 
     @property
     def form_inside(self) -> Form:
-        """The form of gradients inside an island."""
+        """The form of gradients inside an island: per shard if it has shard dims, else reduced."""
         has_shards = self.inside is not None and self.inside.shard_dims
         return Form.PER_SHARD if has_shards else Form.REDUCED
 
     @property
     def plain_reducer(self) -> Strategy:
-        """The strategy to reduce flags and counts by, which compresses nothing."""
+        """The strategy by which flags and counts are reduced.
+
+        It is `reducer`, or `FusedAllReduce()` if `reducer` has a method `reduce_gradients`, which
+        may compress and keeps state.
+        """
         return FusedAllReduce() if has_gradient_reduction(self.reducer) else self.reducer
 
 
 class StepsOfIslands:
-    """The work on islands and outer values in one step that is being built."""
+    """The operations of the stage `OuterSteps` in one step that is being built.
+
+    The stage calls `apply` first, then the builder calls `after_update` and `end_of_step`.
+    """
 
     def __init__(self, settings: OuterSettings):
         self._settings, self._islands = settings, settings.islands
@@ -116,7 +123,12 @@ class StepsOfIslands:
         self._skips: Skips | None = None
 
     def apply(self, gradients: GradientSet, step: StepBuilder) -> GradientSet:
-        """Returns the gradients of each island; makes the variables of islands and outer steps."""
+        """Returns the gradients by which each island updates its own values.
+
+        Makes the variables that hold islands' values, outer values and momenta, and the counters.
+        With `skips_islands` it also makes the record of losses. `gradients` are those of the whole
+        batch: per shard, or in any form if there is one island.
+        """
         settings, islands, mesh = self._settings, self._islands, gradients.mesh
         self._variables = gradients.owners
         self._state: OuterState = step.plan.state(
@@ -170,7 +182,12 @@ class StepsOfIslands:
         return gradients
 
     def _of_islands(self, gradients: GradientSet) -> GradientSet:
-        """Returns the gradients of each island."""
+        """Returns gradients of the whole batch as gradients of each island's part of the batch.
+
+        On each island a gradient becomes the gradient of the mean over that island's part. It has
+        no dims of islands any more, although its value differs between islands, and is in the form
+        `OuterSettings.form_inside`. Weights, if there are any, become those inside an island.
+        """
         settings, islands = self._settings, self._islands
         # An island's term of the mean over the batch becomes the mean over its part of the batch.
         weights, scaled = gradients.weights, gradients.present
@@ -188,9 +205,10 @@ class StepsOfIslands:
     def _weights_of_islands(self, weights: Weights) -> tuple[mtf.Tensor, Weights]:
         """Returns, from weights of shards, a factor for each island and the weights inside it.
 
-        An island's term of the weighted mean over the batch, times its factor, is the mean over its
-        part of the batch. The factors, `[islands...]`, are the total weight of all islands divided
-        by the weight of the island; 0 for an island without data.
+        The factors, `[islands...]`, are the total weight of all islands divided by the weight of
+        the island, or 0 for an island without data. An island's term of the weighted mean over the
+        batch, times its factor, is the weighted mean over its part of the batch. In the returned
+        weights the total, a scalar, is that of the island, and another one on each island.
         """
         islands, axes = self._islands, self._settings.all_axes
         assert axes is not None  # or there would be one island
@@ -210,7 +228,11 @@ class StepsOfIslands:
     def after_update(
         self, updates: Sequence[mtf.Operation], step: StepBuilder
     ) -> list[mtf.Operation]:
-        """Makes the outer steps, which run in a branch after `updates` when they are due."""
+        """Makes the outer steps, which run in a branch after `updates` when they are due.
+
+        `updates` are the operations of the inner optimizer's update. Also gives slots a value for
+        each island, and counts the update. All operations are added to `step`; returns [].
+        """
         settings, graph = self._settings, step.plan.graph
         made = [v for v in graph.all_variables if v not in self._made_before]
         counts = [v for v in made if getattr(v, "restarts_with_slots", False)]
@@ -249,8 +271,10 @@ class StepsOfIslands:
     ) -> list[mtf.Tensor]:
         """Adds up weights; returns, for each fragment, the islands' weights since its outer step.
 
-        `dues` says for each fragment whether this step makes its outer step: then the variable with
-        the sums begins again with 0. Returns an empty list if gradients have no weights.
+        `dues` says for each fragment, by a boolean scalar, whether this step makes its outer step:
+        then the variable with the sums begins again with 0. `gate` holds back the write of this
+        variable. Returns tensors `[islands...]`, one for each fragment, which include the weight of
+        this step; [] if gradients have no weights, or there is one island.
         """
         state, given = self._state.weight, step.passed_on[-1].weights
         if state is None or given is None:
@@ -265,7 +289,11 @@ class StepsOfIslands:
     def end_of_step(
         self, operations: Sequence[mtf.Operation], step: StepBuilder
     ) -> list[mtf.Operation]:
-        """Records the step's state for the wrapper; returns the operation that checks its limit."""
+        """Records the step's state for the wrapper; returns the operation that checks its limit.
+
+        `operations` are all other operations of the step. Returns a list of the one operation, or
+        [] if outer steps skip no islands.
+        """
         state, skips = self._state, self._skips
         made, skipped = map(mtf.anonymize, values_after(state[:2], operations))
         now = OuterState(made, skipped, None)
@@ -406,11 +434,12 @@ class StepsOfIslands:
         return [x * share for x in sums]
 
     def _not_finite(self, updates: Sequence[mtf.Operation], step: StepBuilder) -> mtf.Tensor:
-        """Returns flags of islands' values, slots and losses that are not finite.
+        """Returns flags of islands' values, slots and losses that are not finite after `updates`.
 
-        The flags, `[islands..., values]`, are greater than 0 for a value that is not finite. The
-        last column is for all losses since the last outer step. Slots are checked because in
-        Mesh-TF's momentum optimizer a NaN reaches the slot one step before the variable.
+        The flags, float32 `[islands..., values]`, are greater than 0 for a value that is not
+        finite. The columns are the variables, then the slots of floating point, and the last one is
+        for all losses since the last outer step. Slots are checked because in Mesh-TF's momentum
+        optimizer a NaN reaches the slot one step before the variable.
         """
         variables = [*self._variables, *self._float_slots()]
         values = list(step.value_after(variables, updates))
@@ -459,9 +488,15 @@ def _at_pieces(
 ) -> list[mtf.Tensor]:
     """Cuts pieces of variables out of values, or puts new values of pieces back into values.
 
-    `kind` is `CutOut` or `PutBack`, and `values` are its inputs: lists with a value for each of
-    `owners`, which are pieces or whole variables. For a whole variable, the result is its value in
-    the last list.
+    Args:
+      kind: `CutOut` to cut, `PutBack` to put back.
+      owners: pieces of variables, and whole variables.
+      *values: lists with a value for each of `owners`. For `CutOut` one list, of values of
+        variables. For `PutBack` two lists: values of variables, and new values of the pieces.
+
+    Returns:
+      For each of `owners` the piece's value, or the variable's value with the new piece in it. For
+      a whole variable it is the value in the last list.
     """
     result, pieces = (
         list(values[-1]),

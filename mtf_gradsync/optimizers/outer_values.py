@@ -49,7 +49,10 @@ _NUMBER = re.compile(r"\d+(?=/)")
 def fragments_of(
     variables: Sequence[mtf.Variable], count: int, axes: ReplicaAxes, by_rows: bool = False
 ) -> list[list[Owner]]:
-    """Splits variables into fragments, each with an equal share of the bytes that a core sends.
+    """Splits variables into `count` fragments, each with an equal share of all their numbers.
+
+    The numbers are those of the slices that a core holds, by the mesh and layout of `axes`, because
+    a core sends these in an outer step.
 
     Layer l belongs to fragment l modulo `count`, as in streaming DiLoCo. The number of a layer is
     found in the names of its variables (the first number at the end of a part of the name). Other
@@ -124,7 +127,12 @@ class SameSlices(GradientOperation):
 
 
 class Agreed(GradientOperation):
-    """A boolean for all islands, from one boolean of each: whether all are true, or any is."""
+    """A boolean for all islands, from one boolean of each: whether all are true, or any is.
+
+    The input `holds` is a boolean tensor that may have another value on each island. The output has
+    the same shape and is the same on all islands. With `by_any` it is true if `holds` is true on
+    any island, otherwise if it is true on all. `strategy` reduces the counts of islands.
+    """
 
     def __init__(self, holds: mtf.Tensor, by_any: bool, islands: ReplicaAxes, strategy: Strategy):
         self._by_any, self._islands, self._strategy = by_any, islands, strategy
@@ -149,10 +157,11 @@ def differing_variables(
     sources: Iterable[mtf.Tensor],
     candidates: Collection[mtf.Variable],
 ) -> list[mtf.Variable]:
-    """Returns the candidates to which islands assign different values, in order.
+    """Returns those variables among `candidates` to which islands assign different values.
 
-    `sources` are tensors whose values differ between islands, and so does what is computed from
-    them. `operations` are all operations of the graph, in order.
+    They are in the order of `candidates`. `sources` are tensors whose values differ between
+    islands. So do tensors that are computed from them, except flags for all islands. `operations`
+    are all operations of the graph, in order.
     """
     differs: set[mtf.Tensor] = set(sources)
     found: set[mtf.Variable] = set()
@@ -191,7 +200,11 @@ class OuterVariable(mtf.Variable):
 def hold_slots_by_islands(
     slots: Sequence[mtf.Variable], island_dims: Sequence[mtf.Dimension]
 ) -> None:
-    """Gives slots a value for each island, in variables that replace the slots in checkpoints."""
+    """Gives slots a value for each island, in variables that replace the slots in checkpoints.
+
+    These are variables `<slot>/island`, whose first dimensions are `island_dims`: the dimensions
+    that number the islands, none for a single island.
+    """
     graph = tf.get_default_graph()
     notes = {note.name: note for note in graph.get_collection(STATE_COLLECTION)}
     for slot in slots:
@@ -265,7 +278,8 @@ class LossesOfPeriod:
     in which it had such a loss, so that nothing has to be reset or sent between islands.
 
     Attributes:
-      variable: `<owner>/bad_loss`, that number for each island; 0 if it had no such loss.
+      variable: `<owner>/bad_loss`, int32 `[islands...]`: for each island the number of the last
+        period in which it had such a loss; 0 if it had none.
       last: the value of the variable after the step.
     """
 
@@ -293,7 +307,10 @@ class LossesOfPeriod:
         self.last = last
 
     def are_bad(self) -> mtf.Tensor:
-        """Returns 1 for each island with such a loss in this period, else 0: `[islands...]`."""
+        """Returns whether an island had a loss that is not finite in this period.
+
+        The result is float32, `[islands...]`: 1 for an island with such a loss, else 0.
+        """
         return mtf.cast(mtf.equal(self.last, self._period), tf.float32)
 
 
@@ -363,7 +380,12 @@ def _check_no_refs(variable: mtf.Variable, held: Any) -> None:
 class HeldSlices:
     """A lowered variable whose slices are those of its holder, reshaped.
 
-    Only the holder has a master (the variable that checkpoints hold).
+    The holder is the variable that stores the values of all islands (`IslandVariables`). Only the
+    holder has a master (the variable that checkpoints hold).
+
+    Attributes:
+      laid_out_tensor: the reshaped slices, of the shape that a core's slice of the variable has.
+      writers: for each processor the number of the processor that writes its slice.
     """
 
     def __init__(self, variable: mtf.Variable, held: Any, mesh_impl: Any, shape: list[int]):
@@ -377,7 +399,11 @@ class HeldSlices:
             self.copy_master_to_slices = self.copy_slices_to_master = tf.no_op()
 
     def assign_to_slices(self, assign_fn: Callable[..., Any], values: Sequence[Any]) -> Any:
-        """Assigns values to the slices, which are the holder's; called by Mesh-TF's assignments."""
+        """Assigns a value to each slice, which changes the holder; returns the tf operation.
+
+        Mesh-TF's assignments call it. `assign_fn(variable, slice, value)` assigns one slice, and
+        `values` has a tf tensor for each slice.
+        """
 
         def assign(_: Any, x: Any, value: Any) -> Any:
             return assign_fn(self._variable, self._seen[id(x)], value)

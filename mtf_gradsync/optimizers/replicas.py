@@ -45,9 +45,10 @@ class ReplicaState(NamedTuple):
 def make_state(mesh: mtf.Mesh, name: str, shard_dims: Sequence[mtf.Dimension]) -> ReplicaState:
     """Makes the counters, the variables `<name>/<field>`, which checkpoints hold.
 
-    If a checkpoint is from another number of shards, the counts of its shards are added up or moved
-    to other shards, and local_step is update_step for every replica. If a checkpoint has no
-    counters, update_step begins with its global step.
+    `name` is the wrapper's name, and `shard_dims` are the dimensions that number the replicas. If a
+    checkpoint is from another number of shards, the counts of its shards are added up or moved to
+    other shards, and local_step is update_step for every replica. If a checkpoint has no counters,
+    update_step begins with its global step.
     """
     of_replicas = mtf.anonymous_shape(mtf.Shape(list(shard_dims)))
     # In a run without the wrapper every step was an update.
@@ -76,11 +77,14 @@ def after_step(
     count: mtf.Tensor,
     updated: mtf.Tensor,
 ) -> ReplicaState:
-    """Returns the counters' values after a step, from their values `before`.
+    """Returns the values of the counters after a step, as int32 mtf tensors.
 
-    `steps` are the update steps that the replicas' gradients are for, and `count` is the number of
-    contributions, with this step's. `contributed`, `[shards...]`, is 1 for replicas that
-    contributed in this step, else 0; `updated` is 1 if the step made an update, else 0 (int32).
+    Args:
+      before: the mtf variables of the counters.
+      steps: `[shards...]`, the update step that each replica's gradient is for.
+      contributed: `[shards...]`, 1 for replicas that contributed in this step, else 0.
+      count: the number of contributions since the last update, including this step's.
+      updated: 1 if the step made an update, else 0.
     """
     update_step = before.update_step.value + updated
     return ReplicaState(
@@ -95,7 +99,10 @@ def after_step(
 
 
 class ReplicaSummaries(mtf.Operation):
-    """Scalar summaries of one count per replica, `<name>/replica_0` and so on."""
+    """An operation that adds a scalar summary of each replica's count, `<name>/replica_0` etc.
+
+    `counts` is an mtf tensor with a count for each replica, the same on all processors.
+    """
 
     def __init__(self, name: str, counts: mtf.Tensor):
         super().__init__([counts], name=name)
@@ -112,8 +119,13 @@ class ReplicaSummaries(mtf.Operation):
 def check_of_replicas(name: str, kind: str, value: Any, axes: ReplicaAxes) -> None:
     """Raises TypeError or ValueError for an argument that is not one value per replica.
 
-    `name` is the argument's name. `kind` is "whole number", or "boolean", for which whole numbers
-    are allowed, too (0 for False). None passes.
+    Args:
+      name: the argument's name, for the error.
+      kind: what each value has to be: "whole number", or "boolean", for which whole numbers are
+        allowed, too (0 for False).
+      value: the argument: an mtf tensor with the shard dims, or a tf tensor, array or list of shape
+        `[num_shards]` or of the sizes of the shard dims. None passes.
+      axes: the replica axes, whose shards are the replicas.
     """
     if value is None:
         return
@@ -145,7 +157,10 @@ def check_of_replicas(name: str, kind: str, value: Any, axes: ReplicaAxes) -> No
 
 
 def check_tensor_mesh(name: str, value: Any, mesh: mtf.Mesh) -> None:
-    """Raises ValueError if an argument, `value`, is an mtf tensor of another mesh than `mesh`."""
+    """Raises ValueError if an argument, `value`, is an mtf tensor of another mesh than `mesh`.
+
+    Any other value passes. `name` is the argument's name, for the error.
+    """
     if isinstance(value, (mtf.Tensor, mtf.Variable)) and value.mesh is not mesh:
         raise ValueError(
             f"{name}={value!r} is on another mesh than the variables; give a tensor on their mesh."
@@ -155,8 +170,9 @@ def check_tensor_mesh(name: str, value: Any, mesh: mtf.Mesh) -> None:
 def steps_of_gradients(local_steps: Any, variable: mtf.Variable, axes: ReplicaAxes) -> mtf.Tensor:
     """Returns the update step for which each replica computed its gradient.
 
-    It is an int32 mtf tensor of the shape of `variable` (`ReplicaState.local_step`), the same on
-    every processor.
+    `local_steps` is the argument of `SyncReplicasOptimizer`; if it is None, the result is the value
+    of `variable`, the counter `ReplicaState.local_step`. The result is an int32 mtf tensor of the
+    shape of `variable`, the same on every processor.
     """
     if local_steps is None:
         return variable.value
@@ -175,13 +191,23 @@ def fresh_replicas(
 ) -> tuple[mtf.Tensor, mtf.Tensor]:
     """Returns which replicas contribute, and which would if all gradients were finite.
 
-    Both are boolean, `[shard dims...]`, split over the replica axes. A replica contributes if its
-    gradient is finite and not stale, `contributes` is true for it (or None), and its weight is not
-    0 (which stands for no data).
+    A replica contributes if its gradient is finite and not stale, `contributes` is true for it, and
+    its weight is not 0. A gradient is stale if its step is less than the update step.
 
-    `own` are per-shard gradients, and `reduced` are gradients that are summed over all replicas: a
-    NaN in one of these keeps all replicas from contributing. `steps` is what `steps_of_gradients`
-    returned, and a gradient is stale if its step is less than `update_step`.
+    Args:
+      own: per-shard gradients.
+      reduced: gradients that are summed over all replicas: a NaN in one of these keeps all replicas
+        from contributing.
+      steps: the update step that each replica's gradient is for, from `steps_of_gradients`.
+      update_step: the variable with the number of updates made.
+      contributes: the argument of `SyncReplicasOptimizer`: a value for each replica; None for all.
+      weights: float32 `[shard dims...]`, the weight of each replica, 0 if it has no data; None if
+        there are no weights.
+      axes: the replica axes.
+      strategy: the reduction strategy, for flags of gradients that are not finite.
+
+    Returns:
+      Two boolean mtf tensors `[shard dims...]`, split over the replica axes.
     """
     dims = mtf.Shape(list(axes.shard_dims))
     # A processor has a full reduced gradient, unless the layout splits it over a replica axis.
@@ -204,7 +230,11 @@ def fresh_replicas(
 
 
 def _on_mesh(value: Any, mesh: mtf.Mesh, shape: mtf.Shape, to: mtf.Shape) -> mtf.Tensor:
-    """Returns one value per replica, of shape `shape`, as an int32 mtf tensor of shape `to`."""
+    """Returns one value per replica, `value`, as an int32 mtf tensor of shape `to`.
+
+    `value` are whole numbers or booleans (1 for True) that have passed `check_of_replicas`. `shape`
+    has the shard dims, in the order that numbers the replicas, and `to` has the same sizes.
+    """
     value = value.value if isinstance(value, mtf.Variable) else value
     if isinstance(value, mtf.Tensor):
         whole_numbers = mtf.cast(value, tf.int32)
@@ -223,7 +253,7 @@ class NothingToQueue(tf.train.QueueRunner):
 
     @property
     def name(self) -> str:
-        """The name of a queue."""
+        """The name that the queue of TensorFlow's optimizer has, `sync_token_q`."""
         return "sync_token_q"
 
     def create_threads(

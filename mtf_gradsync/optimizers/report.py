@@ -31,7 +31,11 @@ _logger = logging.getLogger("mtf_gradsync")
 
 
 def norm_of_reduced(grads: Sequence[mtf.Tensor], strategy: Strategy) -> mtf.Tensor:
-    """Returns the norm of reduced gradients, from clipping if it has computed the norm."""
+    """Returns the norm over all of the reduced gradients `grads`, an mtf scalar.
+
+    If a clip by the global norm made the gradients, the norm is computed from the clip's own norm
+    and factor, without a pass over the gradients.
+    """
     clipping = clipping_of(grads)
     if clipping is not None and not clipping.norm.shape.ndims:
         return mtf.multiply(clipping.norm, clipping.factor)
@@ -43,9 +47,11 @@ def norms_of_shards(
 ) -> tuple[mtf.Tensor | None, mtf.Tensor | None]:
     """Returns the norms of each shard's gradients, before and after clipping by shard.
 
-    Each is `[shards...]`, the same on all processors. The second is None if gradients were not
-    clipped by shard. Both are None if the gradients are on several meshes, or if each shard's term
-    of a gradient cannot be recovered, or only by sending more numbers than the gradients have.
+    `grads` are pending or per shard. Each result is an mtf tensor `[shards...]`, the same on all
+    processors: the norm over all gradients, of the shard's term in their sums. The second is None
+    if gradients were not clipped by shard. Both are None if the gradients are on several meshes, or
+    if each shard's term of a gradient cannot be recovered, or only by sending more numbers than the
+    gradients have.
     """
     if len({g.mesh for g in grads}) > 1:
         return None, None
@@ -92,7 +98,8 @@ def _norms_of_terms(
 
     A gradient may be computed from sums over the shards: then every processor gets each shard's
     terms of these sums, and computes the gradient from them. Of a gradient that depends on no
-    shard's data, each shard has an equal share. `apart` says which gradients are which.
+    shard's data, each shard has an equal share. `apart` says which of `grads` are of these two
+    kinds. Every processor has the result, an mtf tensor.
     """
     made, shared = apart.made_of_sums, [grads[i] for i in apart.shared]
     own = [g for i, g in enumerate(grads) if i not in made and i not in apart.shared]
@@ -117,7 +124,10 @@ def _norms_of_terms(
 
 
 def _of_each_shard(x: mtf.Tensor, axes: ReplicaAxes) -> list[mtf.Tensor]:
-    """Returns one tensor for each shard, in row-major order; every processor gets all of them."""
+    """Returns a list of each shard's part of `x`, in row-major order of the shards.
+
+    `x` has the shard dims, and each part has its other dimensions. Every processor gets all parts.
+    """
     dims = list(axes.shard_dims)
     number = mtf.Dimension("terms", axes.num_shards)
     rest = [d for d in x.shape.dims if d not in dims]
@@ -129,8 +139,9 @@ def _of_each_shard(x: mtf.Tensor, axes: ReplicaAxes) -> list[mtf.Tensor]:
 def kept(values: Sequence[mtf.Tensor], branch: Branch, name: str) -> list[mtf.Tensor]:
     """Returns the values that scalars of a branch had when the branch last ran, in float32.
 
-    A variable `name`, which is in no checkpoint, keeps the values from step to step. They are NaN
-    before the branch has run in this session.
+    `values` are mtf scalars that exist only in `branch`. The results, in the same order, exist in
+    every step: a variable `name`, which is in no checkpoint, keeps them from step to step. They are
+    NaN before the branch has run in this session.
     """
     dim = mtf.Dimension("reported", len(values) + 1)
     mesh, shape = values[0].mesh, mtf.anonymous_shape(mtf.Shape([dim]))
@@ -244,7 +255,11 @@ def gradient_noise_scale(
 
 
 def _what_was_reduced(opt: Any, axes: ReplicaAxes | None) -> tuple[Reduced, ReplicaAxes]:
-    """Returns the first reduction over shards in the step that `opt` has built, and its axes."""
+    """Returns the first reduction over shards in the step that `opt` has built, and its axes.
+
+    `axes` are the replica axes that the user gave; None takes those of the stack. Raises TypeError
+    if `opt` is no wrapper, and ValueError if the noise scale cannot be computed from its step.
+    """
     if not isinstance(opt, Wrapper):
         raise TypeError(
             f"gradient_noise_scale needs a wrapper that reduces gradients, got {opt!r}: wrap it, "
@@ -304,9 +319,10 @@ def _estimates(
 def _moved(
     average: mtf.Tensor, new: mtf.Tensor, estimates: Sequence[mtf.Tensor], decay: float
 ) -> mtf.Tensor:
-    """Returns a moving average after `new`, or unchanged if one of the estimates is not finite.
+    """Returns the value of a moving average after a step whose estimate is `new`.
 
-    It begins at 0; this bias cancels out in the ratio of two such averages.
+    It is `average`, the value before, unchanged if one of `estimates`, all estimates of the step,
+    is not finite. An average begins at 0, and this bias cancels out in the ratio of two averages.
     """
 
     def move(average: tf.Tensor, new: tf.Tensor, *estimates: tf.Tensor) -> tf.Tensor:
@@ -324,13 +340,15 @@ def reported(opt: AppliesGradients, axes: ReplicaAxes | None = None) -> dict[str
     unless clipping has computed it already. Which of these names there are depends on the stack:
 
     - `gradient_norm/applied`: norm of the reduced and clipped gradients that the innermost
-    optimizer gets. - `gradient_norm/before_clipping`: norm of the reduced gradients before they
-    were clipped by it. - `gradient_norm/of_shards`: `[shards...]`, for each shard the norm of its
-    term of the sum (of a mean over the batch, 1/num_shards of its own gradient), before clipping.
-    For variables that the layout splits over a replica axis, processors exchange all shards' terms
-    of the sums that their gradients are made of. Missing, with a line in the log, if shards' terms
-    are not recoverable (experts that get the examples of all shards), or only recoverable by
-    sending as much as the gradients.
+      optimizer gets.
+    - `gradient_norm/before_clipping`: norm of the reduced gradients before they were clipped by
+      this norm.
+    - `gradient_norm/of_shards`: `[shards...]`, for each shard the norm of its term of the sum (of a
+      mean over the batch, 1/num_shards of its own gradient), before clipping. For variables that
+      the layout splits over a replica axis, processors exchange all shards' terms of the sums that
+      their gradients are made of. Missing, with a line in the log, if shards' terms are not
+      recoverable (experts that get the examples of all shards), or only recoverable by sending as
+      much as the gradients.
     - `gradient_norm/of_shards_clipped`: `[shards...]`, the same after `clip_by_shard_norm`, if the
       applied gradients come from it.
     - `compression/rate`: bytes of the gradients, divided by those that a strategy sends in their
@@ -352,8 +370,8 @@ def reported(opt: AppliesGradients, axes: ReplicaAxes | None = None) -> dict[str
     "/" and the wrapper's name.
 
     Args:
-      opt: an optimizer. Each in its stack may have `reported()`, as wrappers do, which returns mtf
-        tensors by name.
+      opt: an optimizer. Each optimizer in its stack may have a method `reported`, as wrappers do,
+        which returns mtf tensors by name.
       axes: the replica axes, if no wrapper was given them; None takes those of the mesh that the
         program has made for this graph.
 
@@ -388,7 +406,8 @@ def reported(opt: AppliesGradients, axes: ReplicaAxes | None = None) -> dict[str
 def in_sums_now(opt: AppliesGradients) -> mtf.Tensor | None:
     """Returns the number of gradients in each accumulator of a stack, after the fetched step.
 
-    It is an int32 scalar, 0 if the accumulators are empty; None for a stack without accumulators.
+    It is an int32 mtf scalar, 0 if the accumulators are empty; None for a stack without
+    accumulators. If several wrappers of the stack accumulate, it is the sum of their numbers.
     """
     stack = [opt, *opt.inner_stack()] if isinstance(opt, Wrapper) else [opt]
     found = [x for x in (getattr(one, "in_sums_now", None) for one in stack) if x is not None]
@@ -396,7 +415,10 @@ def in_sums_now(opt: AppliesGradients) -> mtf.Tensor | None:
 
 
 def weight_now(opt: AppliesGradients) -> mtf.Tensor | None:
-    """Returns the weight of the fetched step, a float32 scalar; None without weights."""
+    """Returns the weight of the fetched step, a float32 mtf scalar; None without weights.
+
+    It is the total weight of all shards' gradients as the stack `opt` received them.
+    """
     step = opt.step if isinstance(opt, Wrapper) else None
     weights = step.received[0].weights if step else None
     return weights and weights.total

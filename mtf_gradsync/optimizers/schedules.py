@@ -143,7 +143,8 @@ def hint_if_micro_steps_are_counted(opt: Any, name: str) -> None:
 
     The training loop advances the global step on every microbatch step, not on every update.
     Learning-rate schedules, and Adafactor's default decay rate and learning rate, are functions of
-    the global step. `name` is the wrapper's.
+    the global step. `opt` is the innermost optimizer, and `name` is the name of the wrapper that
+    accumulates, for the log.
     """
     for owner, found in settings_by_global_step(opt).items():
         _logger.info(
@@ -156,12 +157,17 @@ def hint_if_micro_steps_are_counted(opt: Any, name: str) -> None:
 
 
 def settings_by_global_step(opt: Any, passes: int | None = None) -> dict[str, list[str]]:
-    """Returns the names of the settings that follow the TF global step, by those of optimizers.
+    """Returns the settings of optimizers that are computed from the TF global step itself.
+
+    A setting that is computed from the global step divided by K, as by `per_update`, counts updates
+    and is left out.
 
     Args:
-      opt: an innermost optimizer.
-      passes: the number by which a step is divided that counts updates, as in `per_update`; None
-        for any whole number.
+      opt: an innermost optimizer; if it is a `ByVariable`, the optimizers of its groups are meant.
+      passes: K, the number of microbatch steps for each update; None for any whole number.
+
+    Returns:
+      A list of names of attributes, such as "learning_rate", by the class name of the optimizer.
     """
     global_steps = tf.get_collection(tf.GraphKeys.GLOBAL_STEP)
     if not global_steps:
@@ -186,7 +192,10 @@ def settings_by_global_step(opt: Any, passes: int | None = None) -> dict[str, li
 
 
 def check_passes(passes: Any) -> Passes:
-    """Returns backward_passes_per_step; raises ValueError unless it is a number or a function."""
+    """Returns backward_passes_per_step, given as `passes`.
+
+    Raises ValueError unless it is a whole number of 1 or more, or a function.
+    """
     if isinstance(passes, type) or not callable(passes):
         return check_whole_number("backward_passes_per_step", passes, more=_OR_A_FUNCTION)
     return passes
@@ -245,7 +254,12 @@ def updates_before(steps: Sequence[Any], passes: Passes, total: int | None) -> l
 
 
 def _passes_of_updates(passes: Callable[[Any], Any], total: int) -> np.ndarray:
-    """Returns how many microbatch steps each update takes, for the first `total` or more."""
+    """Returns how many microbatch steps each update takes, for the updates of a run.
+
+    `passes` is backward_passes_per_step, a function, and `total` is the number of microbatch steps
+    of the run. The result is an int64 array with a number for each update from the first one on,
+    until the numbers add up to more than `total`.
+    """
     found: list[np.ndarray] = []
     count = min(total + 1, 4096)
     with tf.Graph().as_default():
@@ -281,8 +295,9 @@ class _Probe:
 def _of_mtf(passes: Callable[[Any], Any], update_step: mtf.Tensor) -> int | mtf.Tensor | None:
     """Returns `passes(update_step)` for an mtf tensor; None if the function needs a tf scalar.
 
-    Raises ValueError if the function returns a number that it has chosen by an `if` on the tensor,
-    whose value is not known then.
+    `passes` is backward_passes_per_step, a function. The result is an int or an mtf tensor. Raises
+    ValueError if the function returns a number that it has chosen by an `if` on the update step,
+    whose value is not known when the graph is built.
     """
     try:
         with StepPlan.of(update_step.graph).undone_on_error():
@@ -306,7 +321,11 @@ def _of_mtf(passes: Callable[[Any], Any], update_step: mtf.Tensor) -> int | mtf.
 
 
 def _of_tf(passes: Callable[[Any], Any], step: tf.Tensor) -> tf.Tensor:
-    """Returns `passes(step)` for a tf scalar, an int32 tf scalar; called for every processor."""
+    """Returns `passes(step)`, an int32 tf scalar, for the update step `step`, a tf scalar.
+
+    `passes` is backward_passes_per_step, a function. Raises ValueError if it fails, or its result
+    is no whole number. Each processor calls this function.
+    """
     try:
         result = tf.convert_to_tensor(passes(step))
     except Exception as error:

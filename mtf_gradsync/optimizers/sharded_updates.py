@@ -46,10 +46,14 @@ def log_savings(
     split: Sequence[mtf.Variable],
     variables: Sequence[mtf.Variable],
 ) -> None:
-    """Logs how many bytes of slots a core holds, and whether that saves much memory.
+    """Logs how many bytes of slots a core holds, and a doubt if sharded updates save little memory.
 
-    `name` is the wrapper's, and `slots` are its optimizer's. Of `variables`, which get gradients,
-    each replica updates its part if they are in `split`, too.
+    Args:
+      name: the wrapper's name.
+      axes: the replica axes.
+      slots: the slots of the inner optimizer.
+      split: those variables of which each replica updates its part.
+      variables: all variables that get gradients.
     """
     if not slots and not split:
         return
@@ -116,8 +120,9 @@ class _UpdateParts(Stage):
     ) -> None:
         """Raises ValueError if no variable can be split, or if a variable cannot be updated again.
 
-        Raises ValueError, too, if an argument for the inner optimizer is a tensor with a dimension
-        along which a variable is split.
+        `grads` are the gradients of `variables`, or None. Raises ValueError, too, if one of
+        `arguments`, those for the inner optimizer, is a tensor with a dimension along which a
+        variable is split.
         """
         given = [v for g, v in zip(grads, variables) if g is not None]
         if given:
@@ -308,7 +313,11 @@ class ShardedUpdateOptimizer(Wrapper):
         return [_UpdateParts(self, axes, Partition(axes, self.reducer, shapes_of, self.name))]
 
     def _part(self, variable: mtf.Variable, shape: mtf.Shape) -> PartOfVariable:
-        """Returns a variable's part, the same object in each step, as slots are found by it."""
+        """Returns a variable's part, by which the inner optimizer's slots are found.
+
+        `shape` is the part's shape. If the variable has a part from an earlier step, this object is
+        returned, with the attributes of a new one.
+        """
         new = PartOfVariable(variable, shape)
         part = self._parts.get(variable) or new
         part.__dict__.update(vars(new))
@@ -323,12 +332,19 @@ class ShardedUpdateOptimizer(Wrapper):
         self._with_gathered_slots = self._with_gathered_slots.union(with_gathered_slots)
 
     def _fixed_dims(self) -> set[str]:
-        """Returns the names of dimensions that inner optimizers look for, which must not change."""
+        """Returns the names of dimensions that inner optimizers know by name.
+
+        Such a dimension is not split, because a part's dimension has another name.
+        """
         inner = (opt for one in self.inner_stack() for opt in optimizers_of(one))
         return {name for opt in inner for name in dims_known_by_name(opt)}
 
     def _check_parts(self, given: Sequence[mtf.Variable], axes: ReplicaAxes) -> None:
-        """Raises ValueError if no variable can be split, or a variable cannot be updated again."""
+        """Raises ValueError if no variable can be split, or a variable cannot be updated again.
+
+        `given` are the variables that get gradients. A variable cannot be updated again in a graph
+        if an earlier update has gathered its slots.
+        """
         again = [v.name for v in given if v in self._with_gathered_slots]
         if again:
             raise ValueError(

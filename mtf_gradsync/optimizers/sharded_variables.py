@@ -44,11 +44,18 @@ def shapes_of_parts(
 ) -> dict[mtf.Variable, mtf.Shape]:
     """Returns the shapes of replicas' parts of variables that get gradients in one step.
 
-    Variables that are not split are left out. The arguments are as for `shape_of_part`, but a
-    min_size of None means `MIN_SIZE`, and that variables whose parts save few of a TPU's tiles are
-    not split either. `before` has the shapes of the parts of variables in an earlier step, and the
-    variable's own shape if it was not split: such variables are split in the same way again,
-    because their slots are.
+    Args:
+      variables: the variables that get gradients.
+      axes: the replica axes.
+      fixed_dims: names of dimensions that are not split.
+      min_size: variables of fewer elements are not split. None means `MIN_SIZE`, and that variables
+        whose parts save few of a TPU's tiles are not split either.
+      before: for variables of an earlier step the shape of the part, or the variable's own shape
+        if it was not split. They are split in the same way again, because their slots are.
+
+    Returns:
+      The shape of the part by variable, as `shape_of_part` returns it; without variables that are
+      not split.
     """
     least, slice_shape = MIN_SIZE if min_size is None else min_size, axes.slice_shape
     parts = {v: before[v] for v in variables if v in before and before[v] != v.shape}
@@ -85,7 +92,11 @@ def nothing_to_split(
     fixed_dims: Collection[str] = (),
     min_size: int = 0,
 ) -> str:
-    """Returns, for an error, why none of the variables can be split over the replica axes."""
+    """Returns, for an error, why none of the variables can be split over the replica axes.
+
+    The text begins with "has nothing to split", and has a line for each variable. The arguments
+    `fixed_dims` and `min_size` are as for `shape_of_part`.
+    """
     lines = [
         f"\n  {v.name!r} of shape {v.shape.to_string} "
         f"{why_unsplit(v.shape, axes, fixed_dims, min_size)}"
@@ -146,8 +157,9 @@ def saves_tiles(full: Sequence[int], part: Sequence[int]) -> bool:
 def tiles(full: Sequence[int], part: Sequence[int]) -> tuple[int, int]:
     """Returns how many of a TPU's tiles a tensor takes, and a part of it in the same layout.
 
-    A TPU stores two of a tensor's dimensions in tiles of 8 x 128 numbers: the last two dimensions,
-    unless two others take fewer tiles. For vectors, numbers are counted in place of tiles.
+    `full` is the shape of the tensor, and `part` the shape of its part. A TPU stores two of a
+    tensor's dimensions in tiles of 8 x 128 numbers: the last two dimensions, unless two others take
+    fewer tiles. For vectors, numbers are counted in place of tiles.
     """
     if len(full) < 2:
         return math.prod(full), math.prod(part)
@@ -159,7 +171,10 @@ def tiles(full: Sequence[int], part: Sequence[int]) -> tuple[int, int]:
 
 
 def _count(sizes: Sequence[int], columns: int, rows: int) -> int:
-    """Returns the number of tiles of a tensor, with dimensions `rows` and `columns` in tiles."""
+    """Returns the number of tiles that a tensor of shape `sizes` takes.
+
+    `columns` and `rows` are the positions of the two dimensions that are stored in tiles.
+    """
     others = math.prod(sizes) // (sizes[columns] * sizes[rows])
     return others * math.ceil(sizes[rows] / _TILE[0]) * math.ceil(sizes[columns] / _TILE[1])
 
@@ -185,8 +200,9 @@ def slot_shapes(shape: mtf.Shape, axes: ReplicaAxes, min_size: int = 0) -> SlotS
 
     Mesh-TF splits a dimension over one mesh axis only, so that several dimensions have to take its
     place. A variable cannot be reshaped like this, because optimizers read its shape, but a slot
-    can, if it is gathered for the update. The first dimension of a fitting size is split. None if
-    there is no such dimension, or the slot has fewer elements than `min_size`.
+    can, if it is gathered for the update. The first dimension of a fitting size is split. `shape`
+    is the slot's shape, and `axes` are the replica axes. Returns None if there is no such
+    dimension, or the slot has fewer elements than `min_size`.
     """
     free = [d for d in axes.free_shard_dims(shape) if d.size > 1]
     if not free or shape.size < min_size:
@@ -212,7 +228,11 @@ def slot_shapes(shape: mtf.Shape, axes: ReplicaAxes, min_size: int = 0) -> SlotS
 def why_unsplit(
     shape: mtf.Shape, axes: ReplicaAxes, fixed_dims: Collection[str] = (), min_size: int = 0
 ) -> str:
-    """Returns why `shape_of_part` does not split a variable, in words to put after its name."""
+    """Returns why `shape_of_part` does not split a variable, in words to put after its name.
+
+    `shape` is the variable's shape, and all arguments are those of `shape_of_part`. An example of a
+    result is "is a scalar".
+    """
     if not shape.dims:
         return "is a scalar"
     free = [d for d in axes.free_shard_dims(shape) if d.size > 1]
@@ -292,10 +312,12 @@ def assign_gathered(
 
 
 def _assign_new_values(update: mtf.Assign, parts: Mapping[mtf.Variable, PartOfVariable]) -> None:
-    """Makes `update` assign new values if it adds changes, and nothing else writes its variables.
+    """Makes an assignment that adds changes to variables assign the variables' new values instead.
 
-    If changes were gathered, a TPU would add them in the layout of the gathered tensor: its
-    compiler would copy the variable to that layout and back.
+    It does so if one of the variables is in `parts` (those that are split) and dtypes agree. In
+    SIMD programs in which nothing else writes the variables, the values are then new values
+    (`NewValues`). If changes were gathered, a TPU would add them in the layout of the gathered
+    tensor: its compiler would copy the variable to that layout and back.
     """
     if update.assign_fn not in _CHANGES:
         return
@@ -360,10 +382,15 @@ def partition_slots(
 ) -> list[mtf.Operation]:
     """Splits slots over the replicas; returns operations that gather the slots' full values.
 
-    `updates` are the operations of the update, alone to read and write the slots. Its assignments
-    are changed to write parts of slots, and the returned operations have to be lowered before it.
-    `shapes_of` returns the shapes by which to split a slot of a given shape; None for a slot that
-    is not split.
+    Args:
+      slots: the slots to split. No operations but those of the update read or write them.
+      updates: the operations of the update. Their assignments are changed so that they write the
+        parts of slots.
+      shapes_of: a function of a slot's shape that returns the shapes by which to split the slot;
+        None for a slot that is not split.
+
+    Returns:
+      Operations that have to be lowered before those of the update; [] if no slot is split.
     """
     writers: dict[mtf.Variable, list[Any]] = {}
     for update in updates:
@@ -399,9 +426,9 @@ def partition_slots(
 def group_sums(operations: Sequence[mtf.Operation], axes: ReplicaAxes, strategy: Strategy) -> None:
     """Moves operations to the end of their graph, in an order that reduces many sums together.
 
-    Sums that do not depend on each other are made before the first of them is used. Each operation
-    comes after those that it depends on. Operations outside of `operations` must not use their
-    outputs.
+    Sums that do not depend on each other are made before the first of them is used, and `strategy`
+    reduces them together. Each operation comes after those that it depends on. No operation outside
+    of `operations` may use their outputs. `axes` are the replica axes.
     """
     sums = [t for op in operations if is_product_or_sum(op) for t in op.outputs]
     graph = types.SimpleNamespace(operations=list(operations))

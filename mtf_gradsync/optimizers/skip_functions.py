@@ -91,11 +91,19 @@ def check_skip_fn(fn: Any) -> None:
 def says_skip(
     fn: SkipFn, given: GradientSet, received: GradientSet, strategy: Strategy, name: str
 ) -> tuple[mtf.Tensor, StateAfter]:
-    """Returns whether `fn` skips the microbatch step of gradients, and a function of its state.
+    """Returns whether `fn` skips the microbatch step, and a function that makes its new state.
 
-    This function makes the state after the step, from whether the step is skipped, which other
-    islands decide, too. `fn` is a should_skip_update_fn, checked. The other arguments are those of
-    `skip_spikes.decide`; names of variables of the state begin with `name`.
+    Args:
+      fn: a should_skip_update_fn that has passed `check_skip_fn`.
+      given: the gradients of the microbatch step.
+      received: the gradients as the wrapper received them.
+      strategy: the wrapper's reduction strategy.
+      name: the wrapper's name, with which the names of the state's variables begin.
+
+    Returns:
+      A boolean mtf scalar: whether `fn` skips the step. And a function of another such scalar,
+      whether the step is skipped in the end: other islands may skip it, too. The function returns
+      pairs of a variable and its value after the step; [] if `fn` keeps no state.
     """
     if hasattr(fn, "decide"):
         return fn.decide(given, received, strategy, name)

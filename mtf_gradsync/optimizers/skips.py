@@ -62,7 +62,11 @@ def _no_update(owner: str, limit: int) -> str:
 
 
 def check_limit(limit: Any, least: int = 1, why: str = "") -> int | None:
-    """Returns max_steps_without_update, checked; the error says `why` `least` are needed."""
+    """Returns max_steps_without_update, given as `limit`, after a check of it; None for no limit.
+
+    Raises an error if it is no whole number of 1 or more, or less than `least`. In the second case
+    the error says `why`: a clause on what needs so many steps.
+    """
     if limit is None:
         return None
     limit = check_whole_number("max_steps_without_update", limit)
@@ -105,7 +109,11 @@ class Words(NamedTuple):
 
 
 def rows_of_shards(axes: ReplicaAxes | None) -> list[str]:
-    """Returns the names of the rows of flags that `not_finite_flags` makes, for `Words`."""
+    """Returns the names of the rows of flags that `Skips.report` records, for `Words.rows`.
+
+    They are a name for each shard, one for sums of finite gradients, and one for gradients of which
+    the shards are not known. If `axes`, the replica axes, are None, there is only the last one.
+    """
     if axes is None:
         return [_OF_ONE]
     return [*(f"(shard {number})" for number in range(axes.num_shards)), _OF_SUM, _OF_ONE]
@@ -120,10 +128,20 @@ def not_finite_flags(
 ) -> list[mtf.Tensor]:
     """Returns flags for `Skips.report`: which gradients of which shards are not finite.
 
-    `given` are gradients in any form, from which shards may be told apart, and `sums` are the same
-    gradients in the form in which the wrapper checks them. Of clipped gradients the values before
-    the clip are checked, because clipping turns one NaN into NaNs in all gradients. With
-    `of_shards_only` a reduced gradient has flags of no shard; without, it is that of all shards.
+    Of clipped gradients the values before the clip are checked, because clipping turns one NaN into
+    NaNs in all gradients.
+
+    Args:
+      given: gradients in any form, from which shards may be told apart.
+      sums: the same gradients in the form in which the wrapper checks them.
+      axes: the replica axes; None if they are not known.
+      strategy: the reduction strategy for the flags.
+      of_shards_only: whether the flags of a reduced gradient say for all shards that they are not
+        known (-1). If False, a reduced gradient counts as the gradient of each shard.
+
+    Returns:
+      A list of two tensors: `[shards..., gradients]` for `given`, and `[gradients]` for `sums`; of
+      only the second without `axes`. A flag is greater than 0 if an entry is not finite.
     """
     given, of_shards = given.unreduced or given, []
     if axes:
@@ -181,7 +199,9 @@ class Skips:
     def report(
         self, found: Sequence[mtf.Tensor], now: Sequence[mtf.Tensor] = ()
     ) -> list[mtf.Operation]:
-        """Makes the operation, for skipped steps alone, that records flags and prints a line.
+        """Makes the operation that records flags and prints a line; returns a list of it.
+
+        The caller runs it in skipped steps only.
 
         Args:
           found: one or two tensors of flags, `[rows..., names]`, the same on all processors. A flag
@@ -195,7 +215,10 @@ class Skips:
         return [_Report(self, found, now)]
 
     def end_of_step(self, operations: Sequence[mtf.Operation]) -> list[mtf.Operation]:
-        """Makes the operation that checks the limit after `operations`, all others of the step."""
+        """Returns a list of one operation, which checks the limit and reports at the end of a step.
+
+        The operation reads the counters after `operations`, all other operations of the step.
+        """
         now = [mtf.anonymize(x) for x in values_after(self.looked_at, operations)]
         self.watched = _Check(self, [v.value for v in self.looked_at], now, operations)
         return [self.watched]
@@ -208,7 +231,13 @@ class Skips:
     # Texts, as operations of TensorFlow; `_on_host` runs them if the step cannot.
 
     def line(self, now: tf.Tensor, found: tf.Tensor, floor: Any) -> tf.Tensor:
-        """Returns a step's log line, from `counts` after it, the flags and the scale's value."""
+        """Returns the log line on a skipped step, a tf string.
+
+        Args:
+          now: the value of the variable in `counts` after the step.
+          found: the recorded flags, `[rows, names]`.
+          floor: the loss scale after the step; None without a scale.
+        """
         words = self.words
         if words.only_rows:
             named = _joined(_rows(tf.reduce_max(found, 1)))
@@ -224,7 +253,14 @@ class Skips:
         return tf.strings.join([*parts, *self._at_floor(floor)])
 
     def error_text(self, found: tf.Tensor, floor: Any, missed: tf.Tensor | None) -> tf.Tensor:
-        """Returns the text of the error that too many steps in a row made no update."""
+        """Returns the text of the error that too many steps in a row made no update, a tf string.
+
+        Args:
+          found: the recorded flags of the last skipped step, `[rows, names]`.
+          floor: the loss scale after the step; None without a scale.
+          missed: for each replica the number of steps in a row that it has missed; None if the
+            error lists no replicas.
+        """
         assert self.limit is not None  # or there would be no error
         named = self._named(found)
         sentence = tf.strings.join([f" {self.words.last} ", named, "."])
@@ -237,7 +273,11 @@ class Skips:
         return tf.strings.join(parts)
 
     def _at_floor(self, floor: Any) -> list[tf.Tensor]:
-        """Returns the sentence that the loss scale is at its smallest value, or "", in a list."""
+        """Returns the sentence that the loss scale is at its smallest value, in a list.
+
+        The sentence, a tf string, is "" if `floor`, the scale's value, is greater. The list is
+        empty without a scale.
+        """
         if self.floor is None:
             return []
         lowest = self.floor[1]
@@ -245,7 +285,11 @@ class Skips:
         return [tf.where_v2(floor <= lowest, text, "")]
 
     def _named(self, found: tf.Tensor) -> tf.Tensor:
-        """Returns the names of flagged gradients; "" if there are none."""
+        """Returns the names of gradients and shards with a flag in `found`, `[rows, names]`.
+
+        The result is one tf string with at most 8 of them, separated by commas, and the number of
+        the others; "" if there is no flag.
+        """
         where = tf.where_v2(found > 0)
         some, more = where[:_MOST_NAMED], tf.shape(where)[0] - _MOST_NAMED
         names, rows = list(self.words.names), list(self.words.rows)
@@ -257,7 +301,11 @@ class Skips:
 
 
 def _on_host(make: Callable[..., tf.Tensor], *values: Any) -> str:
-    """Returns the text that `make` computes from values, run by TensorFlow on the host."""
+    """Returns the text that `make` computes from numbers, run by TensorFlow on the host.
+
+    `make` gets a tf constant for each of `values` (numbers, arrays, or None, which stays None), and
+    returns a tf string.
+    """
     with tf.Graph().as_default():
         text = make(*(x if x is None else tf.constant(x) for x in values))
         with tf.Session(config=tf.ConfigProto(device_count={"GPU": 0})) as session:
@@ -370,7 +418,11 @@ class _Check(Watched):
         lowering.operations[self] = done.op
 
     def _apart(self, records: Sequence[Any]) -> tuple[Any, Any, Any]:
-        """Splits records into the flags, the floor's value, and the replicas that missed."""
+        """Returns the flags, the loss scale, and the steps missed by each replica.
+
+        They are the items of `records`: slices of the recorded variables, or their values in a
+        session. The second is None without a scale, the third without a variable `missed`.
+        """
         skips, (found, *more) = self._skips, records
         floor = more[0] if skips.floor else None
         return found, floor, more[-1] if skips.missed else None
@@ -385,7 +437,11 @@ class _Check(Watched):
         return limit is not None and bool(self._steps_without(now) > limit)
 
     def _has_line(self, before: Sequence[Any] | None, now: Sequence[Any]) -> bool:
-        """Returns whether a count passed a power of two, or the scale reached its minimum."""
+        """Returns whether a count passed a power of two, or the loss scale reached its minimum.
+
+        `before` and `now` are the values of the variables in `Skips.looked_at` before the step and
+        after it. False if `before` is None, as the values are not known.
+        """
         skips = self._skips
         if before is None:
             return False
@@ -431,7 +487,11 @@ class ReportsSkips(Wrapper):
         return super().variables() + [v for v in self.state or () if v is not None]
 
     def _note(self, state: Any, now: Any, skips: Skips | None) -> None:
-        """Sets the state, its values after the step, and the skips, once the step is built."""
+        """Sets the attributes that tell of a step, once the step is built.
+
+        `state` are the wrapper's mesh variables, `now` are their values after the step (None if
+        they are not known), and `skips` are the reports of skipped steps (None if there are none).
+        """
         self.state, self._now, self._skips = state, now, skips
 
     @property

@@ -65,16 +65,19 @@ class SlotBook:
 
 
 def optimizer_of(opt: Any, variable: mtf.Variable) -> Any:
-    """Returns the optimizer that updates a variable: `opt`, or the group's if it has groups.
+    """Returns the optimizer that updates a variable: `opt`, unless `opt` is a `ByVariable`.
 
-    With `ByVariable`, it is None for a variable that nothing updates.
+    Then it is the optimizer of the variable's group; None for a variable that nothing updates.
     """
     of = getattr(opt, "optimizer_of", None)
     return opt if of is None else of(variable)
 
 
 def optimizers_of(opt: Any) -> tuple[Any, ...]:
-    """Returns the optimizers that update variables: `opt`, or those of `ByVariable`'s groups."""
+    """Returns the optimizers that update variables: those of the groups of a `ByVariable`.
+
+    Of any other optimizer `opt` it returns the optimizer alone, in a tuple.
+    """
     return opt.optimizers if hasattr(type(opt), "optimizer_of") else (opt,)
 
 
@@ -146,8 +149,10 @@ def check_bare_update(
 ) -> None:
     """Records an optimizer as the keeper of the slots that `updates` write, if it has no wrapper.
 
-    If a wrapper calls the optimizer, the wrapper does so. Raises ValueError as `SlotOwners.check`
-    does.
+    `updates` are the operations with which `optimizer` updates `variables`. If a wrapper has called
+    the optimizer, the wrapper itself records the keeper, and this function does nothing. Raises
+    ValueError if a wrapper, or an optimizer inside it, has one of the slots already. If another
+    optimizer without a wrapper has it, the error is a warning.
     """
     plan = StepPlan.of(variables[0].graph) if updates else None
     if plan is not None and not plan.is_held:  # or the wrapper checks itself
@@ -164,8 +169,9 @@ def written_by(updates: Sequence[mtf.Operation]) -> list[mtf.Variable]:
 def note_slots(written: Sequence[mtf.Variable], variables: Sequence[mtf.Variable]) -> None:
     """Notes for checkpoints which slots an update of `variables` writes.
 
-    A slot that belongs to no variable begins with the slots that its attribute `begins_with` names,
-    or with all slots of the update.
+    `written` are all variables that the update assigns. The note on a slot (`SlotNote`) has the
+    slots that begin together with it: those of the same variable, or those that its attribute
+    `begins_with` names. A slot that belongs to no variable begins with all slots of the update.
     """
     names, scope = {v.name for v in variables}, tf.get_variable_scope().name
     noted = {note.name for note in tf.get_collection(SLOTS_COLLECTION)}
@@ -230,9 +236,10 @@ def _draws(optimizer: Any, variable: mtf.Variable) -> bool:
 
 
 def check_bare_optimizers() -> None:
-    """Makes optimizers check, also without a wrapper, that no other has their slots.
+    """Makes optimizers check, also without a wrapper, that no other optimizer has their slots.
 
-    They are Mesh-TF's and `MeshOptimizer`, whose slots checkpoints then know, too.
+    It patches `apply_grads` of Mesh-TF's `Optimizer` and of `MeshOptimizer`. They then also note
+    their slots for checkpoints, and warn as `tell_of_names_and_dtypes` does.
     """
 
     def check_and_apply(apply: Any) -> Any:
@@ -256,7 +263,11 @@ def _without_scope(name: str, scope: str) -> str:
 
 
 def owner_of(name: str, owners: Collection[str]) -> str | None:
-    """Returns the longest of `owners` that, with "/" or "_" after it, begins `name`; or None."""
+    """Returns the name of the variable that a slot belongs to, by the slot's name.
+
+    It is the longest of `owners`, names of variables, with which `name` begins before a "/" or "_".
+    None if there is no such variable.
+    """
     for end in range(len(name) - 1, 0, -1):
         if name[end] in "/_" and name[:end] in owners:
             return name[:end]

@@ -21,9 +21,14 @@ from mtf_gradsync.step import StepPlan
 
 
 class _Series(NamedTuple):
-    """The names of the state of one series of values, and the value of a step without data.
+    """The names of the variables that keep one series of values: norms of gradients, or losses.
 
-    Such a step is no spike, and its value is not kept.
+    Attributes:
+      values: the last part of the name of the variable with the last values.
+      num_values: that part of the name of the variable that counts the values written.
+      spikes_in_a_row: that part of the name of the variable that counts spikes in a row.
+      without_data: the value in a step without data. Such a step is no spike, and its value is not
+        kept.
     """
 
     values: str
@@ -117,7 +122,7 @@ class skip_spikes:
             self.__name__ += f" of {' and '.join(self.of)}"
 
     def check(self, grads: Sequence[mtf.Tensor]) -> None:
-        """Raises ValueError if losses are needed, and gradients come from no loss."""
+        """Raises ValueError if losses are needed, and the gradients `grads` come from no loss."""
         if "loss" in self.of and not losses_of_step(grads):
             raise ValueError(
                 f"skip_spikes(of={self.of!r}) does not find the loss: the gradients do not come "
@@ -131,10 +136,15 @@ class skip_spikes:
         """Returns whether to skip a step, and a function that makes the new state.
 
         Args:
-          given: the gradients of the step.
+          given: the gradients of the step, in the form in which the wrapper adds them up.
           received: these gradients as the wrapper received them.
           strategy: the wrapper's reduction strategy.
           name: the wrapper's name.
+
+        Returns:
+          A boolean mtf scalar: whether the step is a spike or not finite. And a function of another
+          such scalar, whether the step is skipped in the end, that returns pairs of a variable and
+          its value after the step.
         """
         before_clip = [unclipped(g) for g in received.present]
         is_clipped = before_clip != received.present
@@ -175,7 +185,12 @@ class skip_spikes:
     def _of_series(
         self, series: _Series, value: mtf.Tensor, name: str
     ) -> tuple[mtf.Tensor, list[_Changed]]:
-        """Returns whether a value is a spike or not finite, and the state of its series."""
+        """Returns whether a value is a spike or not finite, and the changes of its series.
+
+        `value` is the step's value, a float32 mtf scalar, and `name` is the wrapper's name. The
+        first result is a boolean mtf scalar. The changes are the variables of the series with their
+        values after the step.
+        """
         mesh, dim = value.mesh, mtf.Dimension("spike_window", self.window)
         ring = Ring(f"{name}/{series.values}", f"{name}/{series.num_values}", self.window)
         values = named_state(mesh, ring.values, mtf.Shape([dim]), tf.float32, ring=ring)
@@ -226,7 +241,10 @@ class skip_spikes:
 
 
 def _loss(received: GradientSet) -> mtf.Tensor:
-    """Returns the loss of the whole batch from which gradients come: a float32 scalar."""
+    """Returns the loss of the whole batch from which `received` come: a float32 mtf scalar.
+
+    If the gradients come from several losses, it is the sum of these.
+    """
     losses = losses_of_step(received.present)
     with StepPlan.of(received.graph).outside_of_branches():
         # Reduced here, on every step.

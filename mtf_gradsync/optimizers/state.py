@@ -42,7 +42,7 @@ _NAME = re.compile(r"[A-Za-z0-9.][A-Za-z0-9_./-]*\Z")
 
 
 def check_name(name: Any) -> str:
-    """Returns the name; raises ValueError if TensorFlow takes no such name for a variable."""
+    """Returns the argument `name`; raises ValueError if it cannot be part of a variable's name."""
     if not isinstance(name, str) or not _NAME.match(name):
         raise ValueError(f"name must be of letters, digits and any of . _ / -, got {name!r}.")
     return name
@@ -134,7 +134,8 @@ class SlotNote(NamedTuple):
 def note_state(variable: mtf.Variable, note: StateNote | None = None, **how: Any) -> None:
     """Records, in the default graph, how a variable is read from checkpoints of other runs.
 
-    The fields of `StateNote` are given by `note`, or one by one in `how`.
+    The fields of `StateNote` are given by `note`, or one by one as keyword arguments, `how`. The
+    note gets the name of `variable`.
     """
     note = note or StateNote(variable.name, **how)
     tf.add_to_collection(STATE_COLLECTION, note._replace(name=variable.name))
@@ -143,8 +144,8 @@ def note_state(variable: mtf.Variable, note: StateNote | None = None, **how: Any
 def note_sums_not_kept(counter: str, remedy: str) -> None:
     """Records that the default graph has no variables for sums that a checkpoint may have.
 
-    A checkpoint has such sums if its variable `counter` is greater than 0. `remedy` says, for an
-    error, what to do about it.
+    `counter` is the name of a variable: a checkpoint has such sums if its value of this variable is
+    greater than 0. `remedy` is a sentence for the error on such a checkpoint, on what to do.
     """
     tf.add_to_collection(SUMS_NOT_KEPT, (counter, remedy))
 
@@ -345,7 +346,12 @@ def get_update_step(mesh: mtf.Mesh, name: str = "GradientAccumulationOptimizer")
 
 
 def update_counter(mesh: mtf.Mesh, name: str) -> mtf.Variable:
-    """Returns the variable `<name>/update_step`, which a graph may have on another mesh already."""
+    """Returns the counter of updates, the variable `<name>/update_step`, made on the first call.
+
+    If the graph has the counter already, it may be on another mesh than `mesh`. The wrapper `name`
+    advances the counter or, if no wrapper has this name, the first step that a wrapper builds.
+    Lowering the graph raises an error if nothing advances it (`UpdateCounters.begin`).
+    """
     # In a run without the wrapper every step was an update.
     counter = scalar_state(mesh, f"{name}/update_step", start="global_step")
     plan = StepPlan.of(mesh.graph)
@@ -366,13 +372,19 @@ class UpdateCounters(PlanExtension):
     wanted: tuple[mtf.Variable, ...] = ()
 
     def advances(self, graph: mtf.Graph, meshes: Collection[mtf.Mesh]) -> list[mtf.Operation]:
-        """Returns assignments that add one to counters on `meshes` that nothing else advances."""
+        """Returns assignments that add one to counters on `meshes` that nothing else advances.
+
+        Counters are looked for in `wanted`, and assignments to them in `graph`, as it is now.
+        """
         written = _written(graph)
         free = [v for v in self.wanted if v.name not in written and v.mesh in meshes]
         return [mtf.assign(v, v.value + 1) for v in free]
 
     def begin(self, lowering: mtf.Lowering) -> ExtensionLowering:
-        """Raises ValueError if nothing advances a counter in a graph that trains."""
+        """Raises ValueError if nothing advances a wanted counter in a graph that trains.
+
+        The plan calls it when the graph is lowered. Returns an object without work of its own.
+        """
         written = _written(lowering.graph)
         stay = [v.name for v in self.wanted if v.name not in written]
         if stay and any(v.trainable for v in written.values()):
@@ -385,7 +397,10 @@ class UpdateCounters(PlanExtension):
 
 
 def _written(graph: mtf.Graph) -> dict[str, mtf.Variable]:
-    """Returns by name the variables that a graph assigns; stacks by the names of their members."""
+    """Returns by name the variables that a graph assigns.
+
+    A variable into which Mesh-TF has stacked others is there under the name of each of these.
+    """
     variables = {v for op in graph.operations if isinstance(op, mtf.Assign) for v in op.variables}
     return {name: v for v in variables for name in getattr(v, "original_names", [v.name])}
 
@@ -471,7 +486,8 @@ def derived_variable(
 
     Args:
       source: the source variable, whose dimensions are the last dimensions of the new variable.
-      make: a function of an initializer that finds or makes the new variable with it.
+      make: a function that is called with an initializer. It makes the new variable with this
+        initializer, or finds the variable if the graph has it already.
 
     Returns:
       The new variable. If it is not of floating point, it begins with the initial value of `source`
@@ -544,7 +560,8 @@ def is_marked(value: np.ndarray) -> bool:
 def begin_anew(graph: tf.Graph) -> set[str]:
     """Returns the names of wrappers' variables that a new run never takes from another run.
 
-    Slots of the inner optimizer, and counters that belong to them, are not among these.
+    They are variables of `graph`, which is built. Slots of the inner optimizer, and counters that
+    belong to them, are not among these: a new run may take them from another run.
     """
     notes: Iterable[StateNote] = graph.get_collection(STATE_COLLECTION)
     derived = graph.get_collection(_DERIVED)

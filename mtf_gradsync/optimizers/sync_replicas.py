@@ -235,12 +235,18 @@ class SyncReplicasOptimizer(SessionInterface, KeepsAverages):
 
     @property
     def update_step_now(self) -> mtf.Tensor | None:
-        """The number of updates, after the step that fetches it; None before there is a step."""
+        """The number of updates made, after the fetched step: an int32 mtf scalar.
+
+        None before there is a step.
+        """
         return self._now and self._now.update_step
 
     @property
     def in_sums_now(self) -> mtf.Tensor | None:
-        """The number of contributions since the last update, after the step that fetches it."""
+        """The number of contributions since the last update, after the fetched step.
+
+        It is an int32 mtf scalar; None before there is a step.
+        """
         return self._now and self._now.count
 
     def reported(self) -> dict[str, mtf.Tensor]:
@@ -439,8 +445,10 @@ def _by_replica(
 ) -> tuple[list[mtf.Tensor], list[mtf.Tensor], _Parts]:
     """Returns per-replica gradients, reduced gradients, and each replica's terms of sums.
 
-    The terms are those of the sums that some gradients are computed from. They are among the
-    per-replica gradients, too, because a NaN in a term is that of one replica.
+    Some gradients are computed from sums over the replicas (`GradientSet.made_of_sums`). The third
+    result has, by the position of such a gradient, each replica's terms of its sums: a tensor
+    `[shard dims...] + sum dims` for each sum. These terms are in the first list, too, because a NaN
+    in a term keeps only one replica from contributing. `reducer` is the reduction strategy.
     """
     made = gradients.made_of_sums
     sums = [x for one in made.values() for x in one.sums]
@@ -462,12 +470,19 @@ def _of_contributions(
     unit: Any,
     wrapper: SyncReplicasOptimizer,
 ) -> GradientSet:
-    """Returns gradients that are reduced already as the sum over the replicas that contribute.
+    """Returns the set with reduced gradients as sums of the contributions to this step.
 
-    A gradient that can be computed again from sums is computed without the terms of replicas that
-    are `skipped`. Another reduced gradient, in which replicas are mixed, is multiplied by `counts`,
-    the number of contributions or the sum of their weights. `parts` are the terms of `_by_replica`,
-    and `unit` is the factor from a replica's term to its contribution.
+    A gradient that can be computed again from sums over the replicas is computed without the terms
+    of skipped replicas. Another reduced gradient, in which replicas are mixed, is multiplied by
+    `counts`. Gradients of which each replica has its own stay as they are.
+
+    Args:
+      gradients: the gradients of the step.
+      parts: for some gradients, each replica's terms of sums, as `_by_replica` returns them.
+      skipped: boolean `[shard dims...]`: whether a replica does not contribute.
+      counts: mtf scalar, the number of contributions, or the sum of their weights.
+      unit: the factor from a replica's term to its contribution, a number or an mtf scalar.
+      wrapper: the wrapper, which has the replica axes and the reduction strategy.
     """
     axes, reducer = wrapper.axes, wrapper.reducer
 

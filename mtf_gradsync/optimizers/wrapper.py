@@ -62,7 +62,8 @@ _T = TypeVar("_T")
 class OfStep(Generic[_T]):
     """A wrapper's attribute that a step sets; `before` is its value before there is a step.
 
-    If pairs of `apply_grad` wait for their step, reading the attribute first builds the step.
+    Pairs of a gradient and a variable that were given to `apply_grad` one by one may wait for their
+    step to be built. Reading the attribute then builds this step first.
     """
 
     def __init__(self, before: _T):
@@ -88,8 +89,8 @@ class CommonArguments(NamedTuple):
     Attributes:
       name: name of the wrapper, a prefix of names of its variables and operations.
       axes: the replica axes, in place of mesh_shape, layout and batch_dims.
-      mesh_shape: shape of the mesh.
-      layout: its layout.
+      mesh_shape: Mesh-TF's mesh shape.
+      layout: Mesh-TF's layout rules.
       batch_dims: names of the dimensions that the batch is split along.
       reducer: the reduction strategy; None for `FusedAllReduce()`.
       learning_rate: the argument for a class or factory that is given in place of an optimizer.
@@ -141,11 +142,15 @@ class Wrapper(TrainOptimizerInterface, mtf.optimize.Optimizer):
         needs_mesh_for: str = "",
         reduce_dtype: WireDtype | None = None,
     ) -> None:
-        """Checks and sets the arguments that all wrappers have.
+        """Checks the arguments that all wrappers have, and sets the attributes for them.
 
-        `needs_mesh_for` says, for an error, why the wrapper has to know the mesh; "" if it need
-        not. Such a wrapper takes the mesh that the program has made for this graph if it is given
-        none. Gradients are sent in `reduce_dtype`; None for their own dtype.
+        Args:
+          opt: a Mesh-TF optimizer or a wrapper, or a class or factory of one.
+          common: the arguments that all wrappers have.
+          needs_mesh_for: for an error, what the wrapper has to know the mesh for. If it is given no
+            mesh, it takes the one that the program has made for this graph. "" for a wrapper that
+            need not know the mesh.
+          reduce_dtype: the dtype in which gradients are sent; None for their own dtype.
         """
         name, axes, mesh_shape, layout, batch_dims, reducer, learning_rate = common
         kind = type(self).__name__
@@ -177,16 +182,17 @@ class Wrapper(TrainOptimizerInterface, mtf.optimize.Optimizer):
     def _become(self, counterpart: Any, *args: Any, **kwargs: Any) -> None:
         """Turns this new wrapper into an object of `counterpart`, its class without a mesh.
 
-        A wrapper calls it in ``__init__`` if it is given an optimizer of `tf.compat.v1`. Only there
-        the optimizer is known: gin has added arguments, and a class or factory was called.
-        ``__new__`` would know neither, and would stand in the way of copies and of subclasses with
-        arguments of their own.
+        A wrapper calls it in ``__init__`` if it is given an optimizer of `tf.compat.v1`. `args` and
+        `kwargs` are the arguments of the constructor of `counterpart`. Only in ``__init__`` the
+        optimizer is known: gin has added arguments, and a class or factory was called. ``__new__``
+        would know neither, and would stand in the way of copies and of subclasses with arguments of
+        their own.
         """
         self.__class__ = counterpart
         counterpart.__init__(self, *args, **kwargs)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Returns what a copy takes over: the settings, without the steps that were built."""
+        """Returns what a copy takes over, attributes by name: settings, not the steps built."""
         kind = type(self)
         return {
             name: value
@@ -212,7 +218,8 @@ class Wrapper(TrainOptimizerInterface, mtf.optimize.Optimizer):
     def _check_inside(self, islands: ReplicaAxes, inside: ReplicaAxes) -> None:
         """Raises ValueError if the wrapper makes no sense inside islands.
 
-        `islands` are the axes between islands, and `inside` the replica axes inside an island.
+        The base class raises no error. `islands` are the axes between islands, and `inside` are the
+        replica axes inside an island.
         """
 
     # Methods that subclasses override.
@@ -316,7 +323,11 @@ class Wrapper(TrainOptimizerInterface, mtf.optimize.Optimizer):
         variables: Sequence[mtf.Variable],
         own: OwnArguments,
     ) -> Stack:
-        """Returns the stack with all of its stages, after checks of gradients; builds nothing."""
+        """Returns the stack with all of its stages; builds nothing.
+
+        Raises an error if a stage cannot handle `grads`, the gradients of `variables`, or `own`,
+        the arguments that `apply_grads` passes on to the innermost optimizer.
+        """
         present = [g for g in grads if g is not None]
         program = Program.of(present) if present else None
         islands = StepPlan.of(variables[0].graph).islands if variables else None
@@ -332,7 +343,12 @@ class Wrapper(TrainOptimizerInterface, mtf.optimize.Optimizer):
         grads: Sequence[mtf.Tensor | None],
         variables: Sequence[mtf.Variable],
     ) -> Any:
-        """Returns checked weights, given here or to `compute_gradients`; None if there are none."""
+        """Returns the weights of gradients after a check; None if there are none.
+
+        They are `weights`, the argument of `apply_grads`, or else the weights that
+        `compute_gradients` was given for these gradients. Raises ValueError if the two differ, or
+        if there is a wrapper in the stack that weights do not reach.
+        """
         if weights is not None:
             weights = check_weights(weights, self._stack_shard_names())
         present = [(g, v) for g, v in zip(grads, variables) if g is not None]
@@ -377,7 +393,14 @@ class Wrapper(TrainOptimizerInterface, mtf.optimize.Optimizer):
     def _place(
         self, islands: IslandAxes | None, around: Sequence[Segment], program: Program | None
     ) -> Place:
-        """Returns this wrapper's place in the stack, given the islands and wrappers around it."""
+        """Returns this wrapper's place in the stack, given what is around it.
+
+        Args:
+          islands: the islands of an `OuterOptimizer` around it; None if there is none. If the
+            wrapper was given axes between islands, its axes in the place are those inside.
+          around: the wrappers around it, the outermost first.
+          program: what is known of the program; None while no gradients are applied.
+        """
         axes = self._given_axes
         if axes and islands and set(axes.mesh_axes) & set(islands.islands.mesh_axes):
             axes = islands.inside
@@ -426,7 +449,8 @@ class Wrapper(TrainOptimizerInterface, mtf.optimize.Optimizer):
     def axes_now(self, grads: Sequence[mtf.Tensor]) -> ReplicaAxes | None:
         """Returns the stack's replica axes: those that a wrapper was given, or the program's.
 
-        None if they are not known, or if the gradients, `grads`, are on several meshes.
+        The result is None if they are not known, or if the gradients that are applied, `grads`, are
+        on several meshes.
         """
         if len({g.mesh for g in grads}) > 1:
             return None
@@ -447,7 +471,12 @@ class Wrapper(TrainOptimizerInterface, mtf.optimize.Optimizer):
         return [opt for opt in (self, *self.inner_stack()) if isinstance(opt, Wrapper)]
 
     def _segment(self) -> tuple[list[Wrapper], list[Any]]:
-        """Returns the wrappers up to the first other optimizer, and all optimizers from it on."""
+        """Returns the stack in two lists: wrappers, and the optimizers inside them.
+
+        The first list has this wrapper and the wrappers inside it, up to the first optimizer that
+        is no wrapper. The second list has this optimizer and all optimizers inside it, which may
+        be wrappers again.
+        """
         stack = [self, *self.inner_stack()]
         wrappers = list(itertools.takewhile(lambda opt: isinstance(opt, Wrapper), stack))
         return wrappers, stack[len(wrappers) :]
@@ -471,13 +500,20 @@ class Wrapper(TrainOptimizerInterface, mtf.optimize.Optimizer):
         return shard_names(wrapper._gradient_reduction() for wrapper in self._wrappers())
 
     def _shard_dims(self, shape: mtf.Shape, place: Place | None = None) -> list[mtf.Dimension]:
-        """Returns the shard dims of a shape, in the order that numbers the shards."""
+        """Returns the shard dims that a shape has, in the order that numbers the shards.
+
+        `place` is the wrapper's place in its stack; None for the axes that the wrapper was given.
+        """
         by_name = {d.name: d for d in shape.dims}
         names = place.names if place else self._shard_names
         return [by_name[name] for name in names if name in by_name]
 
     def _has_own_copy(self, variable: mtf.Variable, place: Place | None = None) -> bool:
-        """Returns whether shards have their own copies of a variable, which has all shard dims."""
+        """Returns whether shards have their own copies of a variable: whether it has shard dims.
+
+        Raises ValueError if it has some of the shard dims but not all. `place` is the wrapper's
+        place in its stack; None for the axes that the wrapper was given.
+        """
         dims, axes = self._shard_dims(variable.shape, place), place.axes if place else self.axes
         needed = [d.name for d in axes.shard_dims] if axes else []
         missing = [name for name in needed if name not in [d.name for d in dims]]
@@ -524,7 +560,7 @@ class Wrapper(TrainOptimizerInterface, mtf.optimize.Optimizer):
         return slot if slot is not None else self._slots.get(var, name)
 
     def get_slot_names(self) -> list[str]:
-        """Returns the names of the stack's slots."""
+        """Returns the names of the stack's slots, as `get_slot` takes them."""
         inner = getattr(self.inner_stack()[0], "get_slot_names", None)
         names = list(inner()) if inner else []
         return names + [n for n in self._slots.names() if n not in names]
@@ -552,7 +588,10 @@ def _warn_of_positional_rate(opt: Any) -> None:
 
 
 def _of_graphs(held: Any) -> Iterator[Any]:
-    """Yields the tensors, variables and other objects of a graph in `held`, also in containers."""
+    """Yields the objects of a tf or mtf graph in `held`: tensors, variables, operations and others.
+
+    `held` is such an object, or a dict, list, tuple or set, which may hold further containers.
+    """
     todo, seen = [held], {}
     while todo:
         one = todo.pop()
