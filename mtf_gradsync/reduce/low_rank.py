@@ -27,6 +27,9 @@ _SMALLEST = 2.0**-100
 def split_of(shape: Sequence[int]) -> int:
     """Returns how many leading dimensions of a shape make the rows of a nearly square matrix.
 
+    The other dimensions make the columns. Of all ways to split the shape, the result has the
+    smallest sum of rows and columns, which is what low-rank factors send.
+
     Examples:
       >>> split_of([3, 3, 64, 128])  # a matrix of 576 rows and 128 columns
       3
@@ -41,9 +44,10 @@ def split_of(shape: Sequence[int]) -> int:
 def random_factors(
     columns: Sequence[int], rank: int, step: tf.Tensor | int
 ) -> tuple[tf.Tensor, ...]:
-    """Returns a random matrix `[size, rank]` for each size in `columns`; each step has new ones.
+    """Returns a random float32 matrix `[size, rank]` for each size in `columns`, in this order.
 
-    The matrices of a step are the same on all processors and in every run.
+    `step` is the number of the reduction, an integer scalar: other numbers give other matrices. The
+    matrices of one step are the same on all processors and in every run.
     """
     raw, made = tf.raw_ops, []
     count = tf.cast(tf.reshape(step, [1]), tf.uint64)
@@ -58,7 +62,10 @@ def random_factors(
 
 
 def without_dead_columns(factor: tf.Tensor, other: tf.Tensor) -> tf.Tensor:
-    """Returns a factor in which columns of zeros are replaced by the same columns of `other`."""
+    """Returns `factor`, each of whose columns of zeros is replaced by that column of `other`.
+
+    Both are matrices of one shape.
+    """
     dead = tf.reduce_all(tf.equal(factor, 0.0), 0, keepdims=True)
     return tf.where_v2(dead, other, factor)
 
@@ -66,8 +73,9 @@ def without_dead_columns(factor: tf.Tensor, other: tf.Tensor) -> tf.Tensor:
 def orthonormal(matrices: Sequence[tf.Tensor]) -> tuple[tf.Tensor, ...]:
     """Returns matrices ``[rows, rank]`` with their columns made orthonormal.
 
-    The method is Gram-Schmidt, twice. A column that is a combination of earlier columns, up to
-    rounding, becomes zeros. A matrix with a number that is not finite becomes NaN.
+    The matrices are float32 and may have different numbers of rows and columns. The method is
+    Gram-Schmidt, applied twice to each column. A column that is a combination of earlier columns,
+    up to rounding, becomes zeros. A matrix with an infinity or a NaN becomes NaN as a whole.
     """
 
     def of_one_shape(_: Any, members: list[int]) -> Sequence[tf.Tensor]:
@@ -78,7 +86,10 @@ def orthonormal(matrices: Sequence[tf.Tensor]) -> tuple[tf.Tensor, ...]:
 
 
 def _orthonormal(x: tf.Tensor) -> tf.Tensor:
-    """Does what `orthonormal` does, for matrices of one shape: ``[matrices, rows, rank]``."""
+    """Returns what `orthonormal` returns for matrices of one shape, stacked in one tensor.
+
+    `x` and the result are float32 tensors ``[matrices, rows, rank]``.
+    """
     finite = tf.reduce_all(tf.math.is_finite(x), [1, 2], keepdims=True)
     top = tf.reduce_max(tf.abs(x), [1, 2], keepdims=True)
     # Matrices are scaled, because squares of huge or tiny numbers are outside of float32's range.
@@ -145,7 +156,10 @@ class LowRankState(NamedTuple):
 
 
 class _Matrix(NamedTuple):
-    """The matrix of a tensor that is sent as factors `[rows, rank]` and `[columns, rank]`."""
+    """The sizes of a gradient's matrix, which is sent as factors [rows, rank] and [columns, rank].
+
+    The matrix is a core's slice of the gradient, reshaped to `[rows, columns]`.
+    """
 
     split: int  # how many of the tensor's dimensions make the rows
     rows: int
@@ -154,7 +168,7 @@ class _Matrix(NamedTuple):
 
     @property
     def sent(self) -> int:
-        """The number of elements of both factors."""
+        """The number of elements of both factors together."""
         return self.rank * (self.rows + self.columns)
 
 
@@ -208,7 +222,7 @@ class LowRankAllReduce(GradientStrategy):
         error_feedback: bool = True,
         reducer: Strategy | None = None,
     ):
-        """Sets the compression.
+        """Sets how and from which update on gradients are compressed.
 
         Args:
           rank: the largest number of columns of a factor.
@@ -304,16 +318,29 @@ class LowRankAllReduce(GradientStrategy):
         state: LowRankState,
         matrices: dict[int, _Matrix],
     ) -> tuple[list[Any], list[Any], list[Any]]:
-        """Returns sums that were reduced as factors, and the new errors and factors of the state.
+        """Returns the sums of gradients, reduced as factors, and the new errors and factors.
 
-        `wanted` are the gradients plus the errors of earlier steps. `matrices` has the shapes of
-        the factors, by position; all other gradients are reduced whole.
+        Args:
+          mesh_impl: the mesh.
+          values: the gradients, whose dtypes the sums get.
+          wanted: the gradients plus the compression errors of earlier steps.
+          groups: the groups of processors that sum with each other.
+          state: the state before this reduction.
+          matrices: the sizes of the matrix of each gradient that is sent as factors, by the
+            gradient's position in `values`. All other gradients are reduced whole.
+
+        Returns:
+          Three lists of `LaidOutTensor`s in the order of `values`: the sums, the errors and the
+          factors. Errors and factors are None where the state has None.
         """
         made = list(matrices.values())
         whole = [i for i in range(len(values)) if i not in matrices]
 
         def right(*factors: tf.Tensor) -> tuple[tf.Tensor, ...]:
-            """Returns the orthonormal Qs of this step, made of the last Qs or of random numbers."""
+            """Returns the Q with which each matrix begins this step, with orthonormal columns.
+
+            `factors` are slices of the last step's Qs, or the step's number without a warm start.
+            """
             step = 0 if self.warm_start else factors[0]
 
             def of_one_rank(rank: int, members: list[int]) -> Sequence[tf.Tensor]:
@@ -373,7 +400,10 @@ class LowRankAllReduce(GradientStrategy):
         return sums, errors, factors
 
     def _matrix(self, dtype: tf.DType, shape: Sequence[int]) -> _Matrix | None:
-        """Returns the sizes of a gradient's matrix and factors; None if it is not compressed."""
+        """Returns the sizes of a gradient's matrix and factors; None if it is not compressed.
+
+        `shape` is the shape of a core's slice of the gradient.
+        """
         if not dtype.is_floating or math.prod(shape) == 0:
             return None
         split = split_of(shape)
@@ -396,9 +426,11 @@ class LowRankAllReduce(GradientStrategy):
 
 
 def _factor_shape(gradient: GradientOfCores, matrix: _Matrix) -> mtf.Shape:
-    """Returns the shape of the variable that keeps a gradient's right factors (Q).
+    """Returns the shape of the variable that keeps a gradient's factors Q, transposed.
 
-    It has one factor for each slice of the dimensions that make the matrix's rows.
+    Its last dimensions are the rank and the gradient's dimensions that make the matrix's columns.
+    Dimensions before them number the slices, if the layout splits dimensions that make the rows:
+    each of these slices has its own Q.
     """
     slices = [
         mtf.Dimension(dim.name, dim.size // size)

@@ -34,7 +34,11 @@ from mtf_gradsync.reduce.sums import (
 
 
 class OneLevel(Strategy):
-    """A base class of strategies that sum packs of tensors over a whole group at once."""
+    """A base class of strategies that sum packs of tensors over a whole group at once.
+
+    A subclass overrides `_group_sum` for another algorithm than `add_n`, and `_planner` to pack
+    several tensors together.
+    """
 
     def all_reduce(
         self, mesh_impl: Any, values: Sequence[Any], groups: ProcessorGroups
@@ -50,12 +54,15 @@ class OneLevel(Strategy):
         return group_sum_dtype(self._group_sum(mesh_impl), dtype)
 
     def _group_sum(self, mesh_impl: Any) -> GroupSum:
-        """Returns the function that sums a group's slices on a placement mesh."""
+        """Returns the function that sums a group's slices; only placement meshes use it."""
         del mesh_impl
         return add_n
 
     def _planner(self, mesh_impl: Any) -> Planner:
-        """Returns the function that plans which tensors are packed together."""
+        """Returns the function that plans which tensors are packed together.
+
+        With `alone`, nothing is packed, and a SIMD mesh marks all sums as one group.
+        """
         del mesh_impl
         return alone
 
@@ -111,7 +118,7 @@ class AllReduce(OneLevel):
 
 
 def warn_algorithm_on_simd(algorithm: str) -> None:
-    """Warns once that an algorithm was given for a SIMD mesh, which has only one."""
+    """Logs, once per `algorithm`, a warning that a SIMD mesh uses its compiler's all-reduce."""
     warn_once(
         f"algorithm {algorithm} on SIMD",
         "algorithm=%r is for placement meshes; on a SIMD mesh the all-reduce of its compiler is "
@@ -188,10 +195,10 @@ class ReductionToOneDevice(OneLevel):
         return group_sum
 
     def check(self, mesh_impl: Any, groups: ProcessorGroups) -> None:
-        """Raises the errors of `Strategy.check`, and one if reduce_to_device is not on the mesh.
+        """Raises an error if this strategy cannot sum over `groups` on this mesh.
 
         Raises:
-          ValueError: reduce_to_device is not on the mesh.
+          ValueError: as in `Strategy.check`, or reduce_to_device is not on the placement mesh.
         """
         super().check(mesh_impl, groups)
         if self.reduce_to_device is not None and not is_simd(mesh_impl):
@@ -272,9 +279,10 @@ class FusedAllReduce(OneLevel):
     ) -> list[Any]:
         """Sums each tensor over each group, and gives each processor only its part of the sum.
 
-        If all devices of a placement mesh share one memory, one device makes the whole sum and cuts
-        it. Otherwise each device adds up its own part, in buckets for which packed_bytes does not
-        count.
+        The arguments and the result are those of `Strategy.reduce_scatter`. If all devices of a
+        placement mesh share one memory, one device makes the whole sum and cuts it. Otherwise each
+        device adds up its own part of each bucket. These buckets hold up to `bucket_bytes`, and
+        `packed_bytes` does not limit the tensors in them.
         """
         self.check(mesh_impl, groups)
         check_values(values)
@@ -288,9 +296,11 @@ class FusedAllReduce(OneLevel):
 
 
 def plan_small_groups(num_bytes: Sequence[int], max_bytes: int, max_group: int) -> list[list[int]]:
-    """Returns the indices of tensors in groups of up to max_group tensors.
+    """Returns groups of tensors, as lists of indices, of up to `max_group` tensors each.
 
-    A tensor of more than max_bytes is alone in its group.
+    `num_bytes` has the size of each tensor. A tensor of more than `max_bytes` is alone in its
+    group. The others fill one group after the other. If `max_bytes` or `max_group` is 0, each
+    tensor is alone.
     """
     groups: list[list[int]] = []
     filling: list[int] = []
@@ -306,17 +316,19 @@ def plan_small_groups(num_bytes: Sequence[int], max_bytes: int, max_group: int) 
 
 
 def plan_packs(sizes: Sequence[int], num_packs: int) -> Packs:
-    """Returns num_packs equal packs of tensors that are laid end to end; see `split_pack`.
+    """Returns a plan that cuts all tensors, laid end to end, into `num_packs` equal packs.
 
-    `sizes` has the number of elements of each tensor.
+    `sizes` has the number of elements of each tensor. The last pack takes the rest. If there are
+    fewer elements than packs, there is one pack.
     """
     return split_pack([Piece(index, 0, size) for index, size in enumerate(sizes)], num_packs)
 
 
 def split_pack(pack: Sequence[Piece], parts: int) -> Packs:
-    """Splits a pack into equal parts; the last one takes the rest. Leaves out empty parts.
+    """Returns the pack `pack` as several packs of equal numbers of elements, `parts` at most.
 
-    A pack of fewer elements than parts stays whole, as in TensorFlow 1.
+    The pack's pieces are laid end to end and cut where necessary. The last pack takes the rest. A
+    pack of fewer elements than `parts` stays whole, as in TensorFlow 1.
     """
     share = sum(piece.stop - piece.start for piece in pack) // parts
     parts = parts if share else 1
@@ -346,7 +358,7 @@ class Packer:
         agg_small_grads_max_bytes: int = 0,
         agg_small_grads_max_group: int = 10,
     ):
-        """Sets the way to pack; the arguments are those of `AllReduce`."""
+        """Sets the way to pack; the arguments mean what they mean for `AllReduce`."""
         max_bytes, max_group = agg_small_grads_max_bytes, agg_small_grads_max_group
         self.num_packs = check_whole_number("num_packs", num_packs, 0)
         self.max_bytes = check_whole_number("agg_small_grads_max_bytes", max_bytes, 0, most=None)
@@ -358,7 +370,11 @@ class Packer:
         return self.num_packs > 0 or (self.max_bytes > 0 and self.max_group > 0)
 
     def __call__(self, sizes: Sequence[int], itemsize: int) -> Packs:
-        """Returns packs of tensors that have `sizes` elements of `itemsize` bytes each."""
+        """Returns a plan that packs tensors of one dtype.
+
+        `sizes` has the number of elements of each tensor, and `itemsize` is the number of bytes of
+        an element.
+        """
         if self.num_packs > 0:
             return plan_packs(sizes, self.num_packs)
         num_bytes = [size * itemsize for size in sizes]

@@ -38,12 +38,15 @@ Cuts = Sequence[Cut]
 
 
 def mesh_axes_of(cuts: Cuts) -> tuple[int, ...]:
-    """Returns the sorted numbers of the mesh axes that a tensor is cut along."""
+    """Returns the sorted numbers of the mesh axes of all cuts."""
     return tuple(sorted(cut.mesh_axis for cut in cuts))
 
 
 def part_shape(mesh_impl: Any, shape: Sequence[int], cuts: Cuts) -> list[int]:
-    """Returns the shape of one part of a slice of shape `shape`."""
+    """Returns the shape of one part of a slice that has the shape `shape` and is cut by `cuts`.
+
+    Each axis of the slice that is cut is divided by the size of its mesh axis.
+    """
     result = list(shape)
     for axis, tensor_axis in cuts:
         result[tensor_axis] //= mesh_impl.shape.dims[axis].size
@@ -51,9 +54,10 @@ def part_shape(mesh_impl: Any, shape: Sequence[int], cuts: Cuts) -> list[int]:
 
 
 def take_parts(mesh_impl: Any, value: Any, cuts: Cuts) -> Any:
-    """Returns each processor's part of a value.
+    """Returns a `LaidOutTensor` of each processor's part of its slice of `value`.
 
-    All processors along the mesh axes of the cuts hold the same value.
+    `value` is a `LaidOutTensor`; processors that differ only along the mesh axes of the cuts must
+    hold equal slices. `cuts` says how a slice is cut. Without cuts, `value` itself is returned.
     """
     if not cuts:
         return value
@@ -80,7 +84,10 @@ def take_parts(mesh_impl: Any, value: Any, cuts: Cuts) -> Any:
 
 
 def all_parts(mesh_impl: Any, tensor: tf.Tensor, cuts: Cuts) -> list[tf.Tensor]:
-    """Returns all parts of one slice, in the order of `part_number`."""
+    """Returns all parts of one slice, in the order of `part_number`.
+
+    `tensor` is the whole slice, and `cuts` says how it is cut.
+    """
     parts = [tensor]
     for mesh_axis, tensor_axis in sorted(cuts):
         size = mesh_impl.shape.dims[mesh_axis].size
@@ -89,7 +96,7 @@ def all_parts(mesh_impl: Any, tensor: tf.Tensor, cuts: Cuts) -> list[tf.Tensor]:
 
 
 def joined(mesh_impl: Any, parts: Sequence[tf.Tensor], cuts: Cuts) -> tf.Tensor:
-    """Returns the whole slice, given the parts that `all_parts` returned for it."""
+    """Returns the whole slice, given the parts that `all_parts` returned for the same `cuts`."""
     pieces = list(parts)
     for mesh_axis, tensor_axis in sorted(cuts, reverse=True):
         size = mesh_impl.shape.dims[mesh_axis].size
@@ -98,7 +105,11 @@ def joined(mesh_impl: Any, parts: Sequence[tf.Tensor], cuts: Cuts) -> tf.Tensor:
 
 
 def part_number(mesh_impl: Any, cuts: Cuts, processor: int) -> int:
-    """Returns the number of a processor's part: row-major along the sorted mesh axes."""
+    """Returns the number, from 0 on, of the part of a slice that a processor holds.
+
+    Parts are numbered by the coordinates of processors along the sorted mesh axes of the cuts, and
+    the coordinate along the last of these axes counts fastest.
+    """
     coordinates = mtf.pnum_to_processor_coordinates(mesh_impl.shape, processor)
     number = 0
     for axis in mesh_axes_of(cuts):
@@ -120,7 +131,7 @@ def one_memory(mesh_impl: Any) -> bool:
 
 
 def _slice(mesh_impl: Any, value: Any, cuts: Cuts, processor: int) -> tf.Tensor:
-    """Returns one processor's part of its slice of a value."""
+    """Returns a tf tensor: one processor's part of its slice of the `LaidOutTensor` `value`."""
     x = value.tensor_list[processor]
     coordinates = mtf.pnum_to_processor_coordinates(mesh_impl.shape, processor)
     size = part_shape(mesh_impl, x.shape.as_list(), cuts)
@@ -132,10 +143,11 @@ def _slice(mesh_impl: Any, value: Any, cuts: Cuts, processor: int) -> tf.Tensor:
 
 
 def buckets(tensors: Sequence[Any], cuts: Sequence[Cuts], bucket_bytes: int) -> list[list[int]]:
-    """Returns the positions of the tensors in each bucket.
+    """Returns a list for each bucket: the positions in `tensors` of the bucket's tensors.
 
-    The tensors of a bucket have one dtype, and are cut along the same mesh axes. A bucket of
-    several tensors has at most bucket_bytes on each processor.
+    `tensors` are `LaidOutTensor`s, and `cuts` has the cuts of each. The tensors of a bucket have
+    one dtype, and are cut along the same mesh axes. A bucket of several tensors has at most
+    `bucket_bytes` on each processor; 0 makes a bucket for each tensor.
     """
     alike: dict[tuple[Any, ...], list[int]] = {}
     for index, tensor in enumerate(tensors):
@@ -150,16 +162,22 @@ def buckets(tensors: Sequence[Any], cuts: Sequence[Cuts], bucket_bytes: int) -> 
 
 
 def from_rows(mesh_impl: Any, rows: tf.Tensor, shape: Sequence[int], cuts: Cuts) -> tf.Tensor:
-    """Returns a slice of shape `shape` from a row for each part, in the order of `part_number`."""
+    """Returns a slice of the shape `shape`, put together from its parts.
+
+    `rows` is a matrix that has a row for each part, in the order of `part_number`: the part's
+    elements in row-major order. `cuts` says how the slice is cut.
+    """
     split, order = _split_axes(mesh_impl, shape, cuts)
     x = tf.reshape(rows, [split[i] for i in order])
     return tf.reshape(_transposed(x, [order.index(i) for i in range(len(order))]), list(shape))
 
 
 def _split_axes(mesh_impl: Any, shape: Sequence[int], cuts: Cuts) -> tuple[list[int], list[int]]:
-    """Returns a shape in which each axis that is cut is two axes, and an order of its axes.
+    """Returns a longer form of a slice's `shape`, and an order of the axes in it.
 
-    The first of the two numbers the parts. The order has these axes first.
+    In the longer form two axes stand for each axis that is cut: the first one has a place for each
+    part, and the second one has the size of a part. The order is a list of all axes of the longer
+    form: first those with a place for each part, sorted by mesh axis, and then the others.
     """
     mesh_axis = {cut.tensor_axis: cut.mesh_axis for cut in cuts}
     split: list[int] = []
@@ -200,7 +218,9 @@ _SCATTERED_AT_ONCE = 8
 
 
 class _Level(NamedTuple):
-    """One of the reduce-scatters, one after the other, that give each core its part of a sum.
+    """One of several reduce-scatters that together give each core its part of a sum.
+
+    They run one after the other, each with the results of the one before.
 
     Attributes:
       groups: the cores that sum with each other.
@@ -214,7 +234,11 @@ class _Level(NamedTuple):
 
 
 def _levels(mesh_impl: Any, cuts: Cuts) -> list[_Level]:
-    """Returns the reduce-scatters that cut a tensor along all mesh axes of its cuts."""
+    """Returns the reduce-scatters that sum and cut a tensor along all mesh axes of its cuts.
+
+    They are in the order in which they have to run. There is one for each cut; a single cut over
+    more than `_SCATTERED_AT_ONCE` cores has two, which send less on TPUs.
+    """
     if len(cuts) > 1:
         each = [_Level(slice_groups(mesh_impl, [cut]), cut.tensor_axis) for cut in reversed(cuts)]
         # What the first of them cuts, the others need not send.
@@ -235,9 +259,11 @@ def _levels(mesh_impl: Any, cuts: Cuts) -> list[_Level]:
 def scatter_together(
     mesh_impl: Any, values: Sequence[Any], groups: ProcessorGroups, cuts: Sequence[Cuts]
 ) -> list[Any]:
-    """Returns each core's part of sums on a SIMD mesh; see `Strategy.reduce_scatter`.
+    """Returns each core's part of the sums of `values` over `groups` on a SIMD mesh.
 
-    Sums that do not depend on each other are marked as one group, which the compiler may combine.
+    The arguments and the result are those of `Strategy.reduce_scatter`; `cuts` has the cuts of each
+    value. Sums that do not depend on each other are marked as one group, which the compiler may
+    combine.
     """
     shapes = [part_shape(mesh_impl, v.slice_shape, c) for v, c in zip(values, cuts)]
     sharing = _sharing(mesh_impl, values, shapes, cuts, _SCATTERED_ALONE)
@@ -280,7 +306,12 @@ def scatter_together(
 
 
 def gather_together(mesh_impl: Any, parts: Sequence[Any], cuts: Sequence[Cuts]) -> list[Any]:
-    """Returns whole slices on each core of a SIMD mesh, gathered from the parts on all cores."""
+    """Returns whole slices on each core of a SIMD mesh, gathered from the parts on all cores.
+
+    `parts` are `LaidOutTensor`s of each core's part, and `cuts` has, for each of them, the cuts by
+    which its slice was divided. The gathers are marked as one group, which the compiler may
+    combine.
+    """
     results: list[Any] = [None] * len(parts)
     with summed_together():
         part_shapes = [p.slice_shape for p in parts]
@@ -300,8 +331,16 @@ def _sharing(
 ) -> list[list[int]]:
     """Returns lists of positions of tensors; the tensors of a list share one collective.
 
-    Tensors share it if they have one dtype, one shape of parts and the same cuts, and fewer than
-    `least` numbers in a part; among many cores it may be more numbers.
+    Small tensors share a collective if they have one dtype, one shape of parts and the same cuts.
+    Each larger tensor has its own list.
+
+    Args:
+      mesh_impl: the SIMD mesh.
+      tensors: `LaidOutTensor`s.
+      part_shapes: the shape of a core's part of each tensor.
+      cuts: the cuts of each tensor.
+      least: the number of elements from which on a part counts as large. If parts are on more than
+        `_SCATTERED_AT_ONCE` cores, `_ALONE_AMONG_MANY` is used in its place.
     """
     sharing: dict[tuple[Any, ...], list[int]] = collections.defaultdict(list)
     for index, (tensor, shape) in enumerate(zip(tensors, part_shapes)):
@@ -315,7 +354,11 @@ def _sharing(
 
 
 def _to_be_sent(mesh_impl: Any, values: Sequence[Any], cuts: Cuts) -> Any:
-    """Returns values of one shape, stacked if they are several, in the dtype that is sent."""
+    """Returns one `LaidOutTensor` for values of one shape and the same `cuts`, ready to be sent.
+
+    Several values are stacked along a new first axis; a single one is not. The result has the dtype
+    in which the mesh sends values (see `simd_wire_dtype`).
+    """
     dtype = values[0].tensor_list[0].dtype
     if len(values) == 1:
         (stacked,) = values
@@ -332,7 +375,11 @@ def _cast(mesh_impl: Any, value: Any, dtype: tf.DType) -> Any:
 
 
 def _scattered(mesh_impl: Any, value: Any, level: _Level, is_stacked: bool) -> Any:
-    """Returns each core's part of a sum over the groups of a level."""
+    """Returns each core's part of the sum of `value` over the groups of a level.
+
+    With `is_stacked`, `value` is a stack of tensors along a new first axis, which `level.axis` does
+    not count.
+    """
     physical, axis = physical_groups(mesh_impl, level.groups), level.axis + is_stacked
 
     def scatter(x: tf.Tensor) -> tf.Tensor:
@@ -385,10 +432,11 @@ def reduce_scatter(
     cuts: Sequence[Cuts],
     bucket_bytes: int = 0,
 ) -> list[Any]:
-    """Returns each processor's part of sums; see `Strategy.reduce_scatter`.
+    """Returns each processor's part of the sums of `values` over `groups`.
 
-    On a placement mesh values are packed into buckets of at most bucket_bytes per processor, and
-    each processor adds up its part of every bucket.
+    The arguments and the result are those of `Strategy.reduce_scatter`; `cuts` has the cuts of each
+    value. On a placement mesh values are packed into buckets of at most `bucket_bytes` per
+    processor (0 packs nothing), and each processor adds up its part of every bucket.
     """
     if is_simd(mesh_impl):
         return scatter_together(mesh_impl, values, groups, cuts)
@@ -440,8 +488,10 @@ def all_gather(
 ) -> list[Any]:
     """Returns whole slices on each processor, gathered from the parts on all processors.
 
-    On a placement mesh each slice is joined once in every memory. Small parts are sent from memory
-    to memory in buckets of bucket_bytes per processor.
+    `parts` are `LaidOutTensor`s of each processor's part, and `cuts` has, for each of them, the
+    cuts by which its slice was divided. On a placement mesh each slice is joined once in every
+    memory. If there are several memories, small parts are sent between them in buckets of at most
+    `bucket_bytes` per processor.
     """
     if is_simd(mesh_impl):
         return gather_together(mesh_impl, parts, cuts)

@@ -102,10 +102,13 @@ class PlacementMeshImpl(mtf.placement_mesh_impl.PlacementMeshImpl):
         self._turn = 0
 
     def slicewise(self, fn: Callable[..., Any], *inputs: Any) -> Any:
-        """Calls a function with the slices of each processor; returns the results.
+        """Calls a function with each processor's slices of the inputs; returns the results.
+
+        If slices are shared (`share_copies`), CPU devices that hold the same slices call `fn` once
+        and share the result.
 
         Args:
-          fn: a function from tf tensors to a tf tensor or a tuple of tf tensors.
+          fn: a function of tf tensors that returns a tf tensor or a tuple of tf tensors.
           *inputs: LaidOutTensors, pending sums, or values that are the same for all processors.
 
         Returns:
@@ -126,11 +129,11 @@ class PlacementMeshImpl(mtf.placement_mesh_impl.PlacementMeshImpl):
         return self.LaidOutTensor(results)
 
     def allreduce(self, x: Any, mesh_axes: Sequence[int], reduction_fn_string: str) -> Any:
-        """Reduces over processors that differ only along mesh_axes.
+        """Sums slices, or takes maxima or minima, over processors that differ only along mesh_axes.
 
         Args:
           x: a LaidOutTensor, or a pending sum.
-          mesh_axes: mesh dimensions by number.
+          mesh_axes: numbers of mesh axes; if there are none, x is returned.
           reduction_fn_string: "SUM", "MAX" or "MIN".
 
         Returns:
@@ -173,10 +176,12 @@ class PlacementMeshImpl(mtf.placement_mesh_impl.PlacementMeshImpl):
     def allconcat(self, x: Any, mesh_axis: int, concat_axis: int) -> Any:
         """Gives each processor the concatenated slices of all processors of its group.
 
+        A group is all processors that differ only along `mesh_axis`.
+
         Args:
           x: a LaidOutTensor, or a pending sum.
-          mesh_axis: the mesh dimension that a group runs along.
-          concat_axis: the tensor axis.
+          mesh_axis: number of the mesh axis.
+          concat_axis: the axis of the slices along which they are concatenated.
 
         Returns:
           A LaidOutTensor.
@@ -192,11 +197,14 @@ class PlacementMeshImpl(mtf.placement_mesh_impl.PlacementMeshImpl):
     def alltoall(self, x: Any, mesh_axis: int, split_axis: int, concat_axis: int) -> Any:
         """Sends each processor of a group a part of every slice; concatenates what it receives.
 
+        A group is all processors that differ only along `mesh_axis`. Each of them cuts its slice
+        into as many parts as the group has processors, and the i-th processor gets the i-th parts.
+
         Args:
           x: a LaidOutTensor, or a pending sum.
-          mesh_axis: the mesh dimension that a group runs along.
-          split_axis: the tensor axis that is split.
-          concat_axis: the tensor axis that is concatenated.
+          mesh_axis: number of the mesh axis.
+          split_axis: the axis along which slices are cut.
+          concat_axis: the axis along which received parts are concatenated.
 
         Returns:
           A LaidOutTensor.
@@ -210,7 +218,10 @@ class PlacementMeshImpl(mtf.placement_mesh_impl.PlacementMeshImpl):
         return self._in_groups(straight, x, [mesh_axis])
 
     def laid_out_pcoord(self, mesh_axis: int) -> Any:
-        """Returns each processor's coordinate along a mesh dimension, as Python integers."""
+        """Returns each processor's coordinate along the mesh axis with the number `mesh_axis`.
+
+        The result is a LaidOutTensor whose slices are Python integers.
+        """
         coordinates = [
             mtf.pnum_to_processor_coordinates(self.shape, pnum)[mesh_axis]
             for pnum in range(self.size)
@@ -223,9 +234,11 @@ class PlacementMeshImpl(mtf.placement_mesh_impl.PlacementMeshImpl):
         x: Any,
         mesh_axes: Sequence[int],
     ) -> Any:
-        """Returns the results of a collective that is called once for each group along mesh_axes.
+        """Returns the results of `collective` for all processors, as a LaidOutTensor.
 
-        It gets the slices and the devices of the group's members.
+        `collective` is called once for each group of processors that differ only along `mesh_axes`
+        (numbers). It gets the members' slices of `x` and their devices, and returns a tensor for
+        each member.
         """
         slices = x.to_laid_out_tensor().tensor_list
         result: list[Any] = [None] * self.size
@@ -240,7 +253,8 @@ class PlacementMeshImpl(mtf.placement_mesh_impl.PlacementMeshImpl):
     ) -> list[tf.Tensor]:
         """Returns a value for each device, computed once for all devices that share a memory.
 
-        `compute` gets the positions in `devices` of those that share the memory.
+        `compute` is called once for each memory, with the positions in `devices` of the devices
+        that share this memory. One of these devices runs what it builds.
         """
         turn = self.next_turn()
         result: list[Any] = [None] * len(devices)

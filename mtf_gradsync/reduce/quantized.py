@@ -45,21 +45,21 @@ class Blocks(NamedTuple):
         return 2 ** (self.bits - 1) - 1
 
     def count(self, size: int) -> int:
-        """Returns the number of blocks for `size` numbers."""
+        """Returns how many blocks hold `size` numbers; the last block may be partly filled."""
         return -(-size // self.size)
 
     def pay(self, size: int) -> bool:
-        """Returns whether `size` numbers take at most half of float32's bytes."""
+        """Returns whether `size` numbers in blocks take at most half of the bytes of float32."""
         return 2 * self.count(size) * self.bytes <= 4 * size
 
 
 def encode(x: tf.Tensor, blocks: Blocks) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-    """Quantizes blocks of numbers, float32 ``[..., numbers of a block]``.
+    """Quantizes blocks of numbers, a float32 tensor `x` of shape ``[..., numbers of a block]``.
 
     Returns three tensors: the quantized numbers, int8 ``[..., bytes of a block's numbers]``; the
-    scales, bfloat16 ``[..., 1]``; and the quantization error, which is x minus what `decode`
-    returns. The error is exact in float32 on every device, because a scale has only 8 bits. A block
-    with a number that is not finite has the scale NaN and the error 0.
+    scales, bfloat16 ``[..., 1]``; and the quantization error, float32 of the shape of `x`, which is
+    `x` minus what `decode` returns. The error is exact in float32 on every device, because a scale
+    has only 8 bits. A block with an infinity or a NaN has the scale NaN and the error 0.
     """
     finite = tf.reduce_all(tf.math.is_finite(x), -1, keepdims=True)
     top = tf.reduce_max(tf.abs(x), -1, keepdims=True)
@@ -76,15 +76,19 @@ def encode(x: tf.Tensor, blocks: Blocks) -> tuple[tf.Tensor, tf.Tensor, tf.Tenso
 
 
 def decode(numbers: tf.Tensor, scales: tf.Tensor, blocks: Blocks) -> tf.Tensor:
-    """Returns the float32 numbers that blocks from `encode` stand for."""
+    """Returns the float32 numbers that blocks from `encode` stand for, as blocks.
+
+    `numbers` and `scales` are the first two results of `encode`.
+    """
     return _unpacked(tf.cast(numbers, tf.float32), blocks.bits) * tf.cast(scales, tf.float32)
 
 
 def in_blocks(values: Sequence[tf.Tensor], blocks: Blocks, parts: int) -> tf.Tensor:
-    """Returns tensors of one dtype as one of ``[parts, blocks of a part, numbers of a block]``.
+    """Returns one tensor with the numbers of all `values`, which have one dtype, in blocks.
 
-    Each tensor begins at the beginning of a block. The rest of its last block is filled with zeros,
-    and so is the rest of the last part.
+    Its shape is ``[parts, blocks of a part, numbers of a block]``: the blocks are divided equally
+    into `parts` parts. Each value begins at the beginning of a block. The rest of its last block is
+    filled with zeros, and so is the rest of the last part.
     """
     pieces, count = [], 0
     for x in values:
@@ -102,7 +106,10 @@ def in_blocks(values: Sequence[tf.Tensor], blocks: Blocks, parts: int) -> tf.Ten
 def out_of_blocks(
     x: tf.Tensor, shapes: Sequence[Sequence[int]], blocks: Blocks
 ) -> tuple[tf.Tensor, ...]:
-    """Returns the tensors that `in_blocks` turned into blocks; `shapes` are their shapes."""
+    """Returns the tensors that `in_blocks` turned into the tensor `x` of blocks.
+
+    `shapes` are the shapes of these tensors, in the same order.
+    """
     flat, start, values = tf.reshape(x, [-1]), 0, []
     for shape in shapes:
         size = math.prod(shape)
@@ -124,13 +131,20 @@ def _to_eight_bits(x: tf.Tensor) -> tf.Tensor:
 
 
 def _largest_scale(largest: int) -> np.float32:
-    """Returns the largest 8-bit scale whose product with the largest integer is finite."""
+    """Returns the largest scale of 8 significant bits whose product with `largest` is finite.
+
+    `largest` is the largest integer that is sent; see `Blocks.largest`.
+    """
     mantissa, exponent = math.frexp(float(np.finfo(np.float32).max) / largest)
     return np.float32(math.ldexp(math.floor(mantissa * 2**8), exponent - 8))
 
 
 def _packed(rounded: tf.Tensor, bits: int) -> tf.Tensor:
-    """Returns integers of 8 bits as they are, and integers of 4 bits as pairs in 8 bits."""
+    """Returns integers for int8: those of 8 bits as they are, those of 4 bits as pairs.
+
+    `rounded` and the result are float tensors of whole numbers. With 4 bits, neighbours in the last
+    axis become one number, so that this axis has half the size.
+    """
     if bits == 8:
         return rounded
     shape = rounded.shape.as_list()
@@ -149,10 +163,11 @@ def _unpacked(numbers: tf.Tensor, bits: int) -> tf.Tensor:
 
 
 def all_to_all(mesh_impl: Any, value: Any, groups: ProcessorGroups) -> Any:
-    """Exchanges rows of slices ``[size of a group, ...]`` among the processors of each group.
+    """Exchanges rows of slices among the processors of each group.
 
-    Row i of a processor's slice is sent to member i of its group. Row i of its result is the row
-    that it received from member i.
+    `value` and the result are `LaidOutTensor`s with slices of shape ``[size of a group, ...]``. Row
+    i of a processor's slice is sent to member i of its group. Row i of its result is the row that
+    it received from member i.
     """
     if is_simd(mesh_impl):
         physical = physical_groups(mesh_impl, groups)
@@ -175,10 +190,11 @@ def all_to_all(mesh_impl: Any, value: Any, groups: ProcessorGroups) -> Any:
 
 
 def gather_groups(mesh_impl: Any, value: Any, groups: ProcessorGroups) -> Any:
-    """Gives each processor the slices of all members of its group: ``[size of a group, ...]``.
+    """Gives each processor the slices of `value` of all members of its group.
 
-    The slices are in the order of the group. On a SIMD mesh the exchange is one AllToAll, which XLA
-    devices run as an all-gather.
+    The result is a `LaidOutTensor` with slices of shape ``[size of a group, ...]``, stacked in the
+    order of the group. On a SIMD mesh the exchange is one AllToAll, which XLA devices run as an
+    all-gather.
     """
     if is_simd(mesh_impl):
         physical = physical_groups(mesh_impl, groups)
@@ -206,9 +222,10 @@ _BITS = (4, 8)
 
 
 class QuantizationErrors(NamedTuple):
-    """The state of `QuantizedAllReduce`: for each gradient the errors that cores have not sent.
+    """The state of `QuantizedAllReduce`: the quantization errors of gradients.
 
-    It is None for gradients that are not quantized.
+    `of` has, for each gradient, a tensor of what each core has rounded away and not sent; None for
+    gradients that are not quantized.
     """
 
     of: tuple[Any, ...]
@@ -264,7 +281,7 @@ class QuantizedAllReduce(GradientStrategy):
         error_feedback: bool = True,
         reducer: Strategy | None = None,
     ):
-        """Sets the quantization.
+        """Sets the format of quantized numbers, and whether their errors are kept.
 
         Args:
           bits: the number of bits of a quantized number, 8 or 4.
@@ -330,7 +347,11 @@ class QuantizedAllReduce(GradientStrategy):
     def _exchange(
         self, mesh_impl: Any, values: Sequence[Any], groups: ProcessorGroups
     ) -> tuple[Sequence[Any], Sequence[Any]]:
-        """Returns the float32 sums of values, and each core's quantization errors (or Nones)."""
+        """Returns the sums of values over groups, sent as quantized blocks, and each core's errors.
+
+        Sums and quantization errors are `LaidOutTensor`s of float32, one for each value. Without
+        `error_feedback`, the errors are None.
+        """
         blocks, parts = self._blocks, groups.group_size
         shapes = [x.slice_shape for x in values]
 

@@ -345,7 +345,11 @@ def reduce_scatter_by(
     groups: ProcessorGroups,
     cuts: Sequence[Cuts],
 ) -> list[Any]:
-    """Calls `strategy.reduce_scatter`; without this method, all-reduces and takes parts."""
+    """Returns what `strategy.reduce_scatter` returns for the same arguments.
+
+    If `strategy` has no such method, because it is not a `Strategy`, its `all_reduce` makes the
+    sums, of which each processor then takes its part.
+    """
     scatter = getattr(strategy, "reduce_scatter", None)
     if scatter is not None:
         return scatter(mesh_impl, values, groups, cuts)
@@ -356,7 +360,8 @@ def reduce_scatter_by(
 def has_gradient_reduction(strategy: Any) -> bool:
     """Returns whether a strategy reduces an optimizer's gradients by its own `reduce_gradients`.
 
-    The strategy need not be a `Strategy`.
+    If `strategy` is an object of another class than `Strategy`, without the attribute
+    `has_gradient_reduction`, the result is False.
     """
     return bool(getattr(strategy, "has_gradient_reduction", False))
 
@@ -378,7 +383,10 @@ def check_strategy(reducer: Any) -> Any:
 
 
 def check_aggregation(aggregation: Any) -> bool:
-    """Returns True for a mean and False for a sum; raises ValueError for other aggregations."""
+    """Returns whether an aggregation is a mean: `tf.VariableAggregation.MEAN`, and not `.SUM`.
+
+    Raises ValueError for anything else.
+    """
     if aggregation == tf.VariableAggregation.MEAN:
         return True
     if aggregation == tf.VariableAggregation.SUM:
@@ -390,7 +398,10 @@ def check_aggregation(aggregation: Any) -> bool:
 
 
 def check_divisible(values: Sequence[Any]) -> None:
-    """Raises ValueError if a value has an integer dtype, which has no mean."""
+    """Raises ValueError if one of `values` (`LaidOutTensor`s) is of an integer dtype.
+
+    Integers have no mean.
+    """
     for value in values:
         dtype = value.tensor_list[0].dtype
         if dtype.is_integer:
@@ -401,9 +412,9 @@ def check_divisible(values: Sequence[Any]) -> None:
 
 
 def divide(mesh_impl: Any, value: Any, number: int) -> Any:
-    """Returns a `LaidOutTensor` divided by a number.
+    """Returns the `LaidOutTensor` `value`, divided by `number`.
 
-    A slice that several processors share is divided once.
+    A slice that several processors share is divided once, and they share the quotient.
     """
     if is_simd(mesh_impl):
         return mesh_impl.slicewise(lambda x: x / tf.cast(number, x.dtype), value)
@@ -455,7 +466,10 @@ def check_destinations(mesh_impl: Any, destinations: Any) -> list[str] | None:
 
 
 def check_value(mesh_impl: Any, value: Any) -> Any:
-    """Returns `value` unchanged; raises ValueError unless it has one slice per processor."""
+    """Returns `value` unchanged; raises ValueError if it is not a `LaidOutTensor` of this mesh.
+
+    It has to have one slice for each processor, and on a SIMD mesh one slice.
+    """
     if isinstance(value, mtf.Tensor):
         raise ValueError(
             f"A value to reduce must be a LaidOutTensor, got {value!r}. Give what it was lowered "
@@ -471,7 +485,10 @@ def check_value(mesh_impl: Any, value: Any) -> Any:
 
 
 def as_pairs(pairs: Any) -> list[tuple[Any, Any]]:
-    """Returns (value, destinations) pairs as a list; raises ValueError for anything else."""
+    """Returns a list or tuple of pairs (value, destinations) as a list.
+
+    Raises ValueError if `pairs` is anything else. The elements of a pair are not checked.
+    """
     if not isinstance(pairs, (list, tuple)):
         raise ValueError(
             "value_destination_pairs must be a list or tuple of tuples (value, destinations), got "
@@ -487,9 +504,10 @@ def as_pairs(pairs: Any) -> list[tuple[Any, Any]]:
 
 
 def copies(mesh_impl: Any, value: Any, devices: Sequence[str]) -> dict[str, tf.Tensor]:
-    """Copies a value that is the same on all processors to devices.
+    """Copies a value that is the same on all processors to devices; returns copies by device.
 
-    Each copy is made from the nearest slice: one on the device itself, or else in its process.
+    `value` is a `LaidOutTensor` on a placement mesh. Each copy is made from the nearest slice: one
+    on the device itself, else one in the device's process, else the first slice.
     """
     on_device: dict[str, tf.Tensor] = {}
     in_process: dict[Any, tf.Tensor] = {}
@@ -505,7 +523,11 @@ def copies(mesh_impl: Any, value: Any, devices: Sequence[str]) -> dict[str, tf.T
 
 
 def spread(tensor: tf.Tensor, devices: Sequence[str]) -> list[tf.Tensor]:
-    """Copies a tensor to devices, so that each process receives it only once."""
+    """Returns a copy of a tensor on each of `devices`, in the same order.
+
+    Each process receives the tensor only once: the first device in a process sends it to the
+    process's other devices.
+    """
     first: dict[Any, tf.Tensor] = {}
     result = []
     for device in devices:

@@ -20,7 +20,11 @@ from mtf_gradsync.mesh.devices import first_alike, slicewise
 
 
 def check_values(values: Sequence[Any]) -> None:
-    """Raises ValueError unless the slices of a value are dense, numeric and of one known shape."""
+    """Raises ValueError unless `values` are `LaidOutTensor`s of slices that can be summed.
+
+    The slices of each value have to be dense tf tensors of a numeric dtype, and all of one dtype
+    and one known shape.
+    """
     for index, value in enumerate(values):
         slices = getattr(value, "tensor_list", None)
         if slices is None:
@@ -73,7 +77,10 @@ _ELSEWHERE = {
 
 
 def ordered_add_n(inputs: Sequence[tf.Tensor]) -> tf.Tensor:
-    """Returns `tf.add_n` that always adds in the order of the inputs, at no extra cost."""
+    """Returns `tf.add_n(inputs)`, marked so that it adds in the order of the inputs in each run.
+
+    It takes no longer than without the mark.
+    """
     return add_in_order(tf.add_n(list(inputs)))
 
 
@@ -93,7 +100,8 @@ def sum_on_one_device(
 ) -> tf.Tensor:
     """Returns the sum of slices, added up on one device in their order.
 
-    bfloat16 and float16 are added up in float32.
+    `accumulation_fn` is the function that adds up the list of slices. It gets bfloat16 and float16
+    slices as float32, and the sum is cast back to the dtype of the slices.
     """
     dtype = slices[0].dtype
     narrow = dtype in NARROW_FLOATS
@@ -104,9 +112,10 @@ def sum_on_one_device(
 
 
 def add_n(slices: Sequence[Any], devices: Sequence[str], root: int) -> list[Any]:
-    """Returns the sum of a group's slices for each member, added up on the member `root`.
+    """Returns the sum of a group's slices for each member, added up on one member's device.
 
-    All members read the same tensor. The function is a `GroupSum`, as algorithms are.
+    `slices[i]` is on `devices[i]`, and `root` is the index of the device that adds up. The result
+    lists the same tensor once for each member. The function is a `GroupSum`.
     """
     return [sum_on_one_device(slices, devices[root])] * len(slices)
 
@@ -114,7 +123,8 @@ def add_n(slices: Sequence[Any], devices: Sequence[str], root: int) -> list[Any]
 def ring(slices: Sequence[Any], devices: Sequence[str], root: int) -> list[Any]:
     """Returns the sum of a group's slices for each member, made by Mesh-TF's ring.
 
-    bfloat16 and float16 are summed as float32. The function is a `GroupSum`, as algorithms are.
+    `slices[i]` is on `devices[i]`, and so is the i-th result. `root` is not used. bfloat16 and
+    float16 are summed as float32. The function is a `GroupSum`.
     """
     del root  # every member adds
     dtype = slices[0].dtype
@@ -131,7 +141,10 @@ ALGORITHMS: dict[str, GroupSum] = {"add_n": add_n, "ring": ring}
 
 
 def group_sum_dtype(group_sum: GroupSum, dtype: tf.DType) -> tf.DType:
-    """Returns the dtype in which the algorithm `group_sum` sends values of `dtype`."""
+    """Returns the dtype in which the algorithm `group_sum` sends values of `dtype`.
+
+    It is `dtype`, but float32 if the algorithm is `ring` and `dtype` is bfloat16 or float16.
+    """
     return tf.float32 if group_sum is ring and dtype in NARROW_FLOATS else dtype
 
 
@@ -156,7 +169,7 @@ SumFn = Callable[[Sequence[Any], ProcessorGroups, Sequence[int]], Sequence[Any]]
 
 
 def simd_wire_dtype(mesh_impl: Any, dtype: tf.DType, groups: ProcessorGroups) -> tf.DType:
-    """Returns the dtype in which Mesh-TF sends values over a SIMD mesh.
+    """Returns the dtype in which Mesh-TF sends values of `dtype` over a SIMD mesh.
 
     It is float32 for most dtypes: float64 loses precision, and integers are exact up to 2**24.
     bfloat16 is sent as it is in groups, along mesh axes, of at most 8 processors (an argument of
@@ -172,8 +185,8 @@ def simd_all_reduce(
 ) -> list[Any]:
     """Sums values over groups on a SIMD mesh: one CrossReplicaSum for each, in `simd_wire_dtype`.
 
-    With `one_group` these sums are marked as one group, which compilers combine. No value may then
-    depend on the sum of another value.
+    `values` and the sums are `LaidOutTensor`s. With `one_group` these sums are marked as one group
+    of sums, which compilers combine. No value may then depend on the sum of another value.
     """
 
     def cross_replica_sum(x: tf.Tensor) -> tf.Tensor:
@@ -190,8 +203,9 @@ def simd_all_reduce(
 def in_turns(mesh_impl: Any, sum_group: Callable[[Any, list[int], int], Sequence[Any]]) -> SumFn:
     """Returns a function that sums values over groups on a placement mesh.
 
-    `sum_group` sums one value over one group. It gets the value, the members of the group, and a
-    number by which devices take turns; it returns a slice for each member.
+    `sum_group` sums one value over one group. It gets the value (a `LaidOutTensor`), the processor
+    numbers of the group's members, and a number that counts up from group to group, by which it
+    chooses the device that adds up. It returns the sum for each member, as a list of tf tensors.
     """
 
     def sum_one(value: Any, groups: ProcessorGroups, turn: int) -> Any:
@@ -213,8 +227,9 @@ def in_groups(
 ) -> Any:
     """Returns a `LaidOutTensor` of the slices that `compute` returns for the members of each group.
 
-    `compute` gets the group's number and its members. It is called only once for groups whose
-    slices of `value` are the same tensors in the same memories, as on a mesh that shares copies.
+    `compute` gets the group's number and its members (processor numbers), reads their slices of
+    `value`, and returns a slice for each member. It is called only once for groups whose slices of
+    `value` are the same tensors in the same memories, as on a mesh that shares copies.
     """
     result: list[Any] = [None] * mesh_impl.size
     first = first_alike(mesh_impl, value.tensor_list, groups.groups)
@@ -234,7 +249,10 @@ def physical_groups(mesh_impl: Any, groups: ProcessorGroups) -> list[list[int]]:
 
 
 def positions(mesh_impl: Any, groups: ProcessorGroups) -> Any:
-    """Returns each processor's position in its group, a `LaidOutTensor` of int32 scalars."""
+    """Returns each processor's position in its group as a `LaidOutTensor` of scalars.
+
+    They are Python integers on a placement mesh, and int32 tensors on a SIMD mesh.
+    """
     at = [0] * mesh_impl.size
     for group in groups.groups:
         for position, processor in enumerate(group):
@@ -247,8 +265,8 @@ def positions(mesh_impl: Any, groups: ProcessorGroups) -> Any:
 def all_reduce_fn(mesh_impl: Any, group_sum: GroupSum = add_n, one_group: bool = True) -> SumFn:
     """Returns the function that sums values over groups on a mesh.
 
-    `group_sum` is the algorithm on a placement mesh. A SIMD mesh has one algorithm only, for which
-    `one_group` is as for `simd_all_reduce`.
+    A placement mesh sums each group by `group_sum`. A SIMD mesh sums by `simd_all_reduce`, which
+    gets `one_group`: whether all sums of one call are marked as one group of sums.
     """
     if is_simd(mesh_impl):
         return lambda values, groups, turns: simd_all_reduce(mesh_impl, values, groups, one_group)
@@ -284,10 +302,12 @@ Planner = Callable[[Sequence[int], int], Packs]
 def plan_buckets(
     num_bytes: Sequence[int], bucket_bytes: int, packed_bytes: int | None = None
 ) -> list[list[int]]:
-    """Returns the indices of the tensors in each bucket of at most bucket_bytes.
+    """Returns a list for each bucket: the indices of the bucket's tensors.
 
-    Each tensor joins the first bucket with room for it. A tensor that is larger than a bucket, or
-    than packed_bytes, is alone in its bucket.
+    `num_bytes` has the size of each tensor. Each tensor joins the first bucket in which it fits
+    without exceeding `bucket_bytes`. A tensor that is larger than `bucket_bytes` or `packed_bytes`
+    is alone in its bucket. A `packed_bytes` of None sets no limit, and a `bucket_bytes` of 0 leaves
+    each tensor alone.
     """
     buckets: list[list[int]] = []
     rooms: list[int] = []
@@ -307,17 +327,18 @@ def plan_buckets(
 
 
 def packs_of_groups(groups: Sequence[Sequence[int]], sizes: Sequence[int]) -> Packs:
-    """Returns one pack for each group of tensors, given by index, with all of their elements.
+    """Returns a plan with one pack for each group of tensors.
 
+    Each group is a list of tensors' indices, and its pack has all elements of these tensors.
     `sizes` has the number of elements of each tensor.
     """
     return [[Piece(i, 0, sizes[i]) for i in group] for group in groups]
 
 
 def pack(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
-    """Returns one tensor that holds several of one dtype.
+    """Returns one tensor that holds the elements of several tensors of one dtype.
 
-    They are stacked if they have one shape; otherwise they are flattened and concatenated.
+    The tensors are stacked if they have one shape. Otherwise they are flattened and concatenated.
     """
     if _one_shape([t.shape.as_list() for t in tensors]):
         return tf.stack(tensors)
@@ -348,7 +369,11 @@ MESSAGE_BYTES = 32 * 1024
 
 
 def alone(sizes: Sequence[int], itemsize: int) -> Packs:
-    """Returns a plan in which each tensor is alone in its pack; the function is a `Planner`."""
+    """Returns a plan in which each tensor is alone in its pack.
+
+    `sizes` has the number of elements of each tensor; `itemsize` is not used. The function is a
+    `Planner`.
+    """
     del itemsize
     return packs_of_groups([[i] for i in range(len(sizes))], sizes)
 
@@ -361,11 +386,19 @@ def packed_all_reduce(
     planner: Planner = alone,
     turns: Iterator[int] | None = None,
 ) -> list[Any]:
-    """Sums values over groups, in packs of one dtype.
+    """Returns the sums of values over groups, made in packs of tensors of one dtype.
 
-    `planner` chooses the packs, and one call of `sum_fn` sums all of them. `turns` gives each pack
-    a number, by which packs are spread over the devices. Tensors without elements are returned as
-    they are, and so are all values if groups have one processor.
+    Tensors without elements are returned as they are, and so are all values if groups have one
+    processor.
+
+    Args:
+      mesh_impl: the mesh.
+      values: `LaidOutTensor`s of any shapes and dtypes.
+      groups: the groups of processors that sum with each other.
+      sum_fn: the function that sums; one call gets all packs, as `LaidOutTensor`s.
+      planner: the function that chooses the packs; it is called once for each dtype.
+      turns: numbers for the packs, by which `sum_fn` spreads packs over the devices; None counts
+        from 0. Several calls that share an iterator go on counting.
     """
     values = list(values)
     check_values(values)
@@ -397,7 +430,11 @@ def _sum_packs(
     sum_fn: SumFn,
     turns: Iterator[int],
 ) -> list[Any]:
-    """Sums values in the given packs; returns values that are in no pack as they are."""
+    """Returns the sums of values over groups, made in the packs of a plan.
+
+    `packs` is the plan, whose pieces refer to positions in `values`. Values that are in no pack are
+    returned as they are. `sum_fn` gets all packs, with a number of `turns` for each.
+    """
     pieces: dict[int, list[Piece]] = collections.defaultdict(list)
     for piece in itertools.chain.from_iterable(packs):
         pieces[piece.tensor].append(piece)
@@ -447,7 +484,12 @@ def _on_sums(
     sums: Sequence[Any],
     num_results: int,
 ) -> Sequence[Any]:
-    """Applies `fn`, which only copies slices, to sums; processors may share the results."""
+    """Returns the results of `fn` for each processor's slices of `sums`, as `LaidOutTensor`s.
+
+    `fn` only moves elements, to unpack a pack for example, and returns `num_results` tensors. If
+    the sums are small, each processor calls `fn`. If they are large, processors that hold the same
+    slices share one call and its results.
+    """
     itemsize = sums[0].tensor_list[0].dtype.size
     num_bytes = itemsize * sum(mtf.list_product(x.slice_shape) for x in sums)
     if is_simd(mesh_impl) or num_bytes < MESSAGE_BYTES * num_results:
