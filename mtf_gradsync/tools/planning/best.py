@@ -140,7 +140,7 @@ class Best:
         )
 
     def to_json(self) -> str:
-        """Returns the result as JSON text, with only the first few of all choices."""
+        """Returns the result as JSON text, with the five fastest of all choices."""
 
         def plain(choice: Choice | None) -> Any:
             if choice is None:
@@ -237,7 +237,10 @@ def all_choices(
 
 
 def _order(choice: Choice) -> tuple[Any, ...]:
-    """Returns a sort key of a division: time, then memory, then simpler stacks, then more rules."""
+    """Returns a key that sorts divisions: the shortest predicted time first, then least memory.
+
+    Of equal divisions, a simpler stack comes first, and then a layout with more rules.
+    """
     predicted, stack = choice.predicted, choice.stack
     return (predicted.seconds, predicted.bytes_per_core, len(str(stack)), -len(choice.layout))
 
@@ -245,7 +248,16 @@ def _order(choice: Choice) -> tuple[Any, ...]:
 def _with_fewer_rules(layout: str, mesh_shape: str, batch_dims: Sequence[str]) -> list[str]:
     """Returns a layout, and its variants without some of the rules that split the model.
 
-    Rules of mesh axes of size 1, and rules that split the batch, are always kept.
+    Rules of mesh axes of size 1, and rules that split the batch, are always kept. A layout with
+    more than six other rules is returned alone.
+
+    Args:
+      layout: the layout rules, such as "batch:batch;heads:model".
+      mesh_shape: the mesh shape, such as "batch:4;model:2".
+      batch_dims: names of the batch's dimensions.
+
+    Returns:
+      The layouts as text, with the most rules first.
     """
     sizes = {dim.name: dim.size for dim in mtf.convert_to_shape(mesh_shape).dims}
     rules = rules_of(layout)
@@ -307,5 +319,5 @@ def best_of(
 
 
 def _kind(stack: Stack) -> tuple[Any, ...]:
-    """Returns the settings of a stack without its numbers of steps."""
+    """Returns the settings of a stack without its numbers of steps, as a tuple to compare."""
     return stack.sums, stack.sharded_updates, stack.reducer, bool(stack.inner_steps)

@@ -49,7 +49,10 @@ class Array(NamedTuple):
 
     @classmethod
     def of(cls, tensor: Any, dtype: Any = None) -> Array:
-        """Returns the array of a tensor or variable; `dtype` is by default the tensor's own."""
+        """Returns the array of an mtf tensor or variable.
+
+        `dtype` says how many bytes a number takes; by default it is the dtype of the tensor.
+        """
         dims = tuple((dim.name, dim.size) for dim in tensor.shape.dims)
         return cls(dims, (dtype or tensor.dtype).size)
 
@@ -60,7 +63,11 @@ class Array(NamedTuple):
 
 
 class _Product(NamedTuple):
-    """A product of matrices: all dimensions of its operands, and its inputs and output."""
+    """A product of matrices.
+
+    `dims` are the names and sizes of all dimensions of its operands, each dimension once. `arrays`
+    are its inputs, followed by its output.
+    """
 
     dims: tuple[tuple[str, int], ...]
     arrays: tuple[Array, ...]
@@ -221,10 +228,13 @@ def _reduced(operation: mtf.Operation) -> frozenset[str]:
 
 
 def _pending_sums(operations: Sequence[mtf.Operation]) -> dict[mtf.Operation, frozenset[str]]:
-    """Returns operation -> the dimensions that it sums over, for sums that may need an all-reduce.
+    """Returns the sums among the operations that need an all-reduce if their dimensions are split.
 
     If two such sums over the same dimensions are added, Mesh-TensorFlow makes one all-reduce after
     the addition. So the addition is listed in place of the two.
+
+    Returns:
+      A dictionary from each of these operations to the names of the dimensions that it sums over.
     """
     over: dict[mtf.Operation, frozenset[str]] = {}
     for operation in operations:
@@ -242,9 +252,15 @@ def _pending_sums(operations: Sequence[mtf.Operation]) -> dict[mtf.Operation, fr
 
 
 def _kept(operations: Sequence[mtf.Operation], forward: int, backward: int) -> Mapping[Array, int]:
-    """Returns array -> number, for results of the forward pass that the backward pass reads.
+    """Counts the results of the forward pass that the backward pass reads.
 
-    `forward` and `backward` are the numbers of operations at which these passes end.
+    Args:
+      operations: all operations of the graph, in order.
+      forward: the number of the first operation after the forward pass.
+      backward: the number of the first operation after the backward pass.
+
+    Returns:
+      A dictionary from each such array to the number of results that are equal to it.
     """
     own = set(operations[:forward])
     read = {
@@ -265,7 +281,17 @@ class Predictor:
     """
 
     def __init__(self, costs: StepCosts, machine: Machine, mesh_shape: str, layout: str):
-        """Makes a predictor; raises ValueError if this mesh and layout cannot split the model."""
+        """Makes a predictor for one mesh and layout.
+
+        Args:
+          costs: the facts of the training step, as `read_costs` returns them.
+          machine: the machine, which tells the rates of its cores and the times of collectives.
+          mesh_shape: the mesh shape, such as "batch:4;model:2".
+          layout: the layout rules, such as "batch:batch;heads:model".
+
+        Raises:
+          ValueError: this mesh and layout cannot split the model.
+        """
         self._costs, self._machine = costs, machine
         dims = mtf.convert_to_shape(mesh_shape).dims
         self._sizes = {dim.name: dim.size for dim in dims}
@@ -303,7 +329,10 @@ class Predictor:
             raise ValueError(f"{' and '.join(idle)} would split nothing of the model")
 
     def _numbers(self, dims: Sequence[tuple[str, int]], steps: int) -> float:
-        """Returns how many numbers of an array a core has in one of `steps` microbatch steps."""
+        """Returns how many numbers of an array a core has in one of `steps` microbatch steps.
+
+        `dims` are the names and sizes of the whole array's dimensions, before they are split.
+        """
         count = 1.0
         for name, size in dims:
             count *= size / self._sizes.get(self._axis.get(name, ""), 1)
@@ -318,7 +347,16 @@ class Predictor:
         return sum(count * self._bytes(array, steps) for array, count in arrays.items())
 
     def seconds(self, operation: str, axes: Sequence[str], size: float) -> float:
-        """Returns the seconds of a collective along mesh axes, of `size` bytes from each core."""
+        """Returns the seconds that a collective along mesh axes takes on the machine's links.
+
+        Args:
+          operation: HLO's name of the collective, such as "all-reduce".
+          axes: names of the mesh axes along which cores exchange data.
+          size: the bytes that each core gives to the collective.
+
+        Returns:
+          The seconds; 0 if there are no axes or no bytes.
+        """
         if not axes or not size:
             return 0.0
         if operation == "reduce-scatter" and _KEPT_IN < self._machine.cores == self._cores(axes):
@@ -335,7 +373,10 @@ class Predictor:
         return math.prod(self._sizes[axis] for axis in axes)
 
     def _groups(self, axes: Sequence[str]) -> list[tuple[int, ...]]:
-        """Returns the groups of cores whose coordinates differ only along the given mesh axes."""
+        """Returns the groups of cores that exchange data along the given mesh axes.
+
+        Each group lists the numbers of cores whose places on the mesh differ only along these axes.
+        """
         names = list(self._sizes)
         groups: dict[Any, list[int]] = {}
         for core, place in enumerate(itertools.product(*map(range, self._sizes.values()))):
@@ -380,8 +421,9 @@ class Predictor:
     def _step(self, steps: int) -> tuple[float, float, float]:
         """Returns what one of `steps` microbatch steps costs, whatever the wrappers are.
 
-        The seconds of its operations, the seconds of the model's collectives, and the bytes that
-        the forward pass keeps for the backward pass.
+        Returns:
+          Three numbers: the seconds of the step's operations, the seconds of the collectives that
+          the model needs, and the bytes that a core keeps from the forward for the backward pass.
         """
         costs = self._costs
         compute = sum(
@@ -397,7 +439,13 @@ class Predictor:
         return compute, sum(self._model_collectives(steps)), kept
 
     def _model_collectives(self, steps: int) -> Iterator[float]:
-        """Yields the times of a microbatch step's collectives, except of gradients over shards."""
+        """Yields the seconds of the collectives that the model needs in a microbatch step.
+
+        The reduction of gradients over the replica axes is left out: the wrappers decide it.
+
+        Args:
+          steps: the number of microbatch steps that the batch of an update is divided into.
+        """
         for one, count in self._costs.sums.items():
             axes = {self._axis[name] for name in one.over if name in self._axis}
             if one.is_gradient:
@@ -413,11 +461,18 @@ class Predictor:
                     yield count * self.seconds(kind, [axis], self._bytes(reshape.before, steps))
 
     def _split(self, array: Array) -> dict[str, str]:
-        """Returns mesh axis -> the dimension of an array that is split along this axis."""
+        """Returns a dictionary from each mesh axis that splits the array to the split dimension.
+
+        Axes and dimensions are given by name.
+        """
         return {self._axis[name]: name for name, _ in array.dims if name in self._axis}
 
     def _is_renamed(self, one: _Reshape, axis: str) -> bool:
-        """Returns whether a reshape only renames the dimension that lies along a mesh axis."""
+        """Returns whether a reshape needs no exchange of data along a mesh axis.
+
+        This is so if the dimension that the axis splits is at the same place before and after the
+        reshape and all sizes are equal, so that the dimension is only renamed.
+        """
         places, sizes = [], []
         for array in (one.before, one.after):
             names = [name for name, _ in array.dims]
@@ -426,7 +481,14 @@ class Predictor:
         return places[0] == places[1] and sizes[0] == sizes[1]
 
     def _sync(self, stack: Stack) -> tuple[float, float]:
-        """Returns the times of collectives of a stack: in a microbatch step, and in an update."""
+        """Returns the seconds of the collectives by which a stack's wrappers synchronize replicas.
+
+        They exchange gradients, or new values of variables.
+
+        Returns:
+          Two numbers: the seconds in each microbatch step, and the further seconds once in an
+          update. With outer steps, the second number is an update's share of an outer step.
+        """
         axes, costs = self.replica_axes, self._costs
         if stack.inner_steps:
             float32 = self._sum_of(_in_float32(costs.variables))
@@ -465,7 +527,7 @@ class Predictor:
 
 
 def _in_float32(arrays: Mapping[Array, int]) -> Mapping[Array, int]:
-    """Returns the same arrays, with numbers of four bytes."""
+    """Returns the same arrays and their counts, with four bytes for each number."""
     found: collections.Counter[Array] = collections.Counter()
     for array, count in arrays.items():
         found[array._replace(number_bytes=_FLOAT32)] += count

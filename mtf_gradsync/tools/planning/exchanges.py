@@ -49,7 +49,8 @@ def exchanges_of(
         since the compiler has merged them.
       report: the collectives of the program before compilation. Those inside loops are taken from
         here, since it says how many iterations a loop has (one if that is unknown).
-      axes: groups of cores -> mesh axes, as `groups_by_axes` returns them.
+      axes: a mapping from the groups of cores along a mesh axis (a set of sets of core numbers) to
+        the axis's name, or to several names joined by "+", as `groups_by_axes` returns it.
       cores: the number of cores.
       conditions: whether all conditions of the program are true, as in a step with the update.
       slices: the number of slices that a data center network joins, along the first mesh axis.
@@ -84,7 +85,17 @@ def exchanges_of(
 
 
 def _axis_around(groups: Groups, axes: Mapping[Any, str]) -> str | None:
-    """Returns the mesh axes along whose groups the given groups lie; or None."""
+    """Returns the smallest mesh axes along which all the given groups of cores lie.
+
+    A group lies along mesh axes if one of the groups of these axes contains it.
+
+    Args:
+      groups: the numbers of the cores in each group.
+      axes: a mapping from the groups of cores along mesh axes to the names of these axes.
+
+    Returns:
+      The names of the axes, joined by "+"; None if the groups lie along no axes.
+    """
     around = [
         (max(map(len, key)), axis)
         for key, axis in axes.items()
@@ -96,7 +107,14 @@ def _axis_around(groups: Groups, axes: Mapping[Any, str]) -> str | None:
 def _by_slice(one: Exchange, of_slice: int) -> list[Exchange]:
     """Splits a collective into collectives within slices and between slices, as the compiler does.
 
-    `of_slice` is the number of cores in a slice.
+    Args:
+      one: the collective.
+      of_slice: the number of cores in a slice.
+
+    Returns:
+      `one` alone if all its groups lie within slices. An all-reduce that crosses slices becomes a
+      reduce-scatter within slices, an all-reduce between slices of the parts, and an all-gather
+      within slices. Any other collective becomes one within slices and one between slices.
     """
     members = [sum(core // of_slice == group[0] // of_slice for core in group)
                for group in one.groups]  # fmt: skip

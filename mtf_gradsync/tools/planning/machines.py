@@ -53,14 +53,19 @@ def bytes_sent(operation: str, members: int, size: float) -> float:
 def bytes_of_chip(operation: str, cores: float, size: float) -> float:
     """Returns the bytes that a chip gives to a collective if `cores` of its cores give `size` each.
 
-    Reductions are first made on the chip, so that its cores count once. In an all-gather or
-    all-to-all the data of all cores are sent.
+    `operation` is HLO's name of the collective, such as "all-reduce". In a reduction the cores of a
+    chip first add up their data on the chip, so the result is `size`. In an all-gather or
+    all-to-all the data of all cores are sent, so the result is `cores` times `size`.
     """
     return cores * size if operation in ("all-gather", "all-to-all") else size
 
 
 def hops(operation: str, members: int) -> int:
-    """Returns how many hops between neighbours a collective makes one after the other on a ring."""
+    """Returns how many hops between neighbours a collective makes one after the other on a ring.
+
+    `operation` is HLO's name of the collective, such as "all-reduce", and `members` is the number
+    of chips in the ring. The result is 0 for one chip.
+    """
     if members < 2:
         return 0
     if operation == "collective-permute":
@@ -90,9 +95,12 @@ class Torus:
     """A TPU slice: chips in a grid, with links between neighbours."""
 
     def __init__(self, chip: Chip, places: Sequence[Place]):
-        """Makes a grid of `chip`s from the places of the cores, in the program's order.
+        """Makes a grid of chips.
 
-        A place is the coordinates of the core's chip, followed by the core's number on the chip.
+        Args:
+          chip: the kind of chip: its name, links and rates.
+          places: the place of each core, in the order of the program's cores. A place is the
+            coordinates of the core's chip, followed by the core's number on the chip.
         """
         self._chip = chip
         self._places = [tuple(place) for place in places]
@@ -104,9 +112,13 @@ class Torus:
         return 1 + max(place[-1] for place in self._places)
 
     def links(self, group: Sequence[int]) -> Links:
-        """Returns the links that a group of cores uses: those in the smallest box around its chips.
+        """Returns the links that a group of cores uses in a collective.
 
-        If other cores are in that box, their groups share the links.
+        These are the links in the smallest box of the grid that holds the chips of the group. If
+        other cores are in that box, the group gets only its share of the links' rate.
+
+        Args:
+          group: the numbers of the cores that exchange data with each other.
         """
         cores = [self._places[core] for core in group]
         chips = {place[:-1] for place in cores}
@@ -135,7 +147,8 @@ class Torus:
 
         Args:
           operation: HLO's name of the collective, such as "all-reduce".
-          groups: the groups of cores that exchange data (pairs for "collective-permute").
+          groups: the numbers of the cores in each group. The cores of a group exchange data with
+            each other; for "collective-permute" each group is a pair.
           size: the bytes that each core gives to the collective.
         """
         slowest = 0.0
@@ -183,15 +196,28 @@ class Machine(Protocol):
     estimate_source: str  # how times are estimated: see `PlanRow.estimate_source`
 
     def lower(self, program: Program, fetches: Sequence[object]) -> LoweredProgram:
-        """Returns the program of a core, lowered for `compile`."""
+        """Returns the program of a core in the form that `compile` takes.
+
+        `fetches` are the tensors that a step returns besides the updates, such as the loss. If the
+        program cannot be compiled at all, `LoweredProgram.refused` of the result says why.
+        """
 
     def compile(self, lowered: LoweredProgram, begun: Begun) -> Compiled:
-        """Compiles a program; `begun` is called with each process that is started for it."""
+        """Compiles a program that `lower` returned; returns its memory and estimates, or an error.
+
+        `begun` is called with each process that is started to compile, so that the caller can kill
+        the process.
+        """
 
     def seconds(self, operation: str, groups: Sequence[Sequence[int]], size: float) -> float:
-        """Returns the seconds of a collective on the links; see `Torus.seconds`.
+        """Returns the seconds that a collective takes on the links; see `Torus.seconds`.
 
-        These seconds are added to the estimated time of the step's operations.
+        The planner adds these seconds to the estimated time of the step's operations.
+
+        Args:
+          operation: HLO's name of the collective, such as "all-reduce".
+          groups: the numbers of the cores in each group that exchanges data.
+          size: the bytes that each core gives to the collective.
         """
 
 
@@ -201,11 +227,19 @@ class TpuMachine:
     def __init__(
         self, topology: str, dcn_bytes_per_second: float | None = None, by_branches: bool = False
     ):
-        """Makes the machine of a topology such as "v5e:4x4"; asks the compiler where its cores are.
+        """Makes the machine of a topology; the TPU compiler tells where its cores are.
 
-        Several slices ("2xv5e:4x4") need `dcn_bytes_per_second`: the bytes per second that a chip
-        sends over the data center network. `by_branches` is for `compile_lowered`: one compilation
-        in place of three.
+        Args:
+          topology: the slice, such as "v5e:4x4"; "2xv5e:4x4" for two slices.
+          dcn_bytes_per_second: the bytes per second that a chip sends over the data center network;
+            needed for several slices.
+          by_branches: whether a program with one conditional is compiled once in place of three times.
+            The costs of a step with and without the update are then found from the branches of the
+            one compiled program (see `compile_lowered`).
+
+        Raises:
+          ValueError: several slices are given without `dcn_bytes_per_second`, or there is no such
+            topology.
         """
         named = slice_of(topology)
         if named.slices > 1 and dcn_bytes_per_second is None:
@@ -228,13 +262,18 @@ class TpuMachine:
         self.estimate_source = "roofline"
 
     def lower(self, program: Program, fetches: Sequence[object]) -> LoweredProgram:
-        """Lowers a program to HLO for the cores of this topology."""
+        """Returns the program of a core as an HLO module, or the reason why it is refused.
+
+        `fetches` are the tensors that a step returns besides the updates, such as the loss.
+        """
         return lower(program, fetches)
 
     def compile(self, lowered: LoweredProgram, begun: Begun) -> Compiled:
-        """Compiles a program, and returns its memory and estimates.
+        """Compiles a program for this topology; returns its memory and estimates, or an error.
 
-        If the program has conditionals, `Compiled.step` is a step with the update.
+        If the program has conditionals, `Compiled.step` is a step with the update, and
+        `Compiled.skipped` a step without it. `begun` is called with each process that is started to
+        compile, so that the caller can kill the process.
         """
         made = compile_lowered(lowered, self.name, begun=begun, by_branches=self._by_branches)
         if made.memory is None:
@@ -254,8 +293,12 @@ class TpuMachine:
 
         The estimate of a step's operations counts a collective's access to memory, but no links.
 
-        Each of `groups` lies in one slice, or consists of the cores at the same place of several
-        slices. In the second case the cores of a chip share its rate over the network.
+        Args:
+          operation: HLO's name of the collective, such as "all-reduce".
+          groups: the numbers of the cores in each group that exchanges data. Each group lies in one
+            slice, or consists of the cores at the same place of several slices. In the second case
+            the cores of a chip share its rate over the network.
+          size: the bytes that each core gives to the collective.
         """
         if any(group[0] // self._of_slice != group[-1] // self._of_slice for group in groups):
             count = max(map(len, groups))
@@ -270,8 +313,9 @@ class TpuMachine:
 def topology_of(chips: str) -> str:
     """Returns the topology for a number of chips, such as "v5e:16x16" for "v5e:256".
 
-    The chips are arranged as close to a square or cube as possible. Text that already names a
-    topology is returned unchanged.
+    `chips` is the kind and number of chips, after "2x" for two such slices ("2xv5e:256"). The chips
+    of a slice are arranged as close to a square or cube as possible. Text that already names a
+    topology is returned unchanged, and so is text with an unknown kind of chip.
 
     Raises:
       ValueError: the number is no power of two, so that the arrangement is unknown.
@@ -319,10 +363,16 @@ def factorizations(cores: int, axes: Sequence[str]) -> list[str]:
 
 
 def shapes_of(cores: int, axes: Sequence[str], slices: int) -> list[str]:
-    """Returns all mesh shapes of a machine, for several slices in each possible order.
+    """Returns all mesh shapes of a machine, such as "batch:4;model:2".
 
-    The first axis of a mesh shape crosses the data center network between slices. So each axis
-    whose size `slices` divides comes first once. The other arguments are those of `factorizations`.
+    The first axis of a mesh shape crosses the data center network between slices. So, with several
+    slices, each shape is returned once for every axis whose size `slices` divides, with this axis
+    first.
+
+    Args:
+      cores: the number of the machine's cores, of all slices together.
+      axes: names of the mesh axes.
+      slices: the number of slices that the data center network joins.
     """
     found = []
     for shape in factorizations(cores, axes):

@@ -127,8 +127,9 @@ def plan(
 
 
 def _chip_hour(price: float | Mapping[str, float] | None, chip: str) -> float | None:
-    """Returns the dollars for an hour of a `chip`, or None if no price was given.
+    """Returns the dollars for an hour of one chip, or None if no price was given.
 
+    `price` is the argument of `plan`, and `chip` is the generation of the chip, such as "v5e".
     Raises ValueError if `price` has no price of this generation, or is not a positive number.
     """
     if isinstance(price, Mapping):
@@ -170,10 +171,17 @@ def _environment_kept() -> Iterator[None]:
 def _each_once(
     kind: str, texts: Sequence[str], read: Callable[[str], Any], example: str
 ) -> list[str]:
-    """Returns `texts` without repetitions, where texts that `read` reads as equal count as equal.
+    """Returns a list of texts without the texts that mean the same as an earlier one.
 
-    Raises ValueError for a text that Mesh-TF cannot read. The error says what `kind` of text it is,
-    and shows an `example` of the right form.
+    Args:
+      kind: what the texts are, such as "layout", for the error.
+      texts: the texts.
+      read: a function that returns what a text means, as a value that can be compared, and raises
+        ValueError for a text that Mesh-TF cannot read.
+      example: a text of the right form, for the error.
+
+    Raises:
+      ValueError: a text cannot be read.
     """
     found: dict[Any, str] = {}
     for text in texts:

@@ -275,7 +275,11 @@ class Plan:
 
 
 def sorted_rows(rows: list[PlanRow]) -> tuple[PlanRow, ...]:
-    """Returns rows in the order of `Plan.rows`."""
+    """Returns the rows in the order of `Plan.rows`.
+
+    Programs that fit into memory come first, and of these the fastest. Rows whose estimate is in
+    doubt come last.
+    """
 
     def key(row: PlanRow) -> Any:
         rate = row.tokens_per_second
@@ -286,7 +290,11 @@ def sorted_rows(rows: list[PlanRow]) -> tuple[PlanRow, ...]:
 
 
 def _parameters(rows: tuple[PlanRow, ...]) -> list[str]:
-    """Returns a line with the number of parameters (or several, if padding depends on the mesh)."""
+    """Returns a list with one line that says how many parameters the model has.
+
+    The line has several numbers if rows differ, as when padding depends on the mesh. The list is
+    empty if no row knows its number.
+    """
     counts = sorted({row.parameters for row in rows if row.parameters is not None})
     return [f"{' or '.join(f'{n:,}' for n in counts)} parameters."] if counts else []
 
@@ -297,7 +305,11 @@ def _name(row: PlanRow | Refused, with_layout: bool) -> str:
 
 
 def _fewer_messages(rows: tuple[PlanRow, ...]) -> list[str]:
-    """Returns lines with a table of step times with fewer exchanges between slices, and savings."""
+    """Returns the lines of the plan's text on fewer exchanges between slices.
+
+    These are a table of the step times in `PlanRow.fewer_messages`, and a sentence for each row on
+    how much time is saved. There are no lines if no row has such times.
+    """
     table, words = [], []
     several = len({row.layout for row in rows}) > 1
     for row in rows:
@@ -341,7 +353,10 @@ _LEAST_SAVED = 0.05
 
 
 def _reasons(refused: tuple[Refused, ...], with_layout: bool) -> list[str]:
-    """Returns lines that give each reason once, with the meshes that it refuses."""
+    """Returns lines of text that give each reason once, with the meshes that are refused for it.
+
+    `with_layout` says whether the layout is part of a mesh's name.
+    """
     meshes: dict[str, list[str]] = {}
     for one in refused:
         meshes.setdefault(one.reason, []).append(_name(one, with_layout))
@@ -355,7 +370,11 @@ def _reasons(refused: tuple[Refused, ...], with_layout: bool) -> list[str]:
 
 
 def _parts(rows: tuple[PlanRow, ...]) -> dict[str, list[float]]:
-    """Returns label -> milliseconds of each row, for operations and for links of each mesh axis."""
+    """Returns the milliseconds of a step, split into operations and the links of each mesh axis.
+
+    The result is a dictionary from the label of a part, "operations" or "along batch", to a list
+    with the milliseconds of this part in each row.
+    """
     parts = {"operations": [1e3 * row.estimate_seconds for row in rows]}
     for axis in dict.fromkeys(t.axis for row in rows for t in row.traffic):
         parts[f"along {axis}"] = [

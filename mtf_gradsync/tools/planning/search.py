@@ -109,7 +109,7 @@ def model_flops(loss: mtf.Tensor) -> float:
 
 
 def _summed(einsum: mtf.EinsumOperation) -> bool:
-    """Returns whether a product sums over a dimension of its operands."""
+    """Returns whether an einsum sums over a dimension: whether its output lacks one of them."""
     return any(
         dim not in einsum.outputs[0].shape.dims for x in einsum.inputs for dim in x.shape.dims
     )
@@ -153,7 +153,7 @@ def search(
     done: Callable[[], Any] = lambda: None,
     stop: Interruption | None = None,
 ) -> Plan:
-    """Builds and compiles the program of each candidate; returns the plan.
+    """Builds and compiles the program of each candidate; returns the predicted costs of all.
 
     After a KeyboardInterrupt the plan has the candidates planned so far. Programs are built one
     after the other, each once for all machines, while compilers run. Equal programs are compiled
@@ -164,8 +164,9 @@ def search(
       candidates: the meshes, layouts and machines to plan for.
       jobs: the number of compilers that run at once.
       refusals: types of errors by which `build` says that a mesh is not possible.
-      done: called after each candidate.
-      stop: raises KeyboardInterrupt after a signal, if the caller has entered it.
+      done: a function without arguments that is called after each candidate.
+      stop: a context manager that the caller has entered, and whose `check` raises
+        KeyboardInterrupt after a signal; None pays no attention to signals.
     """
     return _Search(build, jobs, refusals, done, stop or Interruption()).run(candidates)
 
@@ -218,7 +219,12 @@ class _Search:
         )
 
     def _built(self, group: Sequence[Candidate]) -> Iterable[_Work]:
-        """Builds the program of candidates that have the same mesh shape and layout."""
+        """Builds the program of candidates that have the same mesh shape and layout.
+
+        Returns:
+          The lowered program for each candidate. If `build` refuses the mesh, the candidates are
+          listed as refused and the result is empty.
+        """
         first, started = group[0], time.monotonic()
         try:
             with tf.Graph().as_default():
@@ -297,7 +303,7 @@ class _Search:
                 process.kill()
 
     def _end(self, pool: concurrent.futures.Executor) -> None:
-        """Kills the compilers that still run, and waits for the threads in the pool."""
+        """Kills the compilers that still run, and waits until the threads of `pool` have ended."""
         with self._lock:
             self._stopped = self._stopped or bool(self._pending)
             for process in self._processes:
@@ -382,11 +388,19 @@ _BATCH = ("batch", "outer_batch")
 
 
 def _fewer_messages(work: _Work, alone: float) -> tuple[FewerMessages, ...]:
-    """Returns step times if slices exchange values only once in a number of steps.
+    """Returns step times if slices exchange values only once in several steps.
 
-    `alone` is the time of a step without any exchange between slices. An outer step adds up float32
-    values of each core over the slices. An island sends its change and reads the merged values
-    through one process, while its steps go on.
+    There are two entries for each number of the candidate's `inner_steps`. For "OuterOptimizer", an
+    outer step adds up float32 values of each core over the slices. For "islands", an island sends
+    its change and reads the merged values through one process, while its steps go on.
+
+    Args:
+      work: the candidate with its program.
+      alone: the seconds of a step without any exchange between slices.
+
+    Returns:
+      The entries. There are none for one slice, for an unknown number of parameters, or if the
+      first mesh axis, which crosses the network, does not split the batch.
     """
     machine, parameters = work.candidate.machine, work.built.parameters
     (first, size), *_ = (axis.split(":") for axis in work.candidate.mesh_shape.split(";"))
@@ -405,7 +419,11 @@ def _fewer_messages(work: _Work, alone: float) -> tuple[FewerMessages, ...]:
 
 
 def _roofline(cost: CostEstimate, machine: Machine) -> float | None:
-    """Returns the least time of a step's operations on a core, without links; None if unknown."""
+    """Returns the least seconds that a step's operations can take on a core, without the links.
+
+    This is the time of the operations at the core's peak or of the bytes at the memory's bandwidth,
+    whichever is longer; None if the machine's rates are unknown.
+    """
     peak, bandwidth = machine.peak_flops_per_core, machine.bytes_per_second_per_core
     if not peak or not bandwidth:
         return None

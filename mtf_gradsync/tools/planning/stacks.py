@@ -40,13 +40,14 @@ class Stack(NamedTuple):
 def stacks_of(
     steps: Sequence[int], shards: int, replica_axes: int, inner_steps: Sequence[int] = ()
 ) -> list[Stack]:
-    """Returns all stacks that can be chosen.
+    """Returns all stacks of wrappers that `plan --best` can choose from for one mesh.
 
     Args:
-      steps: numbers of microbatch steps in an update to consider.
+      steps: numbers to consider for `Stack.steps`, the microbatch steps in an update.
       shards: the number of replicas; with one there is nothing to shard or to reduce.
       replica_axes: the number of mesh axes along which replicas lie.
-      inner_steps: numbers of steps between two outer steps to consider.
+      inner_steps: numbers to consider for `Stack.inner_steps`, the steps between two outer steps.
+        Stacks with outer steps are listed only if there are several shards and `steps` has a 1.
     """
     reducers = ["fused", "hierarchical"] if replica_axes > 1 else ["fused"]
     found = []

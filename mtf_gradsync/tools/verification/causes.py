@@ -11,7 +11,10 @@ from mtf_gradsync.extension import mtf, some_of, tf, walk
 
 
 def behind(losses: Sequence[mtf.Tensor]) -> list[mtf.Operation]:
-    """Returns the operations from which losses are computed, in the order of their graphs."""
+    """Returns the operations from which losses are computed, in the order of their mtf graphs.
+
+    The operations that compute the losses themselves are among them.
+    """
     there = set(walk([x.operation for x in losses], lambda op: [x.operation for x in op.inputs]))
     return [op for graph in {x.graph for x in losses} for op in graph.operations if op in there]
 
@@ -98,9 +101,13 @@ _LINEAR = (
 
 
 def _scales(op: mtf.Operation, users: Mapping[mtf.Tensor, list[mtf.Operation]]) -> bool:
-    """Returns whether a product's statistic only scales the loss, since what follows is linear.
+    """Returns whether a statistic over the batch only scales the loss.
 
-    `op` is the product, and `users` has the operations that read each tensor.
+    This is so if all operations after the product with the statistic are linear, up to the loss.
+
+    Args:
+      op: the product of the statistic with examples.
+      users: a dictionary from each tensor to the operations that read it.
     """
     seen, waiting = {op}, [op]
     while waiting:
@@ -120,7 +127,14 @@ def _scales(op: mtf.Operation, users: Mapping[mtf.Tensor, list[mtf.Operation]]) 
 
 
 def products_of_means(losses: Sequence[mtf.Tensor], batch_dims: Sequence[str]) -> list[str]:
-    """Returns the names of operations that multiply two trained sums over the batch."""
+    """Returns the names of operations that multiply two means or sums over the batch.
+
+    Only products of values that depend on variables count, such as a loss that balances experts.
+
+    Args:
+      losses: the losses of the model.
+      batch_dims: the names of the batch's dimensions.
+    """
     forward = behind(losses)
     flows = _flows(forward, batch_dims)
     found = []
@@ -132,9 +146,10 @@ def products_of_means(losses: Sequence[mtf.Tensor], batch_dims: Sequence[str]) -
 
 
 def rounds_to_bfloat16(graph: tf.Graph, model: Sequence[str]) -> bool:
-    """Returns whether a lowered program has bfloat16 although its model has none.
+    """Returns whether a lowered program has bfloat16 tensors although its model has none.
 
-    `graph` is the program's TensorFlow graph, and `model` is what `narrow_dtypes` returns.
+    `graph` is the program's TensorFlow graph. `model` has the names of the model's floating-point
+    dtypes that are narrower than float32 (`narrow_dtypes`).
     """
     if tf.bfloat16.name in model:
         return False
@@ -147,9 +162,15 @@ _BFLOAT16 = (2.0**-12, 2.0**-5)
 
 
 def name_of_factor(factor: float, numbers: Mapping[str, float]) -> str:
-    """Returns, as text, the labels in `numbers` whose value or its reciprocal equals `factor`.
+    """Returns in words which known numbers explain a factor, such as "1 over the number of shards".
 
-    Returns "" if no value does.
+    Args:
+      factor: the number by which a value is too large.
+      numbers: a dictionary from labels, such as "the number of shards", to their numbers.
+
+    Returns:
+      The labels of the numbers that equal `factor`, or whose reciprocal does, joined by ", or ";
+      "" if there are none.
     """
     found = []
     for name, value in numbers.items():
@@ -199,7 +220,10 @@ _OF_FORWARD = (
 
 
 def cause_of(facts: DifferenceFacts) -> str:
-    """Returns a likely cause of a difference, in words: the first usual one that fits the facts."""
+    """Returns the likely cause of a difference in words, as one or two sentences for the user.
+
+    Of the usual causes, this is the first that fits the facts.
+    """
     return next(_causes(facts))
 
 
@@ -309,7 +333,16 @@ def _causes(facts: DifferenceFacts) -> Iterator[str]:
 
 
 def lowered_elsewhere(recorded: Any, mesh_shape: str) -> str:
-    """Returns the mesh on which a program was lowered if it is not `mesh_shape`; else ""."""
+    """Returns the mesh shape that a program used in place of the one it was asked to use.
+
+    Args:
+      recorded: the `RecordedProgram` with the facts recorded when the program was built.
+      mesh_shape: the mesh shape that the program was asked to use, such as "batch:4;model:2".
+
+    Returns:
+      The mesh shape in the same form; "no axis" if it has no axes; "" if the program used
+      `mesh_shape`.
+    """
     asked = mtf.convert_to_shape(mesh_shape)
     found = {v.mesh: v for v in recorded.variables.values()}
     for lowering in recorded.lowerings:

@@ -72,7 +72,9 @@ def error_of(value: np.ndarray, reference: np.ndarray) -> float:
 def factor_of(value: np.ndarray, reference: np.ndarray, expected: float) -> float | None:
     """Returns the number f for which `value` is f * `reference`, or None if there is none.
 
-    The two sides may differ by the error `expected`.
+    The two sides may differ by an error of `expected`, or of 1e-4 if that is larger. Here an error
+    is relative to the largest number, as `error_of` returns it. The result is 0 if all numbers of
+    `value` are 0.
 
     Examples:
       >>> factor_of(np.array([2.0, 4.0]), np.array([1.0, 2.0]), 1e-6)
@@ -93,10 +95,17 @@ def factor_of(value: np.ndarray, reference: np.ndarray, expected: float) -> floa
 def compare(
     values: Values, reference: Values, order: Sequence[str], expected: Mapping[str, float]
 ) -> list[Difference]:
-    """Returns the differences of variables from the reference, in the order of the names `order`.
+    """Returns the differences of variables from the reference, one for each name in `order`.
 
-    The error of a variable that is missing is infinite. `expected` has, by name, the largest errors
-    that rounding explains.
+    Args:
+      values: a dictionary from the names of variables to their values, or gradients, in a division.
+      reference: the same dictionary of the reference.
+      order: the names to compare. A name that `values` or `reference` lacks has an infinite error.
+      expected: a dictionary from names to the largest errors that rounding explains; `LEAST` for
+        names that are not in it.
+
+    Returns:
+      The differences, in the order of `order`.
     """
     found = []
     for name in order:
@@ -111,10 +120,11 @@ def compare(
 
 
 def expected_errors(reference: Values, others: Sequence[Values]) -> dict[str, float]:
-    """Returns, by variable, the largest error that rounding explains.
+    """Returns a dictionary from each variable's name to the largest error that rounding explains.
 
-    It is a multiple of the difference between `reference` and `others`, which are the same values
-    computed in float64, or from the examples in another order.
+    The error is eight times the largest difference between `reference` and one of `others`, and at
+    least `LEAST`. `others` are the same values computed in float64, or from the examples in another
+    order. Errors are relative to the variable's largest number.
     """
     return {
         name: max(

@@ -38,7 +38,10 @@ class Division:
 
     @property
     def key(self) -> Any:
-        """The key by which divisions are cached: divisions that differ only in name share it."""
+        """The key by which outcomes of divisions are cached: a tuple of all fields except the name.
+
+        Divisions that differ only in name have the same key.
+        """
         shape = mtf.convert_to_shape(self.mesh_shape).to_string
         params = tuple((name, repr(value)) for name, value in self.params)
         more = (self.precision, self.is_reference)
@@ -54,13 +57,20 @@ def as_configured(
 ) -> Division:
     """Returns the division of the program as the user configured it.
 
-    `drops` are names of parts of the model to remove (`model_changes.DROPS`).
+    Args:
+      mesh_shape: the program's mesh shape, such as "batch:4;model:2".
+      layout: the program's layout rules, such as "batch:batch;heads:model".
+      drops: names of parts of the model to remove (`model_changes.DROPS`).
+      runtime: the name of the runtime that runs the program.
     """
     return Division("as configured", mesh_shape, layout, runtime, Changes(drops=drops))
 
 
 def reference(base: Division) -> Division:
-    """Returns the reference: one core and no wrappers, with the other changes that `base` has."""
+    """Returns the reference with which other divisions are compared: one core and no wrappers.
+
+    Its layout, precision and other changes are those of `base`, the program's own division.
+    """
     return dataclasses.replace(
         base,
         name="one core, unwrapped",
@@ -80,12 +90,15 @@ def on_one_core(mesh_shape: str) -> str:
 def default_divisions(
     base: Division, recorded: RecordedProgram, kinds: Sequence[str] = KINDS, k_of_stack: int = 1
 ) -> list[Division]:
-    """Returns the divisions of the given kinds (`KINDS`) that are possible for a program.
+    """Returns the divisions that `verify` tries by default, as far as a program allows them.
+
+    Each division differs from the program's own in one respect.
 
     Args:
       base: the program's own division.
       recorded: the facts recorded when the program was built.
-      kinds: the kinds of divisions to return.
+      kinds: the kinds of divisions to return, out of `KINDS`. "mesh" adds none, since it stands for
+        the program's own division.
       k_of_stack: the number of steps whose gradients the program's own stack accumulates.
     """
     found = []
@@ -142,7 +155,10 @@ def default_divisions(
 
 
 def without(base: Division, label: str) -> Changes:
-    """Returns the changes of a division, plus the removal of the wrapper `label`."""
+    """Returns the changes that `base` makes to the program, plus the removal of one wrapper.
+
+    `label` is the wrapper's label in `RecordedProgram.stack`.
+    """
     return base.changes._replace(without=(*base.changes.without, label))
 
 
@@ -159,7 +175,10 @@ def masked_shards(recorded: RecordedProgram) -> int:
 
 
 def axes_of_batch(layout: str, recorded: RecordedProgram) -> list[str]:
-    """Returns the mesh axes over which a layout splits the program's batch."""
+    """Returns the names of the mesh axes over which a layout splits the program's batch.
+
+    `recorded` has the names of the batch's dimensions.
+    """
     names = recorded.batch_dims
     rules = mtf.convert_to_layout_rules(layout)
     pairs = sorted(rules._pairs)

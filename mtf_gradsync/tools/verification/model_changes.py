@@ -44,7 +44,10 @@ def _drop_random(undone: contextlib.ExitStack, sizes: list[int]) -> None:
 
 
 def _drop_capacity(undone: contextlib.ExitStack, sizes: list[int]) -> None:
-    """Gives Mesh-TensorFlow's experts capacity for all examples, until `undone` is closed."""
+    """Gives Mesh-TensorFlow's experts capacity for all examples, until `undone` is closed.
+
+    `sizes` is not used: all functions in `_DROPS` take the same arguments.
+    """
     moe = sys.modules.get("mesh_tensorflow.transformer.moe")
     for name in ("transformer_moe_layer_v1", "transformer_moe_layer_v2"):
         layer = getattr(moe, name, None)

@@ -24,7 +24,12 @@ from mtf_gradsync.tools.verification.recorded_program import Changes, RecordedPr
 
 @contextlib.contextmanager
 def recording(changes: Changes) -> Iterator[RecordedProgram]:
-    """Records the program that is built inside the block, and applies `changes` to it."""
+    """Records the program that is built inside the block, and applies changes to it.
+
+    For this, methods of optimizers and of Mesh-TensorFlow are patched until the block ends.
+    `changes` says how the stack of wrappers and the model are changed. The block gets the
+    `RecordedProgram`, which has the recorded facts once the program is built.
+    """
     recorded = RecordedProgram(changes)
     with contextlib.ExitStack() as undone:
         undone.callback(recorded.undo)
@@ -129,7 +134,10 @@ def _never_pending(method: Any) -> Any:
 
 
 def _made_anyhow(init: Any) -> Any:
-    """Returns a wrapper's constructor that works on one core even if `init` refuses that."""
+    """Returns a constructor of a wrapper that works on one core even where the wrapper refuses it.
+
+    `init` is the wrapper's own constructor, which is tried first.
+    """
 
     def made(self: Any, *args: Any, **kwargs: Any) -> None:
         try:
@@ -162,7 +170,7 @@ def _is_bound(wrapper: Wrapper) -> bool:
 
 
 def _kinds(kind: type) -> list[type]:
-    """Returns a class and all its subclasses."""
+    """Returns a class and all its subclasses, those of subclasses included."""
     found: list[type] = [kind]
     for one in found:
         subclasses: list[type] = type.__subclasses__(one)

@@ -148,7 +148,11 @@ class Verification:
         return _EXIT_CODES[self.verdict]
 
     def _open(self) -> list[DivisionResult]:
-        """Returns the divisions without a verdict: not shown, or asked for and not possible."""
+        """Returns the divisions for which it is open whether their update equals the reference's.
+
+        These are the divisions whose comparison proves nothing, and those that the user asked for
+        and that are not possible.
+        """
         return [
             line
             for line in self.lines
@@ -156,7 +160,10 @@ class Verification:
         ]
 
     def to_json(self) -> str:
-        """Returns everything as JSON, with null for numbers that are not finite."""
+        """Returns the whole result as JSON text, with null for numbers that are not finite.
+
+        The keys are the names of attributes, and "steps_per_update", "is_equal" and "verdict".
+        """
         lines = [{**vars(line), "compared": line.compared._asdict()} for line in self.lines]
         found = ("steps_per_update", "is_equal", "verdict")
         fields = {**vars(self), "lines": lines, **{name: getattr(self, name) for name in found}}
@@ -207,11 +214,17 @@ class Verification:
         return "The same training, however it is divided."
 
     def plot(self, path: str | Path) -> None:
-        """Draws the errors of gradients, a row for each division, into the picture `path`.
+        """Draws the errors of gradients into a picture, with a row for each division.
 
         The expected error is marked. Errors that are not finite are drawn at the right edge. If a
-        division is not equal, one of its variables is named: the first that differs, or the worst.
-        Raises ImportError without matplotlib.
+        division is not equal, one of its variables is named: the first that differs, or the one
+        with the largest error.
+
+        Args:
+          path: the file to write. Its ending decides the format, such as ".png".
+
+        Raises:
+          ImportError: when matplotlib is not installed.
         """
         from matplotlib.figure import Figure
 

@@ -144,10 +144,15 @@ def verify(
 
 
 def _comparable(base: Division, outcome: Outcome) -> tuple[Division, tuple[str, ...]]:
-    """Removes parts that differ between divisions from the program's own division.
+    """Removes from a program what must differ between divisions, such as random numbers.
 
-    Returns the changed division, and the names of the removed parts. `outcome` is the outcome of
-    the unchanged program.
+    Args:
+      base: the program's own division.
+      outcome: the outcome of the program in this division, which says what the program has.
+
+    Returns:
+      The division `base` without these parts, in float32 if the model has narrower dtypes; and the
+      names of the removed parts for the user, such as "random numbers".
     """
     recorded, changes = outcome.recorded, base.changes
     out, drops = [], list(changes.drops)
@@ -176,7 +181,10 @@ def _with_params(base: Division, more: Mapping[str, Any], number: int) -> Divisi
 
 
 def _batches(input_fn: Any, params: Mapping[str, Any]) -> Iterator[Batch]:
-    """Yields the batches of `verify`'s argument `input_fn`, as structures of arrays."""
+    """Yields the batches of `verify`'s argument `input_fn`, as structures of NumPy arrays.
+
+    `params` are the program's settings, with which `input_fn` is called if it takes them.
+    """
     graph = tf.Graph()
     with graph.as_default():
         given = input_fn
