@@ -35,7 +35,11 @@ _PART = 1 << 17  # so many numbers, and the results computed from them, fit into
 
 
 class _Blocks(NamedTuple):
-    """The settings of a rounding to integers: the largest one, and numbers per block and byte."""
+    """The settings of a rounding to integers.
+
+    `largest` is the largest integer, `size` is how many numbers share a scale, and `in_a_byte` is
+    how many integers are stored in a byte.
+    """
 
     largest: int
     size: int
@@ -60,7 +64,8 @@ class Change(NamedTuple):
     Attributes:
       weight: the weight of the change in the mean.
       scale: a factor for the change of trained variables: 1 unless the change is too long.
-      tensors: name of a variable -> the values that the island began with, minus its values now.
+      tensors: a dictionary from the names of variables to the values that the island began with,
+        minus its values now.
     """
 
     weight: float
@@ -74,7 +79,14 @@ def wide(value: np.ndarray) -> np.ndarray:
 
 
 def weight_of(tokens: float, steps: float, weight: Weight) -> float:
-    """Returns a change's weight in the mean, given the tokens and the steps it was learned from."""
+    """Returns the weight of a change in the mean over islands.
+
+    Args:
+      tokens: the number of tokens from which the change was learned.
+      steps: the number of steps in which it was learned.
+      weight: the rule: "tokens" returns the tokens, "tokens_per_step" the tokens times the tokens
+        per step.
+    """
     return tokens if weight == "tokens" else tokens * tokens / max(steps, 1.0)
 
 
@@ -86,7 +98,11 @@ class Length(NamedTuple):
 
     @classmethod
     def of(cls, change: Mapping[str, np.ndarray], steps: float) -> Length:
-        """Returns the length of a change over all trained variables."""
+        """Returns the length of a change: its norm over all trained variables together.
+
+        `change` is a dictionary from the names of variables to their changes, learned in `steps`
+        steps.
+        """
         squares = [
             float(np.square(value[part], dtype=np.float64).sum())
             for name, x in change.items()
@@ -122,10 +138,16 @@ def merged(
     changes: Iterator[Change],
     step: OuterStep,
 ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """Makes the outer step from `changes`: returns the new values, and the new momenta.
+    """Makes the outer step: returns the new values, and the new momenta, both by variable's name.
 
     Only trained variables have momenta. Changes are added up in the order given, in float64. New
     values are float32 or wider.
+
+    Args:
+      values: a dictionary from the names of variables to their values in the version before.
+      momenta: the momenta as of that version; a variable without one has momentum 0.
+      changes: the islands' changes of these variables.
+      step: the settings of the outer step.
     """
     total = {name: np.zeros(x.shape) for name, x in values.items()}
     weights, lengths = 0.0, dict.fromkeys(values, 0.0)
@@ -167,14 +189,27 @@ def merged(
 
 
 def _parts(size: int) -> Iterator[slice]:
-    """Yields slices that cut an array into parts, so that temporary arrays stay small."""
+    """Yields slices that cut a flat array of `size` numbers into parts.
+
+    Computing part by part keeps temporary arrays small.
+    """
     return (slice(at, at + _PART) for at in range(0, size, _PART))
 
 
 def encoded(
     change: Mapping[str, np.ndarray], form: Form
 ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """Returns the tensors that send a change in a form, and the rounding errors by variable."""
+    """Returns the tensors in which a change is sent, and the errors that rounding makes in it.
+
+    Args:
+      change: a dictionary from the names of variables to their changes.
+      form: "float32", "bfloat16", "int8" or "int4".
+
+    Returns:
+      Two dictionaries. The first has the tensors of the variables by name, and for integers also
+      the scales of their blocks under the name with "/scales" added. The second has, by name of the
+      variable, the change minus what a reader decodes; it is empty for "float32".
+    """
     sent: dict[str, np.ndarray] = {}
     errors: dict[str, np.ndarray] = {}
     for name, value in change.items():
@@ -195,9 +230,14 @@ def encoded(
 
 
 def decoded(stored: Stored, specs: Mapping[str, TensorSpec]) -> dict[str, np.ndarray]:
-    """Returns the change that a contribution holds for the variables in `specs`, in float32.
+    """Returns the change that a contribution holds, in float32, by name of the variable.
 
-    Raises DamagedObjectError if the contribution is for other variables or shapes.
+    Args:
+      stored: the content of the contribution's object.
+      specs: a dictionary from the names of the variables to their shapes and dtypes.
+
+    Raises:
+      DamagedObjectError: the contribution is for other variables or shapes.
     """
     form, found = stored.facts.form, {}
     blocks = _BLOCKS.get(form) if isinstance(form, str) else None

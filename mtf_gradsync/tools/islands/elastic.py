@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 
 class DataPart(NamedTuple):
-    """A part of a data set: every `parts`-th example, beginning with number `part`."""
+    """A part of a data set: every `parts`-th example, beginning with example `part` (from 0)."""
 
     part: int = 0
     parts: int = 1
@@ -118,10 +118,14 @@ class ElasticIslands:
         return claim_part(Folder(self.folder), self.name or name, self.parts, not self.replay)
 
     def island(self, lowering: Any, name: str) -> Island | None:
-        """Returns the island for a step that has been lowered, or None if `folder` is "".
+        """Returns the island that this run is, or None if `folder` is "".
 
-        `name` is the island's name if the settings do not give one. Raises ValueError for a field
-        that makes no sense.
+        Args:
+          lowering: the mtf lowering of the training step.
+          name: the island's name if the settings do not give one.
+
+        Raises:
+          ValueError: a field of the settings makes no sense.
         """
         if not self.folder:
             return None
@@ -159,12 +163,16 @@ class IslandHook(tf.train.SessionRunHook):
         self._step = tf.train.get_global_step()
 
     def after_create_session(self, session: Any, coord: Any) -> None:
-        """Makes the next step begin the island again, as a recovered session has older values."""
+        """Makes the next step begin the island again: a recovered session has older values."""
         del session, coord
         self._has_begun = False
 
     def before_run(self, run_context: Any) -> Any:
-        """Begins the island before the first step, after other hooks have restored variables."""
+        """Begins the island before the first step, after other hooks have restored variables.
+
+        Before a later step it saves the island's state if there is a new checkpoint. The returned
+        arguments make the step fetch the number of tokens, if that is a tensor.
+        """
         newest = self._new_checkpoint()
         if not self._has_begun:
             step = int(run_context.session.run(self._step)) if self._step is not None else 0

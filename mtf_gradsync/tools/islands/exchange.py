@@ -51,12 +51,15 @@ class IslandError(RuntimeError):
 class Exchange:
     """One island's access to the objects of the folder, during one run of its process.
 
+    Versions are versions of the merged values, which a merger makes one after the other.
+
     Args:
       folder: the folder of the islands.
       island: the island's name.
-      specs: name of a variable -> its shape and dtype in versions.
+      specs: a dictionary from the names of variables to their shapes and dtypes in versions.
       poll_seconds: the least time between two looks into the folder.
-      report: returns the island's "version" and "step", which its heartbeats contain.
+      report: a function that returns a dictionary of the island's "version" and "step", which its
+        heartbeats contain.
 
     Attributes:
       reminders: logs failures and waits that last.
@@ -88,9 +91,13 @@ class Exchange:
         self.journal = Journal(folder, island, self.reminders)
 
     def trying(self, key: str, work: Callable[[], T], otherwise: T) -> T:
-        """Returns what `work` returns, or `otherwise` if the folder fails while it runs.
+        """Returns what a function returns, or another value if the folder fails while it runs.
 
-        A failure is logged under `key`, until a call with the same key succeeds.
+        Args:
+          key: a name of the kind of work. A failure is logged again from time to time, until work
+            with the same key succeeds.
+          work: the function, without arguments.
+          otherwise: the value to return if the folder fails.
         """
         try:
             found = work()
@@ -105,7 +112,9 @@ class Exchange:
     def begin(self, seconds: float) -> None:
         """Takes the lease of the island's name, so that no other process is this island.
 
-        Raises IslandError if a living process has the lease, or if the folder fails for `seconds`.
+        It waits while another process that has the lease may be dead, or the folder fails: up to
+        `seconds`, or 40 seconds if that is longer. Raises IslandError if a living process has the
+        lease, or if the folder still fails then.
         """
         until = time.monotonic() + max(seconds, 2.0 * leases.LIFE_SECONDS)
         while holder := self.trying("begin", self.lease.take, "?"):
@@ -137,9 +146,10 @@ class Exchange:
     # Versions.
 
     def newest(self, version: int | None) -> int | None:
-        """Returns the number of the newest version after `version`, or `version` if none is newer.
+        """Returns the number of the newest version in the folder, or `version` if none is newer.
 
-        Versions that were found damaged are ignored until their objects change.
+        `version` is the number of a version, or None for no version. Versions that were found
+        damaged are ignored until their objects change. Raises FolderError if the folder fails.
         """
         marks = self.folder.marks("versions")
         for number in sorted(_numbers(marks), reverse=True):
@@ -152,8 +162,12 @@ class Exchange:
     def look(self, version: int, at_once: bool = False) -> tuple[int, bool]:
         """Returns the newest version's number, and whether the merger is about to decide the next.
 
-        Looks into the folder at most every `poll_seconds`, unless `at_once`; in between, and if the
-        folder fails, returns `version` and False.
+        Looks into the folder at most every `poll_seconds`. In between, and if the folder fails,
+        returns `version` and False.
+
+        Args:
+          version: the number of the version that the island has.
+          at_once: whether to look now in any case.
         """
         now = time.monotonic()
         if now < self._next_look and not at_once:
@@ -175,10 +189,20 @@ class Exchange:
     def load(
         self, newest: int, fragments: int, since: int
     ) -> tuple[dict[str, np.ndarray], Decision] | None:
-        """Returns the variables that versions from `since` to `newest` changed, and the decision.
+        """Reads the variables that versions from `since` to `newest` changed.
 
-        Returns None if the folder fails, or if a version is damaged; such a version is ignored from
-        then on. Raises OtherTensorsError if the versions are of another model's variables.
+        Args:
+          newest: the number of the version to read.
+          fragments: the number of sets of variables that versions change in turn.
+          since: the first version whose changes are read.
+
+        Returns:
+          A dictionary from the names of these variables to their values as of `newest`, and the
+          decision that made `newest`. None if the folder fails, or if a version is damaged; such a
+          version is ignored from then on.
+
+        Raises:
+          OtherTensorsError: the versions are of another model's variables.
         """
         try:
             return self.trying(
@@ -208,6 +232,10 @@ class Exchange:
         """Offers this island's values for version 0; a later call replaces a lost or damaged offer.
 
         Does nothing if the last offer was made within the last two seconds.
+
+        Args:
+          facts: the facts that are sent with the values.
+          tensors: a dictionary from the names of variables to their values.
         """
         name = offer_object(self._island)
         _, data = tensor_object(facts, tensors)
@@ -225,11 +253,18 @@ class Exchange:
     def contribute(
         self, facts: ContributionFacts, tensors: Mapping[str, np.ndarray], event: Mapping[str, Any]
     ) -> tuple[str, bool]:
-        """Writes a change into the folder; returns its name, and whether it is surely there.
+        """Writes a contribution into the folder, after an event in the island's journal.
 
-        After a failed write the object may exist all the same. `event` is what the journal records
-        of the contribution. The journal is written first, so that it contains everything that is
-        ever merged.
+        So the journal contains everything that is ever merged.
+
+        Args:
+          facts: the facts of the change, such as its version and tokens.
+          tensors: the tensors in which the change is sent, by name.
+          event: the fields of the journal's event.
+
+        Returns:
+          The name of the contribution's object, and whether it is surely there. After a failed
+          write the object may exist all the same.
         """
         assert facts.version is not None
         self.number += 1
@@ -251,14 +286,16 @@ class Exchange:
         return time.monotonic() >= self._next_try
 
     def fate(self, names: list[str], version: int, decision: Decision) -> str | None:
-        """Returns the name of the contribution that was merged, out of `names`.
-
-        Returns "" if none was and none can be any more, and None if one may still be merged.
+        """Returns which of this island's contributions to a version was merged.
 
         Args:
-          names: names of contributions of this island to the version `version`.
+          names: the names of these contributions.
           version: the version from which their changes began.
           decision: the decision on a later version.
+
+        Returns:
+          The name of the contribution that was merged; "" if none was and none can be any more;
+          None if one may still be merged.
         """
         last = decision.totals.get(self._island, IslandTotal()).last
         if last in names:
@@ -266,9 +303,10 @@ class Exchange:
         return "" if decision.oldest > version else None
 
     def is_lost(self, name: str, version: int, at_once: bool = False) -> str:
-        """Returns why an unmerged contribution can no longer be merged, or "" while it still can.
+        """Returns in words why a contribution can no longer be merged, or "" if it still can.
 
-        Looks into the folder at most every `poll_seconds`, unless `at_once`; in between returns "".
+        Looks into the folder at most every `poll_seconds`, and in between returns "". Also returns
+        "" if there is a newer version, which will say whether the contribution was merged.
 
         Args:
           name: the contribution's name.
@@ -296,10 +334,17 @@ class Exchange:
     def outstanding(
         self, decision: Decision, specs: Mapping[str, TensorSpec]
     ) -> tuple[str, ContributionFacts, dict[str, np.ndarray]] | None:
-        """Returns an unmerged contribution of an earlier run of this island's process, if any.
+        """Finds a contribution of an earlier run of this island's process that is not merged yet.
 
-        It is one that a version after `decision` can still merge. Returns its name, its facts, and
-        its change of the variables in `specs`; None if there is none, or if the folder fails.
+        Args:
+          decision: the decision on the newest version. A later version can still merge the
+            contribution.
+          specs: a dictionary from the names of the variables that the next version changes to their
+            shapes and dtypes.
+
+        Returns:
+          The contribution's name, its facts, and its change by name of the variable; None if there
+          is none, or if the folder fails.
         """
         last = life_and_number(decision.totals.get(self._island, IslandTotal()).last)
 
@@ -318,12 +363,29 @@ class Exchange:
     def contribution(
         self, name: str, specs: Mapping[str, TensorSpec]
     ) -> tuple[str, ContributionFacts, dict[str, np.ndarray]] | None:
-        """Returns name, facts and change of the contribution called `name`; None if it is gone."""
+        """Reads a contribution; returns None if it is gone.
+
+        Args:
+          name: the name of the contribution's object.
+          specs: a dictionary from the names of its variables to their shapes and dtypes.
+
+        Returns:
+          The name, the facts, and the change in float32 by name of the variable.
+
+        Raises:
+          DamagedObjectError: the object is damaged, or is for other variables.
+        """
         stored = self.folder.load(name, kind=ContributionFacts, most=most_bytes(specs))
         return stored and (name, stored.facts, decoded(stored, specs))
 
     def waits(self, key: str, what: str, after: float = 0.0) -> None:
-        """Logs what the island waits for (`what`), once it has waited for `after` seconds."""
+        """Logs what the island waits for, if it has waited long enough.
+
+        Args:
+          key: a name of the kind of wait; calls with the same key count as one wait.
+          what: what the island waits for, in words.
+          after: the seconds for which it must have waited before the first message.
+        """
         self.reminders.lasts(key, f"Island {self._island}: {what}", after)
 
 

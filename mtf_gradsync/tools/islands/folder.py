@@ -61,9 +61,10 @@ class FolderError(OSError):
 class Folder:
     """A folder of objects, at a path or at the URL of an object store.
 
-    Names of objects have parts that are separated by ``/``. If a folder on a disk is moved away,
-    every operation raises FolderError until it is back; a new folder at the same path is refused.
-    Errors of an object store are raised as FolderError after some seconds of retries.
+    An object is bytes under a name, as in a file. Names of objects have parts that are separated by
+    ``/``. If a folder on a disk is moved away, every operation raises FolderError until it is back;
+    a new folder at the same path is refused. Errors of an object store are raised as FolderError
+    after some seconds of retries.
 
     Raises ImportError without the islands extra, and ValueError for a URL that `obstore` cannot
     open.
@@ -111,9 +112,10 @@ class Folder:
         return os.path.join(self._root, name)
 
     def _is_there(self, creates: bool = False) -> bool:
-        """Returns whether the folder exists, which a store always does; `creates` makes it.
+        """Returns whether the folder exists; an object store always does.
 
-        Raises FolderError if a folder on a disk is gone or was replaced by another.
+        `creates` says whether to make the folder if it was never there. Raises FolderError if a
+        folder on a disk is gone or was replaced by another.
         """
         if not self.is_local:
             return True
@@ -170,10 +172,10 @@ class Folder:
         return sorted(self.marks(folder))
 
     def marks(self, folder: str) -> dict[str, str]:
-        """Returns the names in a subfolder, each with a mark: text that changes with each write.
+        """Returns a dictionary from the names in a subfolder to their marks.
 
-        The mark of a folder is "". On a disk, links, pipes and names that are not text are left
-        out.
+        The mark of an object is a text that changes with each write of the object. The mark of a
+        folder is "". On a disk, links, pipes and names that are not text are left out.
         """
         if not self._is_there():
             return {}
@@ -240,7 +242,10 @@ class Folder:
             return found.bytes()
 
     def write(self, name: str, data: bytes) -> None:
-        """Writes an object atomically; replaces an existing object of the same name."""
+        """Writes an object atomically; replaces an existing object of the same name.
+
+        Raises FolderError if the folder cannot be written now.
+        """
         import obstore
 
         self._is_there(creates=True)
@@ -297,7 +302,10 @@ class Folder:
         return aside
 
     def remove_half_written(self) -> None:
-        """Removes half-written files that are over an hour old: their writers were killed."""
+        """Removes half-written files that are over an hour old, since their writers were killed.
+
+        It does nothing for an object store.
+        """
         if not self.is_local or not self._is_there():
             return
         for place, _, files in os.walk(self._root):
@@ -315,8 +323,8 @@ class Folder:
     def read_json(self, name: str, kind: Any = Any) -> Any:
         """Returns the decoded value of an object that holds JSON; None if it does not exist.
 
-        `kind` is the type that the value must have. Raises DamagedObjectError if the object holds
-        no JSON, or a value of another type.
+        `kind` is the type that the value must have, such as a `msgspec.Struct`, which is then
+        returned. Raises DamagedObjectError if the object holds no JSON, or a value of another type.
         """
         import msgspec
 
@@ -331,17 +339,29 @@ class Folder:
             ) from error
 
     def write_json(self, name: str, value: Any) -> None:
-        """Writes a value as JSON, with sorted keys."""
+        """Writes an object that holds a value as JSON; replaces an existing object of this name."""
         self.write(name, encoded_json(value))
 
     def create_json(self, name: str, value: Any) -> bool:
-        """Creates an object that holds a value as JSON; returns what `create` returns."""
+        """Creates an object that holds a value as JSON, unless the object exists.
+
+        Returns whether this call created it, as `create` does.
+        """
         return self.create(name, encoded_json(value))
 
     # Tensors.
 
     def store(self, name: str, facts: Any, tensors: Mapping[str, np.ndarray]) -> str:
-        """Writes facts (a value for JSON) and tensors as one object; returns their checksum."""
+        """Writes facts and tensors as one object; replaces an existing object of this name.
+
+        Args:
+          name: the object's name.
+          facts: a value that JSON can hold.
+          tensors: a dictionary from names to arrays.
+
+        Returns:
+          The SHA-256 of facts and tensors, in hexadecimal digits.
+        """
         found, data = tensor_object(facts, tensors)
         self.write(name, data)
         return found
@@ -358,7 +378,7 @@ class Folder:
 
         Args:
           name: the object's name.
-          specs: shapes and dtypes that its tensors must have; None accepts any.
+          specs: shapes and dtypes that its tensors must have, by name; None accepts any.
           expected: the checksum that the object must have; None only checks the object against the
             checksum that it contains.
           kind: the class of the facts.

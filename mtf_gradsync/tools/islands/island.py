@@ -37,7 +37,11 @@ Follow = Literal["version", "own"]
 
 
 def check_island_name(name: Any) -> None:
-    """Raises ValueError for a name that cannot be part of an object's name."""
+    """Raises ValueError unless `name` can be an island's name, which is part of objects' names.
+
+    Such a name is a string of at most 100 letters, digits, ".", "_" and "-", and begins with a
+    letter or a digit.
+    """
     if not isinstance(name, str) or not ISLAND_NAME.fullmatch(name):
         raise ValueError(
             f"The name of an island is of letters, digits, '.', '_' and '-', got {name!r}."
@@ -165,7 +169,7 @@ class Island:
 
     @property
     def version(self) -> int | None:
-        """The version whose values the island has taken last; None before the first."""
+        """The number of the version whose values the island has taken last; None if none yet."""
         return self._learning.version
 
     def _new_exchange(self) -> Exchange:
@@ -175,7 +179,12 @@ class Island:
         )  # fmt: skip
 
     def _note(self, event: str, **fields: Any) -> None:
-        """Adds an event to the island's journal; does nothing in a replay."""
+        """Adds an event to the island's journal; does nothing in a replay.
+
+        Args:
+          event: the kind of event, such as "took" or "joined".
+          **fields: more facts of the event, which JSON can hold. Step and version are added.
+        """
         if not self._replay:
             given = {"step": self._at, "version": self.version, **fields}
             self._exchange.journal.write(event, **given)
@@ -257,7 +266,14 @@ class Island:
     def _go_on_with(
         self, session: Any, saved: SavedIsland, version: int, decision: Decision
     ) -> None:
-        """Takes a version, and adds what the restored island had learned and not contributed."""
+        """Takes a version, and adds what the restored island had learned and not contributed.
+
+        Args:
+          session: the session that trains.
+          saved: the content of the file beside the checkpoint.
+          version: the number of the folder's newest version.
+          decision: the decision that made it. The version's values are in `_new`.
+        """
         self._restore(session, saved)
         learned = saved.learned
         sent = self._learning.sent
@@ -272,7 +288,10 @@ class Island:
         )  # fmt: skip
 
     def _restore(self, session: Any, saved: SavedIsland) -> None:
-        """Restores the island's state from the file beside its checkpoint."""
+        """Restores the island's state from the content of the file beside its checkpoint.
+
+        The session's variables have been restored from the checkpoint, and keep their values.
+        """
         self._learning.restore(saved)
         self._sent_at = time.monotonic()
         self._values.write(session, {})
@@ -282,17 +301,24 @@ class Island:
         return counts(session) if counts else StepCounts()
 
     def _counts_in(self, values: Mapping[str, Any]) -> dict[str, int]:
-        """Returns the counters that schedules follow: the island's step, and counts of updates.
+        """Returns the counters that schedules follow, by name: "step", and counts of updates.
 
-        `values` are the session's variables by name, which hold the counts of updates.
+        `values` are the values of the session's variables by name. The counts of updates are read
+        from them, and "step" is the island's own `step`.
         """
         found = {key: int(values[name]) for key, name in self._follows.items()}
         return {"step": self.step, **found}
 
     def _await_version(self, session: Any) -> tuple[int, Decision]:
-        """Waits for a version that can be read, and reads it; offers values until there is one.
+        """Waits for a version that can be read, and reads it into `_new`.
 
-        Returns the version's number and the decision that made it. Its values are in `_new`.
+        Until there is a version, it offers the session's values for the first one.
+
+        Returns:
+          The version's number, and the decision that made it.
+
+        Raises:
+          IslandError: there was no version within `begin_seconds`, or it is of another model.
         """
         until, values = time.monotonic() + self._begin_seconds, self._values.read(session)
         facts = ContributionFacts(island=self.name, counts=self._counts_in(values))
@@ -331,7 +357,16 @@ class Island:
             )
 
     def _load(self, newest: int, since: int) -> tuple[dict[str, np.ndarray], Decision] | None:
-        """Returns what `Exchange.load` returns, and counts the bytes that were read."""
+        """Reads what versions changed, and counts the bytes that were read in `traffic`.
+
+        Args:
+          newest: the number of the version to read.
+          since: the first version whose changes are read.
+
+        Returns:
+          The values of the changed variables as of `newest`, by name, and the decision that made
+          it; None if it cannot be read.
+        """
         found = self._exchange.load(newest, self._learning.fragments, since)
         if found:
             self.traffic = self.traffic._replace(read=self.traffic.read + _bytes(found[0]))
@@ -346,8 +381,12 @@ class Island:
     ) -> None:
         """Begins from a version's values, plus a change that was contributed but not yet merged.
 
-        `outstanding` is that contribution, from an earlier run of this island's process: its name,
-        facts and change. None if there is none.
+        Args:
+          session: the session that trains.
+          version: the number of the version, whose values are in `_new`.
+          decision: the decision that made the version.
+          outstanding: the contribution, from an earlier run of this island's process, that is not
+            merged yet: its name, its facts, and its change by variable. None if there is none.
         """
         counts, learning = self._counts_in(self._values.read(session)), self._learning
         learning.base = {}
@@ -372,10 +411,13 @@ class Island:
         learned: Mapping[str, np.ndarray],
         more: Mapping[str, Any],
     ) -> None:
-        """Writes merged values plus what was learned since, and `more` variables, to the session.
+        """Writes merged values, plus what was learned since, to the session's variables.
 
-        `more` are new values of other variables, such as counters, by name. For the other arguments
-        see `Learning.values_of`.
+        Args:
+          session: the session that trains.
+          merged: a dictionary from the names of variables to their values in a version.
+          learned: a dictionary from names to what was learned and is not in the version.
+          more: new values of other variables, such as counters, by name.
         """
         dtypes = {name: dtype_of(spec.dtype) for name, spec in self._values.specs.items()}
         self._values.write(session, {**more, **self._learning.values_of(merged, learned, dtypes)})
@@ -383,9 +425,16 @@ class Island:
     def _follow_version(
         self, decision: Decision, counts: Mapping[str, int], before: Mapping[str, int]
     ) -> dict[str, int]:
-        """Returns new values of the session's counters, and raises the island's `step`.
+        """Raises the island's `step` to a version's, and returns new values of other counters.
 
-        For the arguments see `Learning.follow`; `decision` has the version's counters.
+        Args:
+          decision: the decision that made the version, which has the version's counters.
+          counts: the island's counters now, by name.
+          before: the island's counters when it made the contribution that the version contains.
+
+        Returns:
+          A dictionary from names of the session's variables to new values, for the counters that
+          change.
         """
         new = self._learning.follow(decision.counts if self._follow else {}, counts, before)
         self.step += new["step"] - counts["step"]
@@ -428,7 +477,10 @@ class Island:
                 self._wait_and_take(session, self._wait)
 
     def _look_after_sent(self) -> None:
-        """Takes the last contribution back if it cannot be merged, or has waited too long."""
+        """Takes the last contribution back if it cannot be merged, or has waited too long.
+
+        Its change is then part of the next contribution.
+        """
         learning = self._learning
         if learning.sent is None:
             return
@@ -446,7 +498,10 @@ class Island:
             self._take_back(f"{name}: {why}; what is in it goes into another contribution")
 
     def _take_back(self, why: str) -> None:
-        """Treats the last contribution as not made, so that the next one contains it; logs why."""
+        """Treats the last contribution as not made, so that the next one contains its change.
+
+        `why` is the reason, which is logged and goes into the journal; "" logs nothing.
+        """
         self._learning.take_back()
         if why:
             logger.warning("Island %s: %s", self.name, why)
@@ -503,7 +558,11 @@ class Island:
             self._exchange.lease.leave()
 
     def _wait_and_take(self, session: Any, seconds: float) -> bool:
-        """Waits for merged values up to `seconds`, and takes them; returns whether they came."""
+        """Waits for a version that is newer than the island's, and takes its values.
+
+        It waits up to `seconds`, and only while a contribution of this island waits to be merged.
+        Returns whether a version was taken.
+        """
         assert self.version is not None
         learning, before, until = self._learning, self.version, time.monotonic() + seconds
         while learning.sent is not None:
@@ -523,9 +582,17 @@ class Island:
     def _contribute(self, session: Any, is_early: bool) -> bool:
         """Contributes this island's change of the variables that the next version changes.
 
-        Returns whether the contribution is surely in the folder. Values that are not finite are not
-        contributed: the island goes back to its version. `is_early` says, for the journal, that
-        the merger was about to decide.
+        Values that are not finite are not contributed: the island then goes back to the values of
+        its version.
+
+        Args:
+          session: the session that trains.
+          is_early: whether the contribution is made before it is due, as when the merger is about
+            to decide or the island ends. It is only recorded in the journal.
+
+        Returns:
+          Whether the contribution is surely in the folder. It is not if there was nothing to
+          contribute, or if the folder failed.
         """
         assert self.version is not None
         learning = self._learning
@@ -572,9 +639,10 @@ class Island:
         return is_there
 
     def _go_back(self, session: Any) -> list[str]:
-        """Resets variables to the version's values; returns the slots that it resets as well.
+        """Resets variables to the values of the version that the island has taken last.
 
-        Those are the slots that are not finite, and the other slots of their variables.
+        Slots that are not finite, and the other slots of their variables, get their initial values.
+        Returns the names of these slots.
         """
         begin_anew = getattr(self._values, "begin_anew", None)
         anew = begin_anew(session) if begin_anew else {}
@@ -596,7 +664,8 @@ class Island:
         Args:
           session: the session to write to.
           newest: the newer version's number.
-          found: the version's values and decision, if they were read before.
+          found: the version's values by name and its decision, if they were read before; None reads
+            them.
           merged_as: only in a replay: the name of this island's contribution that was merged, ""
             if none was, None if that was not known yet.
         """
@@ -624,7 +693,17 @@ class Island:
         self._note("took", merged=merged_as, bytes=_bytes(values))
 
     def _begin_replay(self, session: Any, step: int, saved: SavedIsland | None) -> None:
-        """Begins a replay at a step at which, says the journal, the island joined."""
+        """Begins a replay at a step at which the island joined, as its journal says.
+
+        Args:
+          session: the session to write to.
+          step: the step.
+          saved: the content of the file beside the checkpoint; None if there is none.
+
+        Raises:
+          IslandError: the journal does not say that the island joined at this step, or it joined
+            with a file beside its checkpoint, and `saved` is None.
+        """
         events = self._events.get(step, [])
         begins = [number for number, e in enumerate(events) if e["event"] == "joined"]
         if not begins:
@@ -650,7 +729,7 @@ class Island:
         )
 
     def _replay_step(self, session: Any) -> None:
-        """Repeats what the island did after this step in the run that is replayed."""
+        """Repeats what the island did after the present step in the run that is replayed."""
         for event in self._events.get(self._at, []):
             kind = event["event"]
             if kind == "joined" and "restored" in event:

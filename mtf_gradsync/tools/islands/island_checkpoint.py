@@ -91,8 +91,9 @@ class SavedIsland(NamedTuple):
     Attributes:
       learned: the island's counts.
       base: the values from which the island went on.
-      residual: name of a variable -> rounding errors to add to its next change.
-      attempts: name of a contribution to the version -> what it contained.
+      residual: a dictionary from the names of variables to the rounding errors that are added to
+        their next changes.
+      attempts: a dictionary from the names of contributions to the version to what they contained.
     """
 
     learned: Learned
@@ -106,7 +107,7 @@ class SavedIsland(NamedTuple):
         return self.learned.is_sent or any(self.learned.tokens)
 
     def is_left(self, contributed: Sequence[str], life: int, version: int, fragments: int) -> bool:
-        """Returns whether what the island had learned by the checkpoint is not contributed yet.
+        """Returns whether what the island had learned by the checkpoint is still to be contributed.
 
         Returns False if a later contribution contains it, or if the file belongs to another folder.
 
@@ -128,8 +129,13 @@ class SavedIsland(NamedTuple):
     def write(self, checkpoint: str, before: str | None) -> None:
         """Writes the file beside a checkpoint; removes the files of checkpoints that are gone.
 
-        The file beside the checkpoint `before` stays, as a process that is killed now has to begin
-        from that one. Raises FolderError if the new file cannot be written.
+        Args:
+          checkpoint: the path of the checkpoint, such as "/run/model.ckpt-100".
+          before: the path of the checkpoint before it, or None. The file beside it stays, as a
+            process that is killed now has to begin from that one.
+
+        Raises:
+          FolderError: the new file cannot be written.
         """
         tensors = {_BASE: self.base, _ROUNDED: self.residual}
         attempts = []
@@ -153,7 +159,8 @@ class SavedIsland(NamedTuple):
     def read(cls, checkpoint: str) -> SavedIsland | None:
         """Reads the file beside a checkpoint; returns None if there is none.
 
-        Raises DamagedObjectError if the file is damaged.
+        `checkpoint` is the checkpoint's path, such as "/run/model.ckpt-100". Raises
+        DamagedObjectError if the file is damaged.
         """
         folder, name = _place(checkpoint)
         found = folder.load(name, kind=Learned)
@@ -176,10 +183,15 @@ class SavedIsland(NamedTuple):
 def saved_beside(
     checkpoint: str, island: str, specs: Mapping[str, TensorSpec]
 ) -> SavedIsland | None:
-    """Returns what an island saved beside a checkpoint, or None.
+    """Returns what an island saved beside a checkpoint, or None if it saved nothing usable.
 
-    None stands for no file, a file of another island or of variables with other `specs` (shapes and
-    dtypes by name), or a file that is damaged or cannot be read; the last is logged.
+    The result is None if there is no file, if the file is of another island or of other variables,
+    or if it is damaged or cannot be read. In the last case a warning is logged.
+
+    Args:
+      checkpoint: the checkpoint's path, such as "/run/model.ckpt-100".
+      island: the island's name.
+      specs: a dictionary from the names of the exchanged variables to their shapes and dtypes.
     """
     try:
         saved = SavedIsland.read(checkpoint)

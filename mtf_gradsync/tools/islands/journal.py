@@ -31,8 +31,11 @@ _DECISIONS_SHOWN = 8  # the table lists contributions that the last so many deci
 class Journal:
     """The writer of the events of one island, during one run of its process.
 
-    Events that cannot be written now are written with the next ones. `life` is the number of the
-    run; `keeps_all` is whether old events stay.
+    Events that cannot be written now are written with the next ones.
+
+    Attributes:
+      life: the number of the run of the process. Set it before the first event.
+      keeps_all: whether old events stay; if not, only the newest 50 objects of events do.
     """
 
     def __init__(self, folder: Folder, island: str, reminders: Reminders):
@@ -49,10 +52,14 @@ class Journal:
         return self._before + len(self._lines)
 
     def write(self, event: str, must: bool = False, **fields: Any) -> None:
-        """Adds an event with its fields, and the time.
+        """Adds an event to the journal, with the time and the island's name.
 
-        With `must` the event is in the folder when this method returns: if it cannot be written,
-        FolderError is raised and the event is not added. Otherwise a failed write is made up later.
+        Args:
+          event: the kind of event, such as "joined", "contributed" or "took".
+          must: whether the event has to be in the folder when this method returns. If it cannot be
+            written then, FolderError is raised and the event is not added. Otherwise a failed write
+            is made up later.
+          **fields: more facts of the event, which JSON can hold. "step" must be one of them.
         """
         if len(self._lines) >= _LINES_IN_A_PART and not self._is_behind():
             self._before = self.events
@@ -69,7 +76,10 @@ class Journal:
         return f"{self._place}/{self.life:08d}-{self._part:06d}.jsonl"
 
     def _is_behind(self) -> bool:
-        """Writes the events of the current part; returns whether the folder failed."""
+        """Writes the events of the newest object; returns whether the folder failed.
+
+        The newest object gets events until it has 200 of them.
+        """
         try:
             self._folder.write(self._name(), b"".join(map(_line, self._lines)))
         except FolderError as error:
@@ -105,9 +115,14 @@ class JournalEvent(msgspec.Struct, frozen=True):
 
 
 def read_journal(folder: Folder, island: str) -> dict[int, list[dict[str, Any]]]:
-    """Returns an island's events: number of a run of its process -> the run's events in order.
+    """Returns a dictionary from the number of each run of an island's process to its events.
 
-    Damaged parts of the journal are left out, with a warning.
+    The events of a run are in order; each is a dictionary with the fields of `JournalEvent` and
+    others. Damaged parts of the journal are left out, with a warning.
+
+    Args:
+      folder: the folder of the islands.
+      island: the island's name.
     """
     lives: dict[int, list[dict[str, Any]]] = collections.defaultdict(list)
     for name in folder.names(f"journal/{island}"):
@@ -126,10 +141,14 @@ def read_journal(folder: Folder, island: str) -> dict[int, list[dict[str, Any]]]
 
 
 def events_by_step(folder: Folder, island: str) -> dict[int, list[dict[str, Any]]]:
-    """Returns an island's events by step, without those that a restart has undone.
+    """Returns a dictionary from steps to an island's events after each of them, in order.
 
-    A process that was killed begins again from its checkpoint. What it did before, but after that
-    checkpoint, has no effect any more and is left out.
+    A process that was killed begins again from its checkpoint. Events of the killed process after
+    that checkpoint have no effect any more, and are left out.
+
+    Args:
+      folder: the folder of the islands.
+      island: the island's name.
     """
     counted: list[tuple[tuple[int, int], dict[str, Any]]] = []
     for life, events in read_journal(folder, island).items():
@@ -204,7 +223,10 @@ class Status(NamedTuple):
     says: Sequence[str] = ()
 
     def table(self) -> str:
-        """Returns the rows as lines of text, then messages, and reasons of recent refusals."""
+        """Returns the state as text: a table with a line for each island, then messages.
+
+        The messages are those in `says`, and the reasons of recently refused contributions.
+        """
         head = "no version yet" if self.version is None else f"version {self.version}"
         columns = ("island", "joined", "contributed", "merged", "late", "refused", "tokens merged",
                    "MB written", "MB read", "behind", "last seen", "state")  # fmt: skip
@@ -259,7 +281,10 @@ def read_status(folder: Folder) -> Status:
 
 
 def _merger(folder: Folder) -> tuple[str, Beat]:
-    """Returns which process merges, in words, and the last sign of life of that process."""
+    """Returns which process merges, in words, and the last sign of life of that process.
+
+    If no process merges, the words say so, and the sign of life is an empty `Beat()`.
+    """
     term = terms_of(folder.marks("merger")).get("")
     if term is None:
         return "no merger has begun", Beat()
@@ -337,7 +362,10 @@ def plot_status(
 
 
 def _lives(events: list[dict[str, Any]], island: str) -> list[tuple[float, float]]:
-    """Returns the times of the first and last event of each run of an island's process."""
+    """Returns a pair for each run of an island's process: the times of its first and last event.
+
+    `events` are the events of all islands, sorted by time.
+    """
     lives: list[tuple[float, float]] = []
     for event in events:
         if event["island"] != island:

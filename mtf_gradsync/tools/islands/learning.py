@@ -17,8 +17,9 @@ class Change(NamedTuple):
     """A change that is ready to be contributed.
 
     Attributes:
-      tensors: the change, encoded.
-      errors: name of a variable -> the error of the encoding, to be added to its next change.
+      tensors: the change in the form in which it is sent, by name of the tensor.
+      errors: a dictionary from the names of variables to the rounding errors of this form, which
+        are added to their next changes.
       sent: the values and counts from which the change was made.
     """
 
@@ -36,10 +37,10 @@ class Learning:
 
     Attributes:
       version: the number of the version that was taken last; None before the first.
-      base: name of a variable -> its value in that version.
+      base: a dictionary from the names of variables to their values in that version.
       fragments: the number of sets of variables that versions change in turn.
       sent: the contribution that waits to be merged; None if there is none.
-      attempts: name of a contribution to the version -> what it contained.
+      attempts: a dictionary from the names of contributions to the version to what they contained.
       since: the number of updates since the last contribution.
       tokens: for each fragment, the tokens since its last contribution.
       counts_before: the counters that schedules follow (global step, updates), as of the begin of
@@ -54,16 +55,24 @@ class Learning:
         self.start_counting(StepCounts())
 
     def start_counting(self, counts: StepCounts) -> None:
-        """Begins to count steps from the counts of a session that has restored its values."""
+        """Begins to count steps in a session.
+
+        `counts` are the counts of the session's optimizers now, after the session has initialized
+        or restored its variables.
+        """
         self._step_counts = counts
         # The tokens of gradients that are accumulated and in no update yet. None: not known, as
         # the gradients were restored.
         self._waiting_tokens: float | None = None if counts.waiting else 0.0
 
     def start_from(self, version: int | None, counts: Mapping[str, int]) -> None:
-        """Resets the state to the begin of a version, and drops what was not contributed.
+        """Begins to learn from a version anew, and drops what was not contributed.
 
-        `counts` are the counters that schedules follow (global step, updates) as of now.
+        The caller sets `base`.
+
+        Args:
+          version: the number of the version; None if there is none yet.
+          counts: the counters that schedules follow (global step, updates) now, by name.
         """
         self.version = version
         self.counts_before = dict(counts)
@@ -74,7 +83,7 @@ class Learning:
         self._residual: dict[str, np.ndarray] = {}
 
     def restore(self, saved: SavedIsland) -> None:
-        """Restores the state from the file beside a checkpoint."""
+        """Restores all attributes from the content of the file beside a checkpoint."""
         learned = saved.learned
         self.version, self.base = learned.version, dict(saved.base)
         self.counts_before, self.attempts = dict(learned.counts), dict(saved.attempts)
@@ -83,7 +92,14 @@ class Learning:
         self._residual, self._waiting_tokens = dict(saved.residual), learned.waiting
 
     def saved(self, island: str, life: int, number: int, events: int) -> SavedIsland:
-        """Returns the content of the file beside a checkpoint; see `Learned` for the arguments."""
+        """Returns the content of the file beside a checkpoint, from which `restore` goes on.
+
+        Args:
+          island: the island's name.
+          life: the number of the run of the island's process.
+          number: the number of the last contribution in this run.
+          events: the number of events that the journal has of this run.
+        """
         assert self.version is not None
         learned = Learned(
             island=island, life=life, number=number, events=events, version=self.version,
@@ -93,14 +109,21 @@ class Learning:
         return SavedIsland(learned, self.base, self._residual, self.attempts)
 
     def specs_after(self, version: int) -> dict[str, TensorSpec]:
-        """Returns the shapes and dtypes of the variables that the version after one changes."""
+        """Returns the shapes and dtypes of the variables that the version after `version` changes.
+
+        The result is a dictionary from the names of the variables.
+        """
         names = fragment_of(version + 1, list(self._specs), self.fragments)
         return {name: self._specs[name] for name in names}
 
     def count(self, now: StepCounts, tokens: float) -> None:
-        """Counts a step's update and its tokens, unless the step accumulated or skipped.
+        """Counts a step: an update and its tokens, unless the step accumulated or was skipped.
 
-        `now` are the counts after the step.
+        Tokens of a step that only accumulates gradients are counted with the next update.
+
+        Args:
+          now: the counts of the session's optimizers after the step.
+          tokens: the number of tokens of the step's loss.
         """
         before, self._step_counts = self._step_counts, now
         if self._waiting_tokens is None:  # restored sums, of which no tokens are known: estimate
@@ -119,12 +142,20 @@ class Learning:
 
     @property
     def tokens_to_send(self) -> float:
-        """The tokens since the last contribution of the variables that the next version changes."""
+        """The number of tokens that the next contribution is learned from.
+
+        These are the tokens since the last contribution of the variables that the next version
+        changes.
+        """
         assert self.version is not None
         return self.tokens[self.version % self.fragments]
 
     def changed(self, values: Mapping[str, Any]) -> dict[str, np.ndarray]:
-        """Returns the change of each variable that the next version changes: `base` minus value."""
+        """Returns the change of each variable that the next version changes, in float32.
+
+        The change is the value in `base` minus the value now. `values` are the session's values by
+        name, and the result is a dictionary from names to changes.
+        """
         assert self.version is not None
         names = fragment_of(self.version + 1, list(self.base), self.fragments)
         return {n: (self.base[n] - wide(values[n])).astype(np.float32) for n in names}
@@ -136,13 +167,15 @@ class Learning:
         counts: dict[str, int],
         form: Form,
     ) -> Change:
-        """Returns the change to contribute: `changed` plus earlier rounding errors, encoded.
+        """Returns the change to contribute, in the form in which it is sent.
+
+        Rounding errors of earlier contributions are added to it.
 
         Args:
-          changed: the result of `changed`.
+          changed: the result of the method `changed`.
           values: the session's values by name, from which it was made.
-          counts: the counters that schedules follow, now.
-          form: how the change is sent.
+          counts: the counters that schedules follow, now, by name.
+          form: how the change is sent: "float32", "bfloat16", "int8" or "int4".
         """
         assert self.version is not None
         residual = {name: self._residual[name] for name in changed if name in self._residual}
@@ -155,7 +188,10 @@ class Learning:
         return Change(tensors, errors, sent)
 
     def send(self, change: Change, name: str) -> None:
-        """Counts a change as contributed under a name; in a replay the name is ""."""
+        """Records that a change was contributed, and begins to count the next one.
+
+        `name` is the name of the contribution's object; "" in a replay, which writes no objects.
+        """
         if name:
             self.attempts[name] = change.sent
         self.sent = change.sent
@@ -173,7 +209,11 @@ class Learning:
         self._residual.update(sent.residual)
 
     def merged_was(self, name: str) -> None:
-        """Says which contribution was merged; it may be an earlier attempt than the last one."""
+        """Records which contribution to the version was merged.
+
+        `name` is a key of `attempts`. If it is not the last attempt, tokens and updates that only
+        later attempts had count as not contributed.
+        """
         then, sent = self.attempts[name], self.sent
         if sent is not then:
             fragment = then.version % self.fragments
@@ -186,14 +226,20 @@ class Learning:
     def take(
         self, version: int, merged: Mapping[str, np.ndarray], now: Mapping[str, Any], is_open: bool
     ) -> dict[str, np.ndarray]:
-        """Takes a newer version; returns name -> what was learned that it does not contain.
+        """Takes a newer version, and returns what was learned that it does not contain.
+
+        The caller adds the result to the version's values by `values_of`.
 
         Args:
           version: the version's number.
-          merged: name of a variable -> its value in the version.
+          merged: a dictionary from the names of the variables that changed to their values in the
+            version.
           now: the session's values by name.
           is_open: whether `sent` may still be merged into a later version. If so, its change is
             kept; if not, the version contains it.
+
+        Returns:
+          A dictionary from the names in `merged` to what is to be added to their values.
         """
         sent = self.sent
         before = {name: wide(x) for name, x in (sent.values if sent else {}).items()}
@@ -215,12 +261,15 @@ class Learning:
         learned: Mapping[str, np.ndarray],
         dtypes: Mapping[str, np.dtype],
     ) -> dict[str, np.ndarray]:
-        """Returns new values of variables: merged values plus what was learned since; sets `base`.
+        """Returns new values of variables by name: merged values plus what was learned since.
+
+        It also sets `base` for these variables, so that the next change contains what was learned.
 
         Args:
-          merged: name of a variable -> its value in the version.
-          learned: name -> what was learned and is not in the version; the next change contains it.
-          dtypes: name -> dtype of the variable.
+          merged: a dictionary from the names of variables to their values in the version.
+          learned: a dictionary from names to what was learned and is not in the version; nothing
+            was learned of a variable that it lacks.
+          dtypes: a dictionary from names to the dtypes of the session's variables.
         """
         written: dict[str, np.ndarray] = {}
         for name, value in merged.items():
@@ -234,12 +283,13 @@ class Learning:
     def follow(
         self, version: Mapping[str, int], counts: Mapping[str, int], before: Mapping[str, int]
     ) -> dict[str, int]:
-        """Returns new values of the island's counters: the version's, plus those counted since.
+        """Returns new values of the island's counters, by name.
 
-        A counter is never lowered, and one that the version does not have stays.
+        A counter becomes the version's, plus what the island has counted since its contribution. It
+        is never lowered, and a counter that the version lacks stays.
 
         Args:
-          version: the version's counters; no counters if the island counts for itself.
+          version: the version's counters, by name; {} if the island follows its own counters.
           counts: the island's counters now.
           before: the island's counters when it made the contribution that the version contains.
         """

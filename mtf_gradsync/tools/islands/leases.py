@@ -49,9 +49,9 @@ class Beat(msgspec.Struct, frozen=True):
       count: the number of this sign, so that each sign differs from the one before.
       time: the time by the writer's clock, for people who read it.
       says: messages on what the process waits for, or cannot do.
-      version: the version of the outer values that the process has.
-      step: the step that an island is at.
-      living: the islands that give signs of life, as the merger sees them.
+      version: the number of the version of the outer values that the process has; None if none.
+      step: the step that an island is at; None for a merger.
+      living: the names of the islands that give signs of life, as the merger sees them.
     """
 
     count: int = 0
@@ -67,8 +67,8 @@ class LeaseTerm(NamedTuple):
 
     Attributes:
       number: the number of the term, which counts up with each new holder.
-      mark: the mark (such as an ETag) that the folder gives the last heartbeat; it changes with
-        each.
+      mark: the mark (such as an ETag) that the folder gives the object of the last heartbeat. Each
+        heartbeat gets another mark; "" if there was none yet.
       has_left: whether the holder has given the lease up.
     """
 
@@ -78,7 +78,11 @@ class LeaseTerm(NamedTuple):
 
 
 def terms_of(marks: Mapping[str, str]) -> dict[str, LeaseTerm]:
-    """Returns the newest term of each lease in a subfolder, from what `Folder.marks` returns."""
+    """Returns a dictionary from the name of each lease in a subfolder to its newest term.
+
+    `marks` is what `Folder.marks` returns for the subfolder: a dictionary from the names of objects
+    to marks (such as ETags).
+    """
     found: dict[str, dict[int, dict[str, str]]] = {}
     for name, mark in marks.items():
         match = _TERM.fullmatch(name)
@@ -109,9 +113,13 @@ class LifeSigns:
         self.changed: set[str] = set()  # leases that gave a new sign since they were first seen
 
     def living(self, terms: Mapping[str, LeaseTerm]) -> set[str]:
-        """Returns the leases whose holder may be alive: with a recent sign, and not given up.
+        """Returns the names of the leases whose holders may be alive.
 
-        `terms` are the newest terms by lease. A sign counts from when this object first saw it.
+        Such a holder has not given its lease up, and has given a sign of life recently. A sign is
+        as old as the time since this object first saw it.
+
+        Args:
+          terms: the newest term of each lease, by the name of the lease.
         """
         now = self._clock()
         for lease, term in terms.items():
@@ -134,7 +142,8 @@ class Lease:
       folder: the folder of the islands.
       where: the subfolder with the lease's objects.
       name: the name of the lease in the subfolder; "" if there is only one.
-      report: returns fields of `Beat`, except `count` and `time`, for each sign of life.
+      report: a function that is called for each sign of life. It returns a dictionary of fields of
+        `Beat` other than `count` and `time`.
       replaces_own: whether the lease may be taken from another holder in this process.
     """
 
@@ -170,10 +179,14 @@ class Lease:
                 logger.warning("%s; it goes to %s", error, self._folder.set_aside(name))
 
     def take(self) -> str:
-        """Takes the lease, and returns ""; or returns the living process that has it.
+        """Takes the lease if it is free; from then on a thread writes signs of life.
 
         Call it repeatedly to wait for the lease: a process that gives no sign of life for
         `LIFE_SECONDS` can be replaced.
+
+        Returns:
+          "" if this process has the lease now; else the process that has it, in words such as
+          "process 12 on host1".
         """
         term, holder = self._newest()
         if term and holder and self._lives(term, holder):
@@ -197,7 +210,7 @@ class Lease:
         return ""
 
     def has_changed(self) -> bool:
-        """Returns whether the holder has given a sign of life since this process first looked."""
+        """Returns whether the lease's holder has given a sign of life since `take` first looked."""
         return self._name in self._signs.changed
 
     def _lives(self, term: LeaseTerm, holder: Holder) -> bool:
@@ -211,7 +224,10 @@ class Lease:
         return self._name in self._signs.living({self._name: term})
 
     def is_held(self) -> bool:
-        """Returns whether this process has the lease; creates its object again if it is gone."""
+        """Returns whether this process still has the lease, and no other process has taken it.
+
+        If the lease's object in the folder is gone, it is created again.
+        """
         if self.term is None:
             return False
         term, holder = self._newest()
@@ -225,7 +241,7 @@ class Lease:
         return number < self.term or (number == self.term and holder in (self._own, None))
 
     def beat(self) -> None:
-        """Writes a sign of life; ignores a folder that fails."""
+        """Writes a sign of life of this process into the folder; ignores a folder that fails."""
         assert self.term is not None
         self._beats += 1
         with contextlib.suppress(FolderError):
@@ -259,9 +275,13 @@ class Reminders:
         self._lasting: dict[str, tuple[str, float, float, bool]] = {}  # since, due, was it said
 
     def lasts(self, key: str, what: str, after: float = 0.0) -> None:
-        """Records that the condition `key` lasts, and logs the message `what` if one is due.
+        """Records that a condition lasts, and logs a message about it from time to time.
 
-        The first message is due after `after` seconds.
+        Args:
+          key: the key of the condition, such as "folder".
+          what: the message.
+          after: the seconds for which the condition must have lasted before the first message. The
+            next messages follow at growing intervals.
         """
         now = self._clock()
         _, since, due, is_said = self._lasting.get(key, (what, now, now + after, False))
@@ -279,7 +299,7 @@ class Reminders:
                 self._log.warning("Over after %.0f s: %s", self._clock() - since, what)
 
     def said(self) -> list[str]:
-        """Returns the logged messages on conditions that still last."""
+        """Returns the messages on conditions that still last, if they have been logged before."""
         return [what for what, _, _, is_said in list(self._lasting.values()) if is_said]
 
 

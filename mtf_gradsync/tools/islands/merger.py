@@ -91,7 +91,7 @@ class Waiting(NamedTuple):
     max_staleness: int = 0
 
     def check(self) -> None:
-        """Raises ValueError for settings that make no sense."""
+        """Raises ValueError if a setting is out of range, or `min_grace` is above `max_grace`."""
         for name, least in (("quorum", 1), ("max_staleness", 0)):
             value = getattr(self, name)
             if name == "quorum" and value == "living":
@@ -174,9 +174,9 @@ class Merger:
         merger works in the folder.
 
         Args:
-          should_stop: says whether to end.
-          on_version: called after each version, with its decision.
-          sleep: waits for a number of seconds.
+          should_stop: a function that says whether to end; it is called again and again.
+          on_version: a function that is called after each version, with its decision.
+          sleep: a function that waits for a number of seconds.
         """
         place = Lease(self._folder, "merger", report=self._report)
         try:
@@ -197,11 +197,14 @@ class Merger:
             place.leave()
 
     def says(self) -> list[str]:
-        """Returns messages on what the merger waits for, or cannot do."""
+        """Returns messages, in words, on what the merger waits for now, or cannot do."""
         return self._reminders.said()
 
     def begin_anew(self) -> None:
-        """Clears what was read from the folder, as another merger may have changed it since."""
+        """Forgets what was read from the folder, so that it is read again.
+
+        Call it if another merger may have worked in the folder meanwhile.
+        """
         self._has_begun, self._decisions = False, {}
         self._received.read_again()
 
@@ -210,9 +213,10 @@ class Merger:
         return {"says": self.says(), "version": version, "living": sorted(self._living)}
 
     def _take(self, place: Lease) -> bool:
-        """Takes the lease to merge; returns whether this process has it now.
+        """Takes the lease to merge if it is free; returns whether this process has it now.
 
-        Raises FolderTakenError if another process has the lease and gives signs of life.
+        `place` is the lease. Raises FolderTakenError if another process has the lease and gives
+        signs of life.
         """
         holder = place.take()
         if holder and place.has_changed():
@@ -224,10 +228,20 @@ class Merger:
         return not holder
 
     def _go_on(self, place: Lease, on_version: Callable[[Decision], None]) -> bool:
-        """Makes the next version if it is due; returns whether anything was done.
+        """Makes the next version if it is due.
 
-        The first call reads the folder's newest version instead, and finishes one that was decided
-        but not made. `place` is the lease to merge.
+        The first call reads the folder's newest version instead. If the next version was decided
+        before and not made, it makes that version.
+
+        Args:
+          place: the lease to merge, which this process has.
+          on_version: a function that is called after a version, with its decision.
+
+        Returns:
+          Whether anything was done; False means that the caller should wait before it calls again.
+
+        Raises:
+          FolderTakenError: another merger has taken the lease.
         """
         if not self._has_begun:
             self._folder.remove_half_written()
@@ -299,10 +313,17 @@ class Merger:
         return None
 
     def _made_again(self, version: int, reason: DamagedObjectError) -> MergedState | None:
-        """Makes a version again from its decision; returns its state, or None without a decision.
+        """Makes a damaged version again from its decision.
 
-        `reason` says what is wrong with the existing version. Raises FolderError if the version
-        cannot be made again.
+        Args:
+          version: the number of the version.
+          reason: the error that says what is wrong with the existing version, for the log.
+
+        Returns:
+          The values and momenta as of the version; None if there is no decision on it.
+
+        Raises:
+          FolderError: the version cannot be made again.
         """
         decision = self._stored_decision(version)
         if decision is None:
@@ -355,7 +376,15 @@ class Merger:
         self._state = state
 
     def _create(self, name: str, decision: Decision, tensors: Mapping[str, np.ndarray]) -> None:
-        """Creates an object of a version; first moves an existing one with other bits away."""
+        """Creates an object of a version in the folder.
+
+        If an object of this name exists and has other bits, it is moved away first.
+
+        Args:
+          name: the name of the object.
+          decision: the decision on the version, which is stored in the object.
+          tensors: a dictionary from the names of variables to their values or momenta.
+        """
         found, data = tensor_object(MadeBy(decision), tensors)
         if self._folder.create(name, data):
             return
@@ -441,9 +470,13 @@ class Merger:
         return self._waiting.quorum
 
     def _are_enough(self, islands: Sequence[str], quorum: int) -> bool:
-        """Returns whether there are `quorum` contributions; logs long waits, and missing islands.
+        """Returns whether enough islands have contributed to merge their contributions.
 
-        `islands` are those that have contributed to the newest version.
+        If a wait for contributions is long, it is logged, with the islands that are missing.
+
+        Args:
+          islands: the names of the islands that have contributed to the newest version.
+          quorum: the number of contributions that a merge needs.
         """
         if len(islands) >= quorum:
             self._reminders.over("quorum")
@@ -461,9 +494,14 @@ class Merger:
         return False
 
     def _pairs(self, oldest: int) -> tuple[set[tuple[str, int]], set[tuple[str, int]]]:
-        """Returns (island, version) of contributions already merged, and of merged or late ones.
+        """Returns the contributions that earlier decisions name, as two sets of pairs.
 
-        Looks at decisions on versions from a few before `oldest` on.
+        A pair is an island's name and the version from which its change begins. The first set has
+        the contributions that were merged. The second has these and those that came too late.
+
+        Args:
+          oldest: the oldest version to which a contribution may still be merged. Decisions on
+            versions from eight before it on are looked at.
         """
         merged, counted = set[tuple[str, int]](), set[tuple[str, int]]()
         for version in range(max(oldest - _VERSIONS_LOOKED_AT, 0) + 1, self._next):
@@ -474,9 +512,10 @@ class Merger:
         return merged, merged | counted
 
     def _decision(self, version: int) -> Decision | None:
-        """Returns the decision on a version, cached; None if it is gone.
+        """Returns the decision on a version; None if it is gone. Each is read only once.
 
-        It is read from the version's own object if the decision's object is damaged or gone.
+        It is read from the object with the version's values if the decision's object is damaged or
+        gone.
         """
         if version not in self._decisions:
             found = self._stored_decision(version) if version >= 0 else None
@@ -488,9 +527,12 @@ class Merger:
         return self._decisions[version]
 
     def _bounded(self, one: Contribution, there: Sequence[Contribution]) -> Contribution:
-        """Returns a contribution with the scale that limits its length by `max_norm`.
+        """Returns a contribution with the scale that limits its length (`MergeSettings.max_norm`).
 
-        `there` are all contributions to be merged, with which its length is compared.
+        Args:
+          one: the contribution.
+          there: all contributions to be merged. The lengths of other islands' changes among them,
+            and of this island's earlier changes, tell which length is usual.
         """
         before = range(max(self._next - _VERSIONS_OF_LENGTHS, 1), self._next)
         own = [
@@ -525,6 +567,9 @@ class Merger:
         With `keep_all`, only offers and announcements are removed. Otherwise these objects stay:
         values and momenta from which the newest two versions are read, contributions that may still
         be merged or are to be counted as late, and the last `_DECISIONS_KEPT` decisions.
+
+        Args:
+          decision: the decision on the newest version.
         """
         version, fragments = decision.version, self.settings.fragments
         kept = version - self._waiting.max_staleness - _VERSIONS_LOOKED_AT
@@ -589,7 +634,7 @@ class MergerThread:
             self._thread.join()
 
     def says(self) -> str:
-        """Returns the merger's message on what it waits for."""
+        """Returns in words what the merger waits for, or cannot do; "" for nothing."""
         return " ".join(self._merger.says())
 
     def _run(self) -> None:

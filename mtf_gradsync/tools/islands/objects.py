@@ -79,16 +79,19 @@ class Contribution(ContributionFacts, frozen=True, kw_only=True):
 
     @property
     def pair(self) -> tuple[str, int]:
-        """The contribution's island and `version`, which is -1 for an offer."""
+        """The island's name, and the version from which the change begins (-1 for an offer)."""
         return self.island, -1 if self.version is None else self.version
 
     @classmethod
     def of(cls, facts: ContributionFacts, **more: Any) -> Contribution:
-        """Returns the record of a contribution with these facts and more fields."""
+        """Returns the record of a contribution from the facts that the island sent with it.
+
+        `more` are the fields that `ContributionFacts` lacks, such as `object` and `checksum`.
+        """
         return cls(**msgspec.structs.asdict(facts), **more)
 
     def scaled(self, scale: float) -> Contribution:
-        """Returns this contribution with another scale."""
+        """Returns this contribution with another `scale`, the factor for its change."""
         return msgspec.structs.replace(self, scale=scale)
 
     def __post_init__(self) -> None:
@@ -122,15 +125,17 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
       version: the number of the version.
       contributions: the contributions that are merged, in this order.
       dropped: the contributions that came too late to be merged.
-      refused: name of a refused contribution -> the reason.
+      refused: a dictionary from the names of refused contributions to the reasons.
       counts: the counters that schedules follow (global step, updates), as of the version.
       settings: the fields of `MergeSettings` with which the version is made.
       oldest: contributions to versions before this one are never merged from now on.
       keeps_all: whether no objects are removed, so that all versions can be replayed.
-      totals: island -> what became of its contributions, up to this version.
+      totals: a dictionary from the names of islands to what became of their contributions, up to
+        this version.
       time: when the decision was made, by the merger's clock, for people who read it.
       waited: how many seconds the merger waited after the first contribution.
-      arrivals: island -> seconds from the first contribution to the island's contribution.
+      arrivals: a dictionary from the names of islands to the seconds from the first contribution to
+        theirs.
     """
 
     version: int
@@ -154,7 +159,11 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
             )
 
     def with_totals_after(self, before: Decision | None) -> Decision:
-        """Returns this decision with `totals`: those of the decision before it, plus its own."""
+        """Returns this decision with `totals` filled in.
+
+        They are the totals of the decision on the version before (`before`; None if there is none),
+        plus the contributions that this decision names.
+        """
         found = dict(before.totals) if before else {}
 
         def add(island: str, last: str = "", **more: Any) -> None:
@@ -198,16 +207,23 @@ def decision_object(version: int) -> str:
 
 
 def contribution_object(version: int, island: str, life: int, number: int) -> str:
-    """Returns the name of an island's contribution to a version.
+    """Returns the name of the object with an island's contribution.
 
-    `life` is the number of the run of the island's process, and `number` counts contributions in
-    that run.
+    Args:
+      version: the version from which the island's change begins.
+      island: the island's name.
+      life: the number of the run of the island's process.
+      number: the number of the contribution in that run.
     """
     return f"contributions/{version:08d}/{island}@{life}-{number}{SUFFIX}"
 
 
 def parsed_contribution(name: str) -> tuple[int, str, int, int] | None:
-    """Returns the arguments with which `contribution_object` gives a name; None for other names."""
+    """Returns what the name of a contribution's object says; None for other names.
+
+    The result has the arguments of `contribution_object`: the version, the island's name, the
+    number of the run of its process, and the number of the contribution in that run.
+    """
     found = _CONTRIBUTION.fullmatch(name)
     return found and (int(found[1]), found[2], int(found[3]), int(found[4]))
 
@@ -223,7 +239,15 @@ def life_and_number(name: str) -> tuple[int, int]:
 
 
 def contribution_names(folder: Folder, version: int) -> dict[tuple[str, int], str]:
-    """Returns (island, version) -> name of the island's last contribution that is not refused."""
+    """Returns the last contribution of each island to a version, refused ones left out.
+
+    Args:
+      folder: the folder of the islands.
+      version: the version from which the changes begin.
+
+    Returns:
+      A dictionary from pairs (island's name, `version`) to the names of the contributions' objects.
+    """
     place = f"contributions/{version:08d}"
     names, found = set(folder.names(place)), dict[tuple[str, int], tuple[int, int, str]]()
     for name in names:
@@ -236,7 +260,10 @@ def contribution_names(folder: Folder, version: int) -> dict[tuple[str, int], st
 
 
 def island_of(name: str) -> str:
-    """Returns the island in the name of a contribution or an offer."""
+    """Returns the name of the island that wrote a contribution or an offer.
+
+    `name` is the name of the object, with or without its subfolder.
+    """
     return name.rsplit("/", 1)[-1].removesuffix(SUFFIX).rsplit("@", 1)[0]
 
 
@@ -246,7 +273,11 @@ def offer_object(island: str) -> str:
 
 
 def numbers_in(folder: Folder, place: str, ending: str) -> list[int]:
-    """Returns the numbers of objects in a subfolder, ascending; their names are number + ending."""
+    """Returns the numbers of the objects in a subfolder whose names are a number and an ending.
+
+    They are in ascending order. `place` is the subfolder, such as "versions", and `ending` is what
+    follows the number, such as ".soon"; "" for subfolders named by a number alone.
+    """
     found = (_NUMBERED.fullmatch(name) for name in folder.names(place))
     return [int(one[1]) for one in found if one and (one[2] or "") == ending]
 

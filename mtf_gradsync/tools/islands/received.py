@@ -40,8 +40,10 @@ class ReceivedContributions:
     """A cache of the contributions that a merger has read, and of those that it has refused.
 
     Attributes:
-      arrived: (island, version) -> when the contribution was first read, by this process's clock.
-      refused: name of a contribution refused since the last decision -> the reason.
+      arrived: a dictionary from pairs (island's name, version) to the seconds, by this process's
+        clock, at which the contribution was first read.
+      refused: a dictionary from the names of contributions that were refused since the last
+        decision to the reasons.
     """
 
     def __init__(self, folder: Folder, clock: Callable[[], float], reminders: Reminders):
@@ -57,7 +59,7 @@ class ReceivedContributions:
         self._looked = {}
 
     def forget_before(self, version: int) -> None:
-        """Removes contributions to versions before `version` from the cache."""
+        """Removes contributions from the cache whose changes begin from earlier versions."""
         self._looked = {key: x for key, x in self._looked.items() if not x or x.pair[1] >= version}
         self.arrived = {key: x for key, x in self.arrived.items() if key[1] >= version}
 
@@ -66,7 +68,8 @@ class ReceivedContributions:
     ) -> Contribution | None:
         """Reads and checks a contribution or an offer; returns its record for a decision.
 
-        Returns None if the object is gone, is refused, or cannot be read now.
+        A wrong contribution is refused: an object with the reason is written beside it. The result
+        is None if the object is gone, is refused, or cannot be read now.
 
         Args:
           before: the values and momenta of the newest version; None before the first.
@@ -100,13 +103,21 @@ class ReceivedContributions:
         return "" if parsed_contribution(name) else self._folder.marks(place).get(last, "")
 
     def _refuse(self, name: str, reason: str) -> None:
-        """Refuses a contribution, and logs why. Its island then contributes the change again."""
+        """Refuses a contribution: writes the reason into an object beside it, and logs the reason.
+
+        The island that made it reads this object, and then contributes the change again. `name` is
+        the name of the contribution's object.
+        """
         logger.warning("%s", reason)
         self.refused[name] = reason
         self._folder.create_json(name.removesuffix(SUFFIX) + REFUSED, reason)
 
     def name_equal(self, contributions: Sequence[Contribution]) -> None:
-        """Warns of islands with identical changes, which seem to learn from the same data."""
+        """Logs a warning of islands with identical changes, which seem to learn from the same data.
+
+        `contributions` are those that are merged into one version. Each group of islands is named
+        only once.
+        """
         lengths = collections.defaultdict(list)
         for one in contributions:
             lengths[one.norm].append(one)
@@ -131,7 +142,16 @@ class ReceivedContributions:
 def _specs_of(
     name: str, before: MergedState | None, settings: MergeSettings
 ) -> dict[str, TensorSpec] | None:
-    """Returns the specs of the variables that a contribution changes; None for an offer."""
+    """Returns the shapes and dtypes of the variables that a contribution must have, by name.
+
+    Args:
+      name: the name of the object.
+      before: the values and momenta of the newest version; None before the first.
+      settings: how versions are made.
+
+    Returns:
+      The shapes and dtypes; None for an offer, which may have any variables.
+    """
     parsed = parsed_contribution(name)
     if parsed is None or before is None:
         return None
@@ -145,8 +165,15 @@ def _described(
 ) -> Contribution:
     """Checks a contribution that was read; returns its record for a decision.
 
-    Raises DamagedObjectError if the contribution is wrong. `specs` are those of its variables, or
-    None for an offer.
+    Args:
+      name: the name of the object.
+      stored: the content of the object.
+      specs: shapes and dtypes that its variables must have, by name; None for an offer.
+      settings: how versions are made, which says how contributions are weighted.
+
+    Raises:
+      DamagedObjectError: the contribution is another island's or version's than its name says, has
+        no tokens, other variables, or values that are not finite.
     """
     facts: ContributionFacts = stored.facts
     parsed = parsed_contribution(name)

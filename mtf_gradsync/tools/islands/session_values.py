@@ -60,9 +60,9 @@ class Values:
         graph, and the averaged ones of the model.
 
     Attributes:
-      specs: name of a variable -> shape and dtype.
-      follows: counter that schedules follow -> name of its variable. The counters are "step" (the
-        global step) and counts of updates.
+      specs: a dictionary from the names of the exchanged variables to their shapes and dtypes.
+      follows: a dictionary from each counter that schedules follow to the name of its variable. The
+        counters are "step" (the global step) and counts of updates.
 
     Raises:
       ValueError: there are no such variables, `OuterOptimizer` holds a value of them for each
@@ -137,8 +137,10 @@ class Values:
     ) -> list[str]:
         """Returns names of the model's floating-point variables that are averaged and not trained.
 
+        Such variables are means over batches. Slots and the state of wrappers are left out.
+
         Args:
-          there: name -> variable, for all variables of the graph.
+          there: a dictionary from names to variables, for all variables of the graph.
           trainable: names of the trainable variables.
           state: names of variables in which wrappers hold state.
         """
@@ -153,10 +155,19 @@ class Values:
         )
 
     def _reads_of_counters(self, names: Sequence[str]) -> dict[str, tf.Tensor]:
-        """Adds operations that read the optimizers' counters; returns a tensor for each total.
+        """Adds operations to the graph that read and add up the optimizers' counters.
 
-        `names` are the counters' names. The totals are the fields of `StepCounts`: counters are
-        added up in the graph because each fetched tensor costs time after each step.
+        Counters are added up in the graph because each fetched tensor costs time after each step.
+
+        Args:
+          names: the names of the counters' variables.
+
+        Returns:
+          A dictionary from fields of `StepCounts`, "waiting" and "skipped", to tf scalars (int64)
+          with their values. A field without counters is left out.
+
+        Raises:
+          ValueError: there are counters, and no lowering was given.
         """
         if names and not self._lowerings:
             raise ValueError(
@@ -179,7 +190,11 @@ class Values:
         return totals
 
     def counts(self, session: Any) -> StepCounts:
-        """Returns the totals of the optimizers' counters; zeros if every step is applied."""
+        """Returns how many steps' gradients the session's optimizers hold back or have skipped.
+
+        The counts are zeros if no optimizer accumulates or skips steps. `session` is the session
+        that trains: a session of TensorFlow, or one of this package's runtimes.
+        """
         if not self._counters:
             return StepCounts()
         if session is not self._counted_in:
@@ -194,7 +209,10 @@ class Values:
         return StepCounts(**{field: int(total) for field, total in self._count().items()})
 
     def read(self, session: Any) -> dict[str, np.ndarray]:
-        """Returns the values of exchanged variables, and of the counters in `follows`, by name."""
+        """Returns the present values of exchanged variables, and of the counters in `follows`.
+
+        The result is a dictionary from names to arrays. `session` is the session that trains.
+        """
         return self._read(
             session, {**self._variables, **{n: self._state[n] for n in self.follows.values()}}
         )
@@ -209,9 +227,12 @@ class Values:
         return session.run({name: access.read[v.op.name] for name, v in variables.items()})
 
     def write(self, session: Any, values: Mapping[str, Any]) -> None:
-        """Sets variables to `values`, by name, in masters and in slices.
+        """Sets variables of a session to new values, in masters and in slices.
 
-        Names may be those in `specs`, in `follows` and in what `begin_anew` returns.
+        Args:
+          session: the session that trains.
+          values: a dictionary from names to new values. Names may be keys of `specs`, names of
+            counters' variables in `follows`, and names that `begin_anew` returns.
         """
         everything = {**self._state, **self._variables}
         variables = {name: everything[name] for name in values}
@@ -236,9 +257,10 @@ class Values:
         session.run(self._to_slices)
 
     def begin_anew(self, session: Any) -> dict[str, np.ndarray]:
-        """Returns initial values, by name, for slots that hold numbers that are not finite.
+        """Returns initial values for slots that hold numbers that are not finite.
 
-        If one slot of a variable is not finite, all slots of this variable are returned.
+        If one slot of a variable is not finite, all slots of this variable are returned. Nothing is
+        written: the caller passes the result, a dictionary from names to values, to `write`.
         """
         now = self._read(session, self._state)
         bad = {

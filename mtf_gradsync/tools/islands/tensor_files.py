@@ -38,7 +38,10 @@ class _OtherTensors(_Wrong):
 
 
 class TensorSpec(NamedTuple):
-    """The shape and dtype of a tensor, as text that JSON can hold."""
+    """The shape and dtype of a tensor, in a form that JSON can hold.
+
+    `dtype` is the name of a numpy dtype, or "bfloat16".
+    """
 
     shape: tuple[int, ...]
     dtype: str
@@ -76,7 +79,14 @@ def dtype_of(name: str) -> np.dtype[Any]:
 
 
 def checksum(facts: Any, tensors: Mapping[str, np.ndarray]) -> str:
-    """Returns the SHA-256 of facts and tensors; the order of the tensors does not change it."""
+    """Returns the SHA-256 of an object's content, in hexadecimal digits.
+
+    The order of the tensors does not change it.
+
+    Args:
+      facts: a value that JSON can hold.
+      tensors: a dictionary from names to arrays.
+    """
     return _checksum(encoded_json(facts), tensors)
 
 
@@ -90,14 +100,22 @@ def _checksum(facts: bytes, tensors: Mapping[str, np.ndarray]) -> str:
 
 
 def encoded_json(value: Any) -> bytes:
-    """Returns a value as JSON with sorted keys."""
+    """Returns a value as the bytes of JSON text with sorted keys."""
     import msgspec
 
     return msgspec.json.encode(value, order="sorted")
 
 
 def tensor_object(facts: Any, tensors: Mapping[str, np.ndarray]) -> tuple[str, bytes]:
-    """Returns the checksum and the bytes of an object that holds facts and tensors."""
+    """Returns the checksum and the bytes of an object, a file of `safetensors`.
+
+    Args:
+      facts: a value that JSON can hold; it is stored in the file's metadata.
+      tensors: a dictionary from names to arrays.
+
+    Returns:
+      The SHA-256 of facts and tensors in hexadecimal digits, and the bytes of the file.
+    """
     from safetensors.numpy import save
 
     text = encoded_json(facts)
@@ -119,10 +137,18 @@ def read_tensors(
     expected: str | None,
     kind: Any,
 ) -> Stored:
-    """Returns the content of a file of tensors, which is not copied.
+    """Returns the content of a file of tensors after checking it; the bytes are not copied.
 
-    `where` names the file in errors, and `data` are its bytes. The other arguments, and the errors,
-    are those of `Folder.load`.
+    Args:
+      where: the name of the file, for errors.
+      data: the bytes of the file.
+      specs: the shapes and dtypes that the tensors must have, by name; None accepts any.
+      expected: the checksum that the content must have; None accepts any.
+      kind: the type that the facts are read as.
+
+    Raises:
+      OtherTensorsError: the tensors differ from `specs`.
+      DamagedObjectError: the file is damaged, or is no file of this kind.
     """
     try:
         return _read(data, specs, expected, kind)

@@ -77,7 +77,7 @@ class MergeSettings(NamedTuple):
     max_norm: float = 10.0
 
     def check(self) -> None:
-        """Raises ValueError for settings that make no sense."""
+        """Raises ValueError if a setting is out of range."""
         if not is_number(self.outer_learning_rate) or not 0.0 < self.outer_learning_rate < 10.0:
             raise ValueError(
                 f"outer_learning_rate must be positive, got {self.outer_learning_rate!r}."
@@ -99,7 +99,7 @@ class MergeSettings(NamedTuple):
 
     @property
     def outer_step(self) -> OuterStep:
-        """The settings of the outer step."""
+        """The settings of the outer step, in the form that the arithmetic of `changes` takes."""
         return OuterStep(self.outer_learning_rate, self.outer_momentum, self.nesterov, self.merge)
 
     @classmethod
@@ -127,9 +127,14 @@ class MergeSettings(NamedTuple):
 
     @classmethod
     def of_text(cls, found: Mapping[str, Any], where: str) -> MergeSettings:
-        """Returns the settings in a decoded object; `where` names it in errors.
+        """Returns the settings that an object of a folder holds.
 
-        Raises DamagedObjectError for settings that make no sense.
+        Args:
+          found: the content of the object: a dictionary from names of settings to values.
+          where: the name of the object, for errors.
+
+        Raises:
+          DamagedObjectError: these are no settings, or a setting is out of range.
         """
         try:
             settings = cls(**found)
@@ -142,10 +147,14 @@ class MergeSettings(NamedTuple):
 def counts_behind(
     before: Mapping[str, int], contributions: Sequence[Contribution]
 ) -> dict[str, int]:
-    """Returns the counters of a version: the largest in any contribution, and at least `before`.
+    """Returns the counters of a version, by name: each is the largest in any contribution.
 
-    Schedules follow these counters (global step, updates); `before` has those of the version
-    before.
+    Schedules follow these counters (global step, updates). A counter never becomes smaller than in
+    the version before.
+
+    Args:
+      before: the counters of the version before, by name.
+      contributions: the contributions that are merged into the version.
     """
     found = dict(before)
     for one in contributions:
@@ -155,7 +164,10 @@ def counts_behind(
 
 
 def fragment_of(version: int, names: Sequence[str], fragments: int) -> list[str]:
-    """Returns the names of the variables that a version changes: all of `names` in version 0.
+    """Returns the names of the variables that a version changes, out of the names of all variables.
+
+    Version 0 changes all of them. Each later version changes one of the sets into which variables
+    are divided; the sets, `fragments` in number, take turns.
 
     Examples:
       >>> [fragment_of(version, ["a", "b", "c"], fragments=2) for version in (0, 1, 2)]
@@ -170,12 +182,15 @@ def fragment_of(version: int, names: Sequence[str], fragments: int) -> list[str]
 
 
 def newest_version(folder: Folder) -> int | None:
-    """Returns the number of the newest version in a folder, or None if there is none."""
+    """Returns the number of the newest version of the values in a folder; None if there is none."""
     return max(numbers_in(folder, "versions", SUFFIX), default=None)
 
 
 def versions_that_make(version: int, fragments: int) -> list[int]:
-    """Returns the versions whose objects together hold all variables' values as of `version`.
+    """Returns the numbers of the versions whose objects together hold all values as of `version`.
+
+    These are as many versions as there are `fragments`, the sets of variables that versions change
+    in turn, or fewer at the beginning.
 
     Examples:
       >>> versions_that_make(5, fragments=2)
@@ -193,14 +208,15 @@ def read_version(
 ) -> tuple[dict[str, np.ndarray], Decision]:
     """Returns the variables that versions from `since` to `version` changed, and the decision.
 
-    Variables have their values as of `version`, and the decision is the one that made `version`.
+    The variables are a dictionary from names to values as of `version`. The decision is the one
+    that made `version`.
 
     Args:
       folder: the folder of the islands.
       version: the number of the version.
       fragments: the number of sets of variables that versions change in turn.
-      specs: shapes and dtypes that the variables must have; None accepts any.
-      since: the first version whose changes are returned.
+      specs: shapes and dtypes that the variables must have, by name; None accepts any.
+      since: the first version whose changes are returned. By default all variables are.
 
     Raises:
       DamagedObjectError: an object is damaged, gone, or not written by a merger.
@@ -226,7 +242,16 @@ def read_version(
 
 
 def read_values(folder: Folder, version: int, fragments: int) -> dict[str, np.ndarray]:
-    """Returns name -> value for all variables as of a version; see `read_version`."""
+    """Returns a dictionary from the names of all variables to their values as of a version.
+
+    Args:
+      folder: the folder of the islands.
+      version: the number of the version.
+      fragments: the number of sets of variables that versions change in turn.
+
+    Raises:
+      DamagedObjectError: an object is damaged, gone, or not written by a merger.
+    """
     return read_version(folder, version, fragments)[0]
 
 
@@ -235,8 +260,8 @@ class MergedState(NamedTuple):
 
     Attributes:
       version: the version's number.
-      values: name -> value, for all variables.
-      momenta: name -> momentum, for the variables that have one.
+      values: a dictionary from the names of all variables to their values.
+      momenta: a dictionary from names to momenta of the outer step, for variables that have one.
     """
 
     version: int
@@ -244,7 +269,10 @@ class MergedState(NamedTuple):
     momenta: dict[str, np.ndarray]
 
     def changed(self, settings: MergeSettings) -> MergedState:
-        """Returns only the variables that this version changed, which its objects hold."""
+        """Returns the part of this state that the version changed, which its objects hold.
+
+        `settings` are the settings of the folder, which say how variables take turns.
+        """
         names = fragment_of(self.version, list(self.values), settings.fragments)
         momenta = {name: self.momenta[name] for name in names if name in self.momenta}
         return MergedState(self.version, {name: self.values[name] for name in names}, momenta)
@@ -253,7 +281,8 @@ class MergedState(NamedTuple):
 def read_state(folder: Folder, version: int, settings: MergeSettings) -> MergedState:
     """Returns the values and momenta as of a version, for making the next one.
 
-    Raises DamagedObjectError if an object is damaged, gone, or not written by a merger.
+    `settings` are the settings with which the folder's versions are made. Raises DamagedObjectError
+    if an object is damaged, gone, or not written by a merger.
     """
     values = read_values(folder, version, settings.fragments)
     momenta: dict[str, np.ndarray] = {}
@@ -269,10 +298,20 @@ def read_state(folder: Folder, version: int, settings: MergeSettings) -> MergedS
 def make_version(folder: Folder, decision: Decision, before: MergedState | None) -> MergedState:
     """Computes a version from the version before it and the contributions in its decision.
 
-    `before` is None for version 0, which has the values of the offer that the decision names. If a
-    variable's new value would not be finite, it keeps its old value, and its momentum becomes 0.
+    If a variable's new value would not be finite, it keeps its old value, and its momentum becomes
+    0. Nothing is written.
 
-    Raises DamagedObjectError if a contribution is gone, or is not the one that the decision names.
+    Args:
+      folder: the folder of the islands, from which the contributions are read.
+      decision: the decision on the version.
+      before: the values and momenta as of the version before. None for version 0, which has the
+        values of the offer that the decision names.
+
+    Returns:
+      The values and momenta of all variables as of the version.
+
+    Raises:
+      DamagedObjectError: a contribution is gone, or is not the one that the decision names.
     """
     name = decision_object(decision.version)
     settings = MergeSettings.of_text(decision.settings, f"Those of {name} in {folder.url}")
@@ -320,11 +359,21 @@ def most_bytes(specs: Mapping[str, TensorSpec]) -> int:
 def replay(
     folder: Folder, on_version: Callable[[int, bool], None] = lambda version, is_equal: None
 ) -> list[int]:
-    """Makes every version again from its contributions; returns those whose stored bits differ.
+    """Makes every version again from its contributions, and compares it with the stored version.
 
-    `on_version` is called after each version with its number and whether its bits are equal. Raises
-    DamagedObjectError if contributions to a version are gone, since the merger ran without
-    `keep_all`.
+    Nothing is written into the folder.
+
+    Args:
+      folder: the folder of the islands.
+      on_version: a function that is called after each version with two arguments: the version's
+        number, and whether its bits are equal to the stored ones.
+
+    Returns:
+      The numbers of the versions whose stored bits differ.
+
+    Raises:
+      DamagedObjectError: there are no versions, or contributions to a version are gone, since the
+        merger ran without `keep_all`.
     """
     newest, state, wrong = newest_version(folder), None, list[int]()
     if newest is None:

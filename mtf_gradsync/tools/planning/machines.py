@@ -233,9 +233,9 @@ class TpuMachine:
           topology: the slice, such as "v5e:4x4"; "2xv5e:4x4" for two slices.
           dcn_bytes_per_second: the bytes per second that a chip sends over the data center network;
             needed for several slices.
-          by_branches: whether a program with one conditional is compiled once in place of three times.
-            The costs of a step with and without the update are then found from the branches of the
-            one compiled program (see `compile_lowered`).
+          by_branches: whether a program with one conditional is compiled once in place of three
+            times. The costs of a step with and without the update are then found from the branches
+            of the one compiled program (see `compile_lowered`).
 
         Raises:
           ValueError: several slices are given without `dcn_bytes_per_second`, or there is no such

@@ -48,8 +48,9 @@ class Outcome(NamedTuple):
     Attributes:
       recorded: the facts recorded when the program was built in this division.
       losses: for each update the mean loss of its steps, weighted if the program gives weights.
-      gradients: for each update, name of a variable -> its gradient.
-      values: name -> value after the last update, for all variables except wrappers' state.
+      gradients: for each update, a dictionary from the names of variables to their gradients.
+      values: a dictionary from names to values after the last update, for all variables except
+        wrappers' state.
       changed_before: names of variables and slots that changed in a step without an update.
       written_early: names of the program's own other variables that changed in such a step.
       different_copies: names of variables whose copies differ between cores.
@@ -132,16 +133,17 @@ class Engine:
     def repeats_steps(self) -> bool:
         """Whether the reference runs the program's microbatch steps one by one.
 
-        Otherwise it makes an update from one step on the joined batch. It must repeat steps if the
-        program accumulates by itself: with an optimizer that gets gradients of zeros in steps
-        without an update, or with no optimizer that was seen.
+        Otherwise the reference makes an update from one step on the joined batch. It must repeat
+        steps in two cases in which the program accumulates by code of its own: the optimizer gets
+        gradients of zeros in steps without an update, or no optimizer was seen.
         """
         return max(self._applied) > 1 or (self.steps_per_update > 1 and not self.sees_gradients)
 
     def begin(self, division: Division) -> Outcome:
         """Runs the unchanged program; records the batches of each update, and initial values.
 
-        Other divisions then use the same batches and values.
+        Other divisions then use the same batches and values. `division` is the division of the
+        program as configured, and the result is its outcome.
 
         Raises:
           CannotBeDivided: the program fails, or makes no update.
@@ -180,10 +182,18 @@ class Engine:
         return self.run_series(division, [series])[0]
 
     def run_series(self, division: Division, series: Sequence[Any]) -> list[Outcome]:
-        """Runs a division once for each of `series`, from the same initial values each time.
+        """Runs a division several times, from the same initial values each time.
 
-        Each of `series` is a function that takes this division's batches of each update, and
-        returns the `BatchSeries` to run on. The first outcome is cached.
+        Args:
+          division: the division.
+          series: a function for each run. It takes, for each update, the list of this division's
+            batches, and returns the `BatchSeries` to run on.
+
+        Returns:
+          The outcome of each run. The first is kept for later calls of `run`.
+
+        Raises:
+          CannotBeDivided: the program does not build or run in this division.
         """
         done = self._done.get(division.key)
         if isinstance(done, CannotBeDivided):
@@ -203,7 +213,8 @@ class Engine:
         """Builds a division, and runs it on each series of batches from the same initial values.
 
         If updates have different numbers of batches, joined batches have several sizes. Then the
-        program is built for each size, and begins with the values that the one before has left.
+        program is built anew for each size, and goes on from the values that the program before it
+        has left. The result has an outcome for each series.
         """
         sizes = [size_of(group[0]) for group in series[0].groups]
         outcomes: list[list[Outcome]] = [[] for _ in series]
@@ -226,7 +237,12 @@ class Engine:
         return [_followed(each) for each in outcomes]
 
     def _batches_of(self, division: Division, group: list[Batch]) -> list[Batch]:
-        """Returns an update's batches for a division: as they are, joined, or split into parts."""
+        """Returns the batches on which a division makes an update.
+
+        `group` are the batches from which the unchanged program makes the same update. They are
+        returned as they are, or joined into one batch if the division does not accumulate, or
+        joined and split again if the division has its own microbatch steps.
+        """
         if self.repeats_steps:
             return group
         changes = division.changes
@@ -252,7 +268,8 @@ class Engine:
     def _groups_of(self, running: Running, first: Batch) -> Iterator[Iterable[Batch]]:
         """Yields, for each update, an iterator of batches that ends when the update is made.
 
-        Records the batches in `groups`.
+        The batches are also recorded in `self.groups`. `running` is the program's session, which
+        shows when an update is made, and `first` is the first batch.
         """
         self._batches = itertools.chain([first], self._batches)
         for _ in range(self._steps):
@@ -261,7 +278,10 @@ class Engine:
             yield self._until_update(running, group)
 
     def _until_update(self, running: Running, group: list[Batch]) -> Iterator[Batch]:
-        """Yields batches, and appends them to `group`, until the program has made an update."""
+        """Yields batches, and appends them to `group`, until the program has made an update.
+
+        The caller runs a step on each batch in the session `running`, before it takes the next.
+        """
         recorded = running.built.recorded
         first = before = running.values()
         counters: dict[str, np.ndarray] = {}
@@ -296,8 +316,12 @@ class Engine:
           built: the built program.
           running: its session.
           groups: for each update, its batches.
-          counted: see `BatchSeries`.
+          counted: for each update, the values that the program's counters get before it; None to
+            leave counters alone.
           begin: the number of the first update.
+
+        Raises:
+          ValueError: an update needs more or fewer steps than in the unchanged program.
         """
         recorded, division = built.recorded, built.division
         losses, gradients, changed, early, joined = [], [], [], [], 1
@@ -347,7 +371,10 @@ class Engine:
 
 
 def _followed(outcomes: Sequence[Outcome]) -> Outcome:
-    """Joins the outcomes of a chain of runs: each run begins with the last run's values."""
+    """Returns one outcome for several runs, each of which goes on where the run before ended.
+
+    It has the losses and gradients of all updates, and the values after the last run.
+    """
 
     def both(field: str) -> list[Any]:
         return [x for one in outcomes for x in getattr(one, field)]
@@ -363,7 +390,10 @@ def _followed(outcomes: Sequence[Outcome]) -> Outcome:
 
 
 def reordered(groups: list[list[Batch]]) -> BatchSeries:
-    """Returns a series in which the examples of each batch are in another, seeded order."""
+    """Returns a series in which the examples of each batch are in another order.
+
+    The order is random, and the same in each call. `groups` are, for each update, its batches.
+    """
     shuffled = []
     for group in groups:
         rows = [np.random.RandomState(0).permutation(size_of(batch)) for batch in group]
@@ -372,7 +402,17 @@ def reordered(groups: list[list[Batch]]) -> BatchSeries:
 
 
 def _moved(values: Values, recorded: RecordedProgram) -> dict[str, np.ndarray]:
-    """Returns the values of trained variables, plus small random numbers seeded by their names."""
+    """Returns the values of trained variables with small random numbers added to them.
+
+    The random numbers of a variable are the same in each call, as its name is their seed.
+
+    Args:
+      values: a dictionary from names to the values of all variables.
+      recorded: the facts recorded when the program was built; it says which variables are trained.
+
+    Returns:
+      A dictionary from the names of the trained variables to the new values, in float64.
+    """
     found = {}
     for name in recorded.variables:
         value = values.get(name)
@@ -386,13 +426,16 @@ def _moved(values: Values, recorded: RecordedProgram) -> dict[str, np.ndarray]:
 
 
 def _mean_loss(steps: Sequence[tuple[float, float]]) -> float:
-    """Returns the weighted mean of losses; `steps` are pairs of a loss and its weight."""
+    """Returns the mean of losses, weighted by their weights; `steps` are pairs (loss, weight).
+
+    If all weights are 0, the mean is not weighted.
+    """
     losses, weights = np.array([one for one in steps if one[1] > 0] or steps, np.float64).T
     return float(np.average(losses, weights=weights if weights.any() else None))
 
 
 def _without_records(values: Values) -> dict[str, np.ndarray]:
-    """Returns values without the variables that `RecordedProgram` has added to the program."""
+    """Returns the values by name, without the variables that `RecordedProgram` has added."""
     hidden = (GRADIENT, UPDATES, RANDOM)
     return {k: np.array(v) for k, v in values.items() if not k.endswith(hidden)}
 
@@ -430,14 +473,27 @@ def _changed(before: Values, after: Values, names: Iterable[str]) -> list[str]:
 
 
 def _programs_own(built: BuiltDivision, values: Values) -> list[str]:
-    """Returns the names of untrained variables that no optimizer and no wrapper has made."""
+    """Returns the names of variables that are the program's own and are not trained.
+
+    Variables made by an optimizer or a wrapper are left out. `values` has the values of all
+    variables by name.
+    """
     state = {note.name for note in built.graph.get_collection(STATE_COLLECTION)}
     others = {*state, *built.recorded.order, *built.recorded.slots}
     return [name for name in _without_records(values) if name not in others]
 
 
 def _counters(built: BuiltDivision, before: Values, after: Values) -> dict[str, np.ndarray]:
-    """Returns name -> value before the step, for the program's scalars that a step raised by 1."""
+    """Returns the program's own counters: its scalar variables that a step has raised by 1.
+
+    Args:
+      built: the built program.
+      before: a dictionary from names to the values of variables before the step.
+      after: the same after the step.
+
+    Returns:
+      A dictionary from the names of the counters to their values before the step.
+    """
     return {
         name: before[name]
         for name in _programs_own(built, after)
@@ -448,14 +504,18 @@ def _counters(built: BuiltDivision, before: Values, after: Values) -> dict[str, 
 
 
 def _contributed(batch: Batch, mask: Sequence[bool]) -> Batch:
-    """Returns the batch with only the examples of shards for which the mask is True."""
+    """Returns the batch with only the examples of the shards for which `mask` is True.
+
+    The examples of the shards follow each other, the same number for each shard.
+    """
     return rows_of(batch, np.repeat(np.asarray(mask), size_of(batch) // len(mask)))
 
 
 def _exchanges_in_bfloat16(built: BuiltDivision) -> bool:
-    """Returns whether a SIMD program's model sends float32 as bfloat16: Mesh-TF's all-to-all does.
+    """Returns whether the model of a SIMD program sends float32 numbers as bfloat16.
 
-    Returns False if a wrapper reduces gradients by a strategy, which might send bfloat16 as well.
+    Mesh-TF's all-to-all does so. The result is False if a wrapper reduces gradients by a strategy
+    object: it might send bfloat16 as well, and the two could not be told apart.
     """
     wrappers, out = built.recorded.wrappers, built.division.changes.without
     strategies = [getattr(one, "reducer", None) for k, one in wrappers.items() if k not in out]

@@ -50,7 +50,10 @@ class UserProgram:
         self._names = set(names)
 
     def build(self, division: Division, batch: Batch) -> BuiltDivision:
-        """Builds the program in a division, in a new graph, for batches of this one's shapes."""
+        """Builds the program in a division, in a new TensorFlow graph.
+
+        `batch` is a batch whose shapes and dtypes the program's inputs get.
+        """
         params = {**self.params, **dict(division.params)}
         params.update(mesh_shape=division.mesh_shape, layout=division.layout)
         if "batch_size" in params:
@@ -142,7 +145,12 @@ class BuiltDivision(NamedTuple):
 
     @contextlib.contextmanager
     def session(self) -> Iterator[Running]:
-        """Opens a session in which variables have their initial values."""
+        """Opens a session in which variables have their initial values, until the block ends.
+
+        Raises:
+          ValueError: the program has lowered nothing.
+          NotOnCoresError: the program makes a placement mesh although a SIMD runtime was requested.
+        """
         lowerings = self.recorded.lowerings
         if not lowerings:
             name = self.division.name
@@ -199,7 +207,10 @@ class Running:
             self._beginnings = Beginnings(built.graph)
 
     def step(self, batch: Batch) -> tuple[float, float]:
-        """Runs a step on a batch; returns the loss and its weight (1 if the program gives none)."""
+        """Runs a step on a batch; returns two numbers: the mean loss, and the weight of the loss.
+
+        The weight is 1 if the program gives none.
+        """
         built, self._is_stepped = self.built, True
         feed = dict(zip(built.inputs, map(copied, tf.nest.flatten(batch))))
         fetches = [built.loss, *([] if built.weight is None else [built.weight])]
@@ -207,7 +218,7 @@ class Running:
         return float(np.mean(loss)), float(np.mean(weight)) if weight else 1.0
 
     def values(self) -> dict[str, np.ndarray]:
-        """Returns the values of all variables by name."""
+        """Returns a dictionary from the names of all variables to their values."""
         if self._to_masters is None:
             return self._session.variables()
         self._session.run(self._to_masters)
@@ -277,18 +288,24 @@ class Running:
 
 
 def _axes_between(shape: mtf.Shape, core: int, other: int) -> str:
-    """Returns, as text, the names of the mesh axes in whose coordinates two cores differ."""
+    """Returns the mesh axes in whose coordinates two cores differ, as in "batch and model".
+
+    `core` and `other` are the numbers of the cores on the mesh, whose shape is `shape`.
+    """
     places = (mtf.pnum_to_processor_coordinates(shape, x) for x in (core, other))
     return " and ".join(d.name for d, a, b in zip(shape.dims, *places) if a != b)
 
 
 def size_of(batch: Batch) -> int:
-    """Returns the number of examples in a batch: the first dimension of its arrays."""
+    """Returns the number of examples in a batch: the size of the first dimension of its arrays.
+
+    The result is 1 if all inputs are single numbers.
+    """
     return next((len(x) for x in tf.nest.flatten(batch) if np.ndim(x)), 1)
 
 
 def joined_batch(batches: Sequence[Batch]) -> Batch:
-    """Returns one batch with the examples of several.
+    """Returns one batch with the examples of several batches, one batch after the other.
 
     Raises ValueError if the batches have different values of an input that is one number, since
     such a number is for all examples of a batch.
@@ -317,5 +334,8 @@ def batch_parts(batch: Batch, count: int) -> list[Batch]:
 
 
 def rows_of(batch: Batch, rows: Any) -> Batch:
-    """Returns a batch of some examples; `rows` (indices, a slice or a mask) says which."""
+    """Returns a batch of some examples of a batch; inputs that are one number stay.
+
+    `rows` says which examples: it is an array of indices, a slice, or a mask with a bool for each.
+    """
     return tf.nest.map_structure(lambda x: x[rows] if np.ndim(x) else x, batch)

@@ -68,11 +68,11 @@ class RecordedProgram:
     Attributes:
       stack: labels of the wrappers, from the outside in. A label is the name of the class; from the
         second wrapper of a class on, a number follows.
-      wrappers: label -> wrapper.
+      wrappers: a dictionary from labels to wrappers.
       innermost: the optimizer that makes the update; None if none was seen.
       lowerings: the lowerings that the program made.
       order: names of the variables in the order in which the backward pass makes their gradients.
-      variables: name -> Mesh-TF variable, for variables that got a gradient.
+      variables: a dictionary from names to Mesh-TF variables, for variables that got a gradient.
       slots: names of the variables that the innermost optimizer has made.
       averages: names of moving averages that wrappers keep for variables.
       has_experts: whether the model has experts of Mesh-TensorFlow's transformer.
@@ -102,7 +102,11 @@ class RecordedProgram:
 
     @property
     def losses(self) -> list[mtf.Tensor]:
-        """The losses that were given to `compute_gradients`, or if none, to `mtf.gradients`."""
+        """The losses of the program, as mtf tensors.
+
+        These are the losses that were given to `compute_gradients` of wrappers. If it was not
+        called, they are the losses that were given to `mtf.gradients`.
+        """
         return self._given or self._differentiated
 
     @property
@@ -128,13 +132,19 @@ class RecordedProgram:
 
     @property
     def averages(self) -> set[str]:
-        """The names of moving averages, if a wrapper of the stack does nothing but keep them."""
+        """The names of the moving averages of variables that a wrapper may keep.
+
+        The set is empty unless a wrapper of the stack keeps averages and has no effect on updates.
+        """
         if not any(map(self.keeps_averages, self.wrappers)):
             return set()
         return {f"{name}/{AVERAGE}" for name in self.variables}
 
     def keeps_averages(self, label: str) -> bool:
-        """Returns whether a wrapper keeps averages of variables and has no effect on updates."""
+        """Returns whether a wrapper keeps averages of variables and has no effect on updates.
+
+        `label` is the wrapper's label in `stack`.
+        """
         stages = stages_of(self.wrappers[label])
         return averages(stages) and not schedules_updates(stages)
 
@@ -146,14 +156,23 @@ class RecordedProgram:
     # Methods that the patches call.
 
     def differentiates(self, losses: Sequence[mtf.Tensor]) -> None:
-        """Records the losses with which `mtf.gradients` is called."""
+        """Records losses with which the program calls `mtf.gradients`."""
         self._differentiated += losses
 
     def compute_gradients(self, method: Any, opt: Any, loss: Any, *args: Any, **kwargs: Any) -> Any:
-        """Computes gradients as the changed stack does, or those of the mean loss without wrappers.
+        """Computes gradients in place of `compute_gradients` of wrappers, by the changed stack.
 
-        It replaces `compute_gradients` of wrappers: `method` is the replaced method, and `opt` the
-        optimizer on which it was called.
+        If the changes leave no wrappers, the gradients are those of the mean loss.
+
+        Args:
+          method: the method that this one replaces.
+          opt: the optimizer on which the program called the method.
+          loss: the loss, an mtf tensor.
+          *args: further arguments of the call.
+          **kwargs: further arguments of the call, such as `weights`.
+
+        Returns:
+          Pairs of a gradient and a variable, as the replaced method returns them.
         """
         if loss not in self._given:
             self._given.append(loss)
@@ -177,10 +196,20 @@ class RecordedProgram:
     def apply(
         self, method: Any, opt: Any, grads: Any, variables: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        """Applies gradients by the changed stack, and records those the innermost optimizer gets.
+        """Applies gradients in place of `apply_grads` of optimizers, by the changed stack.
 
-        It replaces `apply_grads` of optimizers: `method` is the replaced method, and `opt` the
-        optimizer on which it was called.
+        The gradients that reach the innermost optimizer are recorded.
+
+        Args:
+          method: the method that this one replaces.
+          opt: the optimizer on which the method was called.
+          grads: the gradients of the variables; None for a variable without one.
+          variables: the variables.
+          *args: further arguments of the call.
+          **kwargs: further arguments of the call, such as `weights`.
+
+        Returns:
+          The mtf operations of the update and of the recording.
         """
         if any(opt is busy for busy in self._busy):
             return method(opt, grads, variables, *args, **kwargs)
@@ -224,8 +253,13 @@ class RecordedProgram:
     ) -> Sequence[mtf.Operation]:
         """Returns update operations that wait until the step has read all variables.
 
-        Wrappers order updates after reads by themselves; this does it for programs without
-        wrappers. `make_update` makes the operations.
+        Wrappers order updates after reads by themselves, so that their operations are returned as
+        they are. This method does the same for programs without wrappers.
+
+        Args:
+          make_update: a function that makes the update operations.
+          grads: the gradients of the variables; None for a variable without one.
+          variables: the variables.
         """
         if any(isinstance(busy, Wrapper) for busy in self._busy):
             return make_update()
@@ -249,7 +283,11 @@ class RecordedProgram:
     # The rest.
 
     def _changed(self, opt: Any) -> Any:
-        """Changes the stack whose outermost optimizer is `opt`; returns the new outermost one."""
+        """Changes a stack of wrappers as `changes` says, and records what the stack was.
+
+        `opt` is the outermost optimizer of the stack. The result is the outermost optimizer of the
+        changed stack. Further calls for the same stack return it again.
+        """
         if id(opt) in self._outermost:
             return self._outermost[id(opt)]
         stack = [opt, *(opt.inner_stack() if isinstance(opt, Wrapper) else ())]
@@ -283,7 +321,10 @@ class RecordedProgram:
         return outermost
 
     def _watch(self, opt: Any) -> None:
-        """Records the gradients that reach an optimizer that is no `mtf.optimize.Optimizer`."""
+        """Records the gradients that an optimizer gets from now on, by replacing its `apply_grads`.
+
+        It is for optimizers that are no `mtf.optimize.Optimizer`, which the patches do not cover.
+        """
         method = opt.apply_grads
         signature = inspect.signature(method, follow_wrapped=False)
 
@@ -298,7 +339,11 @@ class RecordedProgram:
         self._undo.append(lambda: delattr(opt, "apply_grads"))
 
     def end(self) -> None:
-        """Ends the recording: records random draws, and variables if no optimizer was seen."""
+        """Ends the recording, when the program is built.
+
+        It records how many random numbers the model draws. If no optimizer was seen, it takes all
+        trainable variables for the variables of the program.
+        """
         self.random_sizes += [op.outputs[0].shape.size for op in random_operations(self.losses)]
         if self.variables:
             return
@@ -317,9 +362,9 @@ class RecordedProgram:
         self._weights[id(weights)] = weights, total
 
     def weight(self) -> tf.Tensor | None:
-        """Returns the total weight of a step's loss, or None.
+        """Returns the total weight of a step's loss, as a float32 tf scalar in the program's graph.
 
-        None if the program gave no weights, or several different weights in a step.
+        The result is None if the program gave no weights, or several different weights in a step.
         """
         if len(self._weights) != 1:
             return None
@@ -341,9 +386,10 @@ class RecordedProgram:
             self._set(wrapper, "_to_aggregate", min(wrapper._to_aggregate, sum(mask)))
 
     def _accumulated(self, left: Sequence[Any]) -> Any:
-        """Adds accumulation to a stack, as far outside as allowed; returns the outermost optimizer.
+        """Adds a `GradientAccumulationOptimizer` to a stack, as far outside as wrappers permit.
 
-        `left` is the stack from the outside in.
+        `left` are the stack's optimizers, from the outside in. The result is the outermost
+        optimizer of the stack, which may be the added one.
         """
         shape, layout = self.changes.mesh
         names = next((x._given_names for x in left if isinstance(x, Wrapper)), ("batch",))
@@ -383,10 +429,15 @@ class RecordedProgram:
     def _as_reference(
         self, opt: Any, grads: list[Any], variables: list[mtf.Variable]
     ) -> list[mtf.Tensor | None]:
-        """Returns the gradients that the reference applies: means over shards, clipped if needed.
+        """Returns the gradients that the reference applies, in the order of `grads`.
 
-        They are clipped if wrappers that clip were removed only for the reference. `opt` is the
-        outermost optimizer of the program's stack.
+        Gradients of single shards are replaced by their mean. All are clipped by their global norm
+        if the stack has a wrapper that clips, and this wrapper was removed only for the reference.
+
+        Args:
+          opt: the outermost optimizer of the program's stack.
+          grads: the gradients of the variables; None for a variable without one.
+          variables: the variables.
         """
         plain = []
         for grad, variable in zip(grads, variables):
@@ -407,9 +458,14 @@ class RecordedProgram:
     def _note(
         self, grads: Sequence[mtf.Tensor | None], variables: Sequence[mtf.Variable]
     ) -> list[mtf.Operation]:
-        """Returns operations that store gradients and random numbers in variables, for comparison.
+        """Returns mtf operations that store gradients and random numbers in added variables.
 
-        The operations also count the update. Does nothing for variables recorded before.
+        So their values can be read and compared after a step. One operation counts the updates.
+        Variables that were recorded before get no operation.
+
+        Args:
+          grads: the gradients that reach the innermost optimizer; None for a variable without one.
+          variables: the variables of these gradients.
         """
         operations: list[mtf.Operation] = []
         for grad, variable in zip(grads, variables):
@@ -437,9 +493,10 @@ def _clips(opt: Any) -> bool:
 
 
 def _first_use(graph: mtf.Graph, name: str) -> int:
-    """Returns the number of the first operation that reads a variable.
+    """Returns the place in an mtf graph of the first operation that reads a variable.
 
-    The backward pass has the variable's gradient when it reaches this operation.
+    The backward pass has the variable's gradient when it reaches this operation. `name` is the
+    variable's name, and the result is 0 if no operation reads it.
     """
     for number, operation in enumerate(graph.operations):
         if any(x.operation.name == name for x in operation.inputs):

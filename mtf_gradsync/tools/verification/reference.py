@@ -37,13 +37,13 @@ class Reference(NamedTuple):
     """The outcome with which divisions are compared.
 
     Attributes:
-      initial: name -> value with which all divisions begin.
+      initial: a dictionary from the names of variables to the values with which divisions begin.
       outcome: the outcome on one core without wrappers, in the program's own dtypes.
       exact: the same outcome computed in float64; equal to `outcome` if float64 was impossible.
       expected: the largest errors that rounding explains. Keys are those of `flat` for gradients,
         names for variables, and "loss".
-      by_order: name of a variable -> the error of its gradient if examples are in another order;
-        only errors larger than rounding.
+      by_order: a dictionary from the names of variables to the errors of their gradients if the
+        examples are in another order; it has only errors larger than rounding.
       counted_first: if an update has several steps, the outcome with the program's own counters as
         of the first of them instead of the last; None if there are no such counters.
       counted_after: the outcome with the program's counters advanced before the update; None if
@@ -64,10 +64,10 @@ class Reference(NamedTuple):
     source: str
 
     def not_shown(self) -> list[str]:
-        """Returns names of variables whose comparison would show nothing.
+        """Returns the names of variables whose comparison would show nothing.
 
-        Their gradients are zero everywhere or not finite. If no optimizer was seen, this is said of
-        their changes in place of gradients.
+        These are the variables whose gradients are zero everywhere or not finite. If no optimizer
+        was seen, gradients are unknown, and the changes of the values are looked at in their place.
         """
         found = []
         for name in self.exact.recorded.order:
@@ -80,7 +80,7 @@ class Reference(NamedTuple):
         return found
 
     def not_finite(self) -> list[str]:
-        """Returns names of variables whose gradients are not finite."""
+        """Returns the names of variables whose gradients are not finite in the reference."""
         gradients = self.exact.gradients
         return [
             name
@@ -90,12 +90,18 @@ class Reference(NamedTuple):
 
 
 def make_reference(engine: Engine, division: Division, base: Outcome) -> Reference:
-    """Runs the reference, also in float64 or on reordered examples to measure rounding.
+    """Runs the reference, and measures how large differences by rounding may be.
+
+    Rounding is measured by a run in float64 or, if that is impossible, by a run on the same
+    examples in another order.
 
     Args:
       engine: the runner of divisions.
       division: the division of the reference: one core without wrappers.
       base: the outcome of the unchanged program.
+
+    Returns:
+      The reference: its outcomes, and the errors that rounding explains.
 
     Raises:
       CannotBeDivided: the program does not run on one core.
@@ -179,9 +185,10 @@ class Comparison(NamedTuple):
 
     @property
     def first(self) -> tuple[str, Difference | None]:
-        """The first difference that rounding does not explain, or None; with the kind of its value.
+        """The first difference that rounding does not explain, as a pair.
 
-        The kind is "gradient", "slot", "value" or "loss", which are looked at in this order.
+        The pair is the kind of value that differs ("gradient", "slot", "value" or "loss", which are
+        looked at in this order), and the difference. Without one, it is ("loss", None).
         """
         kinds = {"gradient": self.gradients, "slot": self.slots, "value": self.values}
         for what, found in kinds.items():
@@ -192,9 +199,10 @@ class Comparison(NamedTuple):
 
     @property
     def worst(self) -> Difference:
-        """The difference of a gradient whose error is the largest multiple of expected rounding.
+        """The gradient whose error is the largest multiple of expected rounding, as a `Difference`.
 
-        If there are no gradients, the difference of a value; if there are no values, the loss's.
+        If no gradients were compared, the worst of the values is returned in the same way; if no
+        values were compared either, the difference of the loss.
         """
         every = self.gradients or self.values or [self.loss]
         return max(every, key=lambda x: x.error / x.expected)
@@ -212,9 +220,14 @@ def compare_with(
     Args:
       reference: the reference.
       outcome: the outcome of the division.
-      masked: whether the division leaves out shards.
+      masked: whether the division leaves out the gradients of some shards. Then losses are not
+        compared.
       left_out: names of variables that are not compared.
       exact: the outcome to compare with; default `reference.exact`.
+
+    Returns:
+      The differences of gradients, values, slots and the loss. A difference of each compared
+      variable is listed, also where it is equal.
     """
     exact = exact or reference.exact
     more = BFLOAT16 if outcome.exchanges else 0.0
@@ -244,8 +257,16 @@ def _factor_of_change(
 ) -> float | None:
     """Returns the factor between a variable's change and its change in the reference.
 
-    Returns None if the factor is not one number. `computed` are the division's values, `exact` is
-    the reference's outcome, and `found` the difference of the variable.
+    A change is the difference from the initial value in `reference`.
+
+    Args:
+      reference: the reference.
+      computed: a dictionary from names to the values of variables in the division.
+      exact: the outcome of the reference that the division is compared with.
+      found: the difference of the variable; it tells the variable's name and expected error.
+
+    Returns:
+      The factor; None if it is not one number for all elements, or a value is missing.
     """
     name = found.variable
     if not all(name in values for values in (reference.initial, computed, exact.values)):
@@ -269,8 +290,17 @@ def _slots(
 ) -> list[Difference]:
     """Returns the differences of variables without gradients, such as slots.
 
-    `computed` are the division's values by name; the other arguments are those of `compare_with`,
-    and `expected` are errors that rounding explains.
+    Args:
+      reference: the reference.
+      outcome: the outcome of the division.
+      computed: a dictionary from names to the values of variables in the division.
+      exact: the outcome of the reference to compare with.
+      left_out: names of variables that are not compared.
+      expected: a dictionary from names to the errors that rounding explains.
+
+    Returns:
+      The differences, in the order in which the backward pass reaches the variables that the slots
+      belong to.
     """
     known = {*exact.recorded.order, *left_out}
     names = [k for k, v in computed.items() if k not in known and v.dtype.kind in "iufbV"]
@@ -290,7 +320,14 @@ def _slots(
 
 
 def flat(updates: Sequence[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
-    """Returns `<variable>@<number of the update>` -> gradient, for the gradients of all updates."""
+    """Returns the gradients of all updates in one dictionary.
+
+    Args:
+      updates: for each update, a dictionary from the names of variables to their gradients.
+
+    Returns:
+      A dictionary whose keys are such as "kernel@0": a variable's name and the update's number.
+    """
     return {f"{k}@{number}": v for number, of in enumerate(updates) for k, v in of.items()}
 
 
@@ -301,10 +338,19 @@ def _loss(outcome: Outcome) -> dict[str, np.ndarray]:
 def _exact_where_rounding(
     outcome: Outcome, exact: Outcome, expected: Mapping[str, float]
 ) -> dict[str, np.ndarray]:
-    """Returns a division's values, with the exact values where a gradient is only rounding.
+    """Returns a division's values, but the reference's where a gradient is only rounding.
 
     The sign of such a gradient is rounding, too, and an optimizer such as Adam makes a full step of
     it. So these elements would differ for no fault of the division.
+
+    Args:
+      outcome: the outcome of the division.
+      exact: the outcome of the reference.
+      expected: a dictionary from keys of `flat` to the errors that rounding explains. A gradient's
+        element is only rounding if it is smaller than this error.
+
+    Returns:
+      A dictionary from the names of variables to their values after the last update.
     """
     values = dict(outcome.values)
     for number, (found, right) in enumerate(zip(outcome.gradients, exact.gradients)):

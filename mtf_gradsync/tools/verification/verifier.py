@@ -65,10 +65,13 @@ class Verifier:
         return known[0] if known else "nothing"
 
     def reference(self, of: Division) -> Reference:
-        """Returns the reference for a division, cached; raises `CannotBeDivided` if it cannot run.
+        """Returns the reference with which a division is compared; each is run only once.
 
         The reference depends on the division `of`, since a mask, or a removed wrapper that clips,
         changes what is to be computed.
+
+        Raises:
+          CannotBeDivided: the program does not run on one core.
         """
         division = kinds.reference(self._base)
         # The reference depends on two things: which wrappers that clip or average are left, and the
@@ -100,7 +103,12 @@ class Verifier:
         return found
 
     def line(self, division: Division) -> DivisionResult:
-        """Runs a division and compares it with the reference; returns the result."""
+        """Runs a division and compares it with the reference.
+
+        Returns:
+          The division's line in the table of results: the verdict, the errors, and the likely cause
+          of a difference. If the program does not run in the division, the verdict is `CANNOT_BE`.
+        """
         division, out = self._with_constant_statistics(division)
         found = DivisionResult(
             division.name,
@@ -163,9 +171,16 @@ class Verifier:
     def _alike(
         self, division: Division, reference: Reference, outcome: Outcome
     ) -> tuple[str, str] | None:
-        """Returns random numbers that are equal on all shards, and the mesh axis; or None.
+        """Finds random numbers of the model that are equal on several shards, which is a fault.
 
-        The axis is the one along which all numbers repeat.
+        Args:
+          division: the division.
+          reference: the reference of the division.
+          outcome: the outcome of the division.
+
+        Returns:
+          None if there are none; else two texts: the random numbers, by name or count, and the
+          mesh axis along which they repeat.
         """
         if division == self._base and self._own.equal_draws:
             return self._own.equal_draws[0]
@@ -180,9 +195,13 @@ class Verifier:
         return None
 
     def _with_constant_statistics(self, division: Division) -> tuple[Division, tuple[str, ...]]:
-        """Replaces the batch's statistics by constants if microbatches have other statistics.
+        """Replaces the model's statistics over the batch by constants, if steps of a division vary.
 
-        Returns the changed division, and the names of all parts that are removed.
+        Microbatches, and batches without a masked shard, have other statistics than the batch.
+
+        Returns:
+          The division with this change, or unchanged if the model has no such statistics; and the
+          names of all parts that are removed from the model.
         """
         other_steps = division.changes.micro_steps > 1 or division.changes.mask is not None
         if not self._statistics or not (other_steps or self._engine.steps_per_update > 1):
@@ -192,7 +211,7 @@ class Verifier:
         return dataclasses.replace(division, changes=changes), (*self._out, text)
 
     def _why_open(self, reference: Reference) -> str:
-        """Returns why the comparison proves nothing for some variables."""
+        """Returns in words why the comparison with a reference proves nothing for a variable."""
         names = reference.not_shown()
         if not np.isfinite(reference.exact.losses).all():
             return f"The loss of the reference is {reference.exact.losses[-1]}."
@@ -205,9 +224,15 @@ class Verifier:
         )
 
     def _with_schedule(self, line: DivisionResult, reference: Reference) -> DivisionResult:
-        """Checks an equal division for schedules that follow steps in place of updates.
+        """Finds a schedule, such as a learning rate's, that follows steps in place of updates.
 
-        Returns `line`, or a line that is not equal if such a schedule changes the result.
+        Args:
+          line: the result of a division that is equal so far.
+          reference: the reference of the division.
+
+        Returns:
+          `line`; or, if such a schedule changes values, the line with the verdict `NOT_EQUAL` and
+          the cause.
         """
         early = reference.counted_first
         if early is None:
@@ -246,7 +271,11 @@ class Verifier:
           reference: the reference.
           outcome: the outcome of the division.
           compared: the differences of the outcome from the reference.
-          line: the result so far.
+          line: the result so far, which has the errors.
+
+        Returns:
+          `line` with the verdict `NOT_EQUAL`, what differs, and why. The verdict is `NOT_SHOWN` if
+          the examples in another order change gradients as much.
         """
         what, first = _first(compared, outcome)
         assert first is not None
@@ -307,9 +336,10 @@ class Verifier:
         return products_of_means(recorded.losses, recorded.batch_dims)
 
     def _reducer(self, culprit: str) -> str:
-        """Returns the class name of the strategy by which a wrapper reduces gradients, or "".
+        """Returns the class name of the strategy by which a wrapper reduces gradients.
 
-        `culprit` is the label of the wrapper. Strategies may round gradients.
+        The name is "" if the wrapper has no strategy object. Strategies may round gradients.
+        `culprit` is the wrapper's label, or the name of another part, which has no strategy.
         """
         wrapper = self._own.recorded.wrappers.get(culprit)
         strategy = getattr(wrapper, "reducer", None)
@@ -318,9 +348,16 @@ class Verifier:
     def _counts(
         self, division: Division, reference: Reference, outcome: Outcome, line: DivisionResult
     ) -> str:
-        """Returns the cause, in words, if counters that advance too early explain a difference.
+        """Explains a difference by the program's own counters that advance before the update.
 
-        Otherwise returns "".
+        Args:
+          division: the division.
+          reference: the reference of the division.
+          outcome: the outcome of the division.
+          line: the result so far.
+
+        Returns:
+          The cause in words if the division equals a reference whose counters are ahead; else "".
         """
         later = reference.counted_after
         if later is None:
@@ -349,9 +386,15 @@ class Verifier:
         return _first(compared, outcome)[1] is None
 
     def _culprit(self, division: Division, first: Difference) -> str:
-        """Returns the name of the wrapper, axis or other part without which a division is equal.
+        """Returns the part of a division without which it equals the reference.
 
-        Returns "" if no such part is found. `first` is the first difference of the division.
+        Args:
+          division: the division.
+          first: the first difference of the division from the reference.
+
+        Returns:
+          A wrapper's label, or a name such as "mesh axis model" or "microbatch steps"; "" if no
+          such part is found.
         """
         simpler = list(self._simpler(division))
         # Parts that were found to be a culprit before are tried first.
@@ -364,7 +407,11 @@ class Verifier:
         return ""
 
     def _simpler(self, division: Division) -> Iterator[tuple[str, Division]]:
-        """Yields simpler divisions: the name of a part, and the division without this part."""
+        """Yields simpler divisions, each without one part of the given division.
+
+        Each is yielded as a pair: the name of the part, such as "mesh axis model" or a wrapper's
+        label, and the division without it.
+        """
         changes = division.changes
         if changes.micro_steps > 1:
             more = changes._replace(micro_steps=1)
@@ -391,10 +438,18 @@ class Verifier:
                 yield f"runtime {division.runtime}", dataclasses.replace(division, runtime=runtime)
 
     def _numbers(self, division: Division, outcome: Outcome, culprit: str) -> dict[str, float]:
-        """Returns label -> number, for numbers that a factor may equal, such as that of the shards.
+        """Returns the numbers of a division that may explain by what factor a gradient is wrong.
 
-        If a mesh axis makes the difference (`culprit`), numbers of other axes are left out, since
-        an equality with them would be a coincidence.
+        If a mesh axis makes the difference, numbers of other axes are left out, since an equality
+        with them would be a coincidence.
+
+        Args:
+          division: the division.
+          outcome: the outcome of the division.
+          culprit: the part that makes the difference, such as "mesh axis model"; "" if unknown.
+
+        Returns:
+          A dictionary from labels, such as "the number of shards", to numbers other than 1.
         """
         shape = mtf.convert_to_shape(division.mesh_shape)
         batch_axes = kinds.axes_of_batch(division.layout, outcome.recorded)
@@ -417,9 +472,17 @@ class Verifier:
 
 
 def _first(compared: Comparison, outcome: Outcome) -> tuple[str, Difference | None]:
-    """Returns the first difference of an outcome, or None, with the kind of the value that differs.
+    """Returns the first difference of an outcome from the reference.
 
     Writes before the update and unequal copies come first, as they explain later differences.
+
+    Args:
+      compared: the comparison with the reference.
+      outcome: the outcome of the division.
+
+    Returns:
+      The kind of value that differs, as in `DivisionResult.what`, and the difference; None in its
+      place if nothing differs.
     """
     # These two kinds of faults explain differences in later steps.
     for what, names in (
