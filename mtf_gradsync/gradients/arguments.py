@@ -20,7 +20,7 @@ GradsAndVars = List[Tuple[Optional[mtf.Tensor], mtf.Variable]]
 
 
 def check_gradients(grads: MaybeGradients) -> list[mtf.Tensor | None]:
-    """Returns gradients as a new list, after a check of their types and graph.
+    """Returns gradients as a new list, Nones included, after a check of their types and graph.
 
     Raises:
       TypeError: something is neither an mtf tensor nor None.
@@ -39,7 +39,7 @@ def check_gradients(grads: MaybeGradients) -> list[mtf.Tensor | None]:
 
 
 def check_present(grads: MaybeGradients) -> list[mtf.Tensor]:
-    """Returns the gradients that are not None; raises ValueError if all are None.
+    """Returns a new list of the gradients that are not None; raises ValueError if all are None.
 
     Raises:
       TypeError: as `check_gradients`, or a gradient has an integer dtype.
@@ -56,7 +56,11 @@ def check_present(grads: MaybeGradients) -> list[mtf.Tensor]:
 
 
 def check_variables(variables: Iterable[Any]) -> list[mtf.Variable]:
-    """Returns a new list of mtf.Variable, from variables or their values."""
+    """Returns a new list of mtf.Variable; raises TypeError for anything else.
+
+    An item of `variables` may also be the value of a variable (`variable.value`, a tensor), and its
+    variable is then in the list.
+    """
     found = elements(variables)
     if found is None:
         raise TypeError(f"variables must be a list of mtf.Variable, got {variables!r}.")
@@ -75,10 +79,10 @@ def check_variables(variables: Iterable[Any]) -> list[mtf.Variable]:
 def check_grads_and_variables(
     grads: Sequence[Any], variables: Sequence[Any], same_shapes: bool = False
 ) -> tuple[list[mtf.Tensor | None], list[mtf.Variable]]:
-    """Returns gradients and variables as new lists; refuses lists that do not match.
+    """Returns gradients and their variables as two new lists; refuses lists that do not match.
 
-    `same_shapes` also checks that each gradient has the shape of its variable. It is for
-    optimizers that take no gradients with shard dims.
+    Gradients may be None. `same_shapes` also checks that each gradient has the shape of its
+    variable. It is for optimizers that take no gradients with shard dims.
 
     Raises:
       TypeError: something is no gradient or no variable, or a gradient has an integer dtype.
@@ -165,9 +169,9 @@ class OwnArguments(NamedTuple):
             ) from None
 
     def tensors(self) -> Iterator[tuple[str, mtf.Tensor]]:
-        """Yields each mesh tensor among the arguments, after a name for error messages.
+        """Yields pairs of a name for error messages and an mtf tensor, for all mtf tensors given.
 
-        It also looks into arguments that are lists or dictionaries.
+        It also looks into arguments that are lists or dictionaries. A variable counts as its value.
         """
         for number, value in enumerate(self.positional):
             yield from _tensors_in(f"positional argument {number + 3}", value)
@@ -186,7 +190,9 @@ def _tensors_in(name: str, value: Any) -> Iterator[tuple[str, mtf.Tensor]]:
 
 
 def check_pairs(grads_and_vars: Any) -> GradsAndVars:
-    """Returns the argument of apply_gradients as a new list of (gradient or None, variable).
+    """Returns `grads_and_vars` as a new list of checked pairs (gradient or None, variable).
+
+    It is the argument of the same name of `apply_gradients`.
 
     Raises:
       TypeError: as `check_grads_and_variables`.
@@ -208,7 +214,10 @@ def check_pairs(grads_and_vars: Any) -> GradsAndVars:
 
 
 def check_step(global_step: Any) -> None:
-    """Raises TypeError if global_step is neither None nor a scalar mtf or tf variable."""
+    """Checks that `global_step` is None, or a scalar variable of Mesh-TF or TensorFlow.
+
+    Raises TypeError for anything else, and ValueError for a variable that is no scalar.
+    """
     if global_step is None:
         return
     if isinstance(global_step, mtf.Tensor):
@@ -254,13 +263,19 @@ class Bounds(NamedTuple):
         return f"from {self.least:g} up to {self.below:g} (not included)"
 
     def hold(self, x: Any) -> Any:
-        """Returns whether a number, an array or a tf tensor is within the bounds; a NaN is not."""
+        """Returns whether x is within the bounds; a NaN is not.
+
+        The result is a bool for a number, and for a numpy array or tf tensor one of bools.
+        """
         is_right = x >= self.least
         return is_right if self.below is None else is_right & (x < self.below)
 
 
 def within(value: Any, dtype: tf.DType) -> tf.Tensor:
-    """Casts a value to `dtype`; integers too large for an integer dtype become its maximum."""
+    """Returns a number or tf tensor as a tf tensor of `dtype`.
+
+    An integer that an integer dtype cannot hold becomes the dtype's nearest number.
+    """
     value = tf.convert_to_tensor(value)
     both = value.dtype.is_integer and dtype.is_integer
     return tf.saturate_cast(value, dtype) if both else tf.cast(value, dtype)
@@ -269,12 +284,20 @@ def within(value: Any, dtype: tf.DType) -> tf.Tensor:
 def scalar_of_step(
     value: Any, mesh: mtf.Mesh, dtype: tf.DType, argument: str, owner: str, bounds: Bounds
 ) -> mtf.Tensor:
-    """Returns `value`, a scalar tensor or variable, on a mesh; each step checks its bounds.
+    """Returns a scalar as an mtf scalar on a mesh, with an operation that checks it in each step.
 
-    If the value is out of bounds, the step raises an error with `owner` (the optimizer or function
-    that the value was given to), the name of the argument, and the value. Some programs cannot
-    report errors (on TensorFlow's own TPU runtime, or in the body of a loop). There, an integer out
-    of bounds is replaced by the least allowed value, and any other value out of bounds by NaN.
+    If the value is out of bounds, the step raises an error with the owner, the argument and the
+    value. Some programs cannot report errors (on TensorFlow's own TPU runtime, or in the body of a
+    loop). There, an integer out of bounds is replaced by the least allowed value, and any other
+    value out of bounds by NaN.
+
+    Args:
+      value: a scalar tensor or variable, of Mesh-TF or TensorFlow.
+      mesh: the mesh of the result.
+      dtype: the dtype of the result.
+      argument: the name of the argument that the value was given as.
+      owner: the name of the optimizer or function that the value was given to.
+      bounds: the bounds that each step checks.
     """
     plan = StepPlan.of(mesh.graph)
     scalars, key = plan.extension(_CheckedScalars), (id(value), mesh, dtype, argument, owner)
@@ -345,7 +368,10 @@ _RATES = Bounds(0.0, math.inf)
 
 
 def check_rate(rate: Any) -> Any:
-    """Returns a learning rate: a number of 0 or more, or a floating scalar, tf or mtf.
+    """Checks a learning rate, and returns it: a number, or the scalar that was given.
+
+    Valid are finite numbers of 0 or more, and scalar tensors or variables of a floating dtype, of
+    Mesh-TF or TensorFlow.
 
     Raises:
       TypeError: the rate is neither a number nor such a scalar.
@@ -366,9 +392,11 @@ def check_rate(rate: Any) -> Any:
 
 
 def rate_of_step(rate: Any, mesh: mtf.Mesh, dtype: tf.DType, owner: str) -> Any:
-    """Returns a learning rate: a number as it is, or a mesh scalar that each step checks.
+    """Returns a learning rate that `check_rate` returned, for computing with it on a mesh.
 
-    The rate was checked by `check_rate`. `owner` is the optimizer, for errors of the step.
+    A number is returned as it is. A tensor or variable becomes an mtf scalar on `mesh`, of the
+    dtype `dtype`. Each step then checks that it is finite and not less than 0. `owner` is the name
+    of the optimizer, for the error.
     """
     if is_number(rate):
         return rate

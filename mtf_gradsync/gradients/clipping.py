@@ -81,7 +81,11 @@ class ScaleGradients(GradientOperation):
 
 
 def check_clip_norm(clip_norm: Any) -> None:
-    """Raises ValueError or TypeError unless clip_norm is a positive number or a scalar tensor."""
+    """Checks that clip_norm is a number above 0, or a scalar tensor or variable (tf or mtf).
+
+    Raises ValueError for other numbers and for tensors with dimensions, and TypeError for other
+    types.
+    """
     if is_number(clip_norm):
         # A number too large for float32 limits nothing; one too small would make every gradient 0.
         check_number("clip_norm", min(clip_norm, FLOAT32_MAX), "greater than 0", above=True)
@@ -104,9 +108,9 @@ class _Groups(PlanExtension):
         self._made: tuple[tuple[frozenset, frozenset], ...] = ()
 
     def add(self, grads: Sequence[mtf.Tensor]) -> None:
-        """Records gradients that are clipped together.
+        """Records that the gradients `grads` are clipped by one norm.
 
-        Warns if other gradients of the same loss were clipped by another norm.
+        Warns if an earlier call has recorded other gradients of the same loss.
         """
         calls = {y: call for call in gradients_calls(grads[0].graph) for y in call.outputs}
         found = [t for t in walk(grads, functools.partial(_sources, ends=calls)) if t in calls]
@@ -126,7 +130,10 @@ class _Groups(PlanExtension):
 
 
 def _sources(tensor: mtf.Tensor, ends: Container[mtf.Tensor]) -> Sequence[mtf.Tensor]:
-    """Returns the tensors that a gradient is computed from; none for a member of `ends`."""
+    """Returns the tensors that a tensor is directly computed from; none if it is in `ends`.
+
+    For an operation on a list of gradients this is the one gradient at the tensor's position.
+    """
     if tensor in ends:
         return ()
     operation = tensor.operation
@@ -152,12 +159,22 @@ def clip_together(
     owner: str,
     behind: Sequence[mtf.Tensor] | None = None,
 ) -> tuple[list[mtf.Tensor | None], mtf.Tensor | None]:
-    """Clips checked gradients by one norm: reduced gradients, or per-shard ones with `axes`.
+    """Scales gradients down so that their norm is at most `clip_norm`; arguments are not checked.
 
-    `owner` is the name of the optimizer or function that clip_norm was given to, for errors.
-    `behind` are earlier gradients that `grads` were computed from, for the warning about clips in
-    several groups; they are needed if the inputs of operations do not lead back to them. Returns
-    what `clip_by_global_norm` returns.
+    Args:
+      grads: with `axes` None, reduced gradients, which get one norm. With `axes`, per-shard
+        gradients, and each shard's gradients get a norm of their own. None passes through.
+      clip_norm: the largest norm; see `check_clip_norm`.
+      axes: the replica axes of per-shard gradients, or None.
+      strategy: the strategy that reduces the norm.
+      owner: the name of the optimizer or function that clip_norm was given to, for errors.
+      behind: earlier gradients that `grads` were computed from, if the inputs of operations do not
+        lead back to them. With them, a program that clips the gradients of one loss in several
+        groups is warned.
+
+    Returns:
+      The clipped gradients, in order, and the norm before clipping: a scalar, or of shape `[shard
+      dims...]` with `axes`. The norm is None if every gradient is None.
     """
     present = [g for g in grads if g is not None]
     if not present:
@@ -182,6 +199,7 @@ def clip_together(
 def _factor(norm: tf.Tensor, limit: Any) -> tf.Tensor:
     """Returns the factor, at most 1, that scales gradients whose norm is `norm` down to `limit`.
 
+    `limit` is a number or a scalar, and the factor has the shape and dtype of `norm`.
     As in TensorFlow, the factor is NaN if the norm is not finite, or so large that the factor is no
     normal number of the dtype.
     """
@@ -197,14 +215,17 @@ def _factor(norm: tf.Tensor, limit: Any) -> tf.Tensor:
 
 
 def clipping_of(grads: Sequence[mtf.Tensor]) -> Clipping | None:
-    """Returns the clip that made `grads`, if they are all outputs of one clip; else None."""
+    """Returns the clip that made `grads`, if they are all of its outputs; else None."""
     found = {id(c): c for c in (getattr(g.operation, "clipping", None) for g in grads)}
     (clipping,) = found.values() if len(found) == 1 else (None,)
     return clipping if clipping is not None and clipping.size == len(grads) else None
 
 
 def unclipped(grad: mtf.Tensor) -> mtf.Tensor:
-    """Returns a gradient as it was before this package clipped it; others unchanged."""
+    """Returns a gradient as it was before this package clipped it.
+
+    A gradient that this package did not clip is returned as it is.
+    """
     operation = grad.operation
     if not isinstance(operation, ScaleGradients):
         return grad

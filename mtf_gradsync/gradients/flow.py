@@ -131,7 +131,10 @@ class Flow:
     # Which operations compute a tensor.
 
     def _sources(self, tensor: mtf.Tensor) -> list[mtf.Tensor]:
-        """Returns the tensors that a tensor is computed from; [] if shards hold parts of it."""
+        """Returns the tensors that a tensor is directly computed from.
+
+        There are none for a variable, and for a tensor of which each shard holds its own part.
+        """
         operation = tensor.operation
         if self._layout.of_shards(tensor) or isinstance(operation, mtf.Variable):
             return []
@@ -146,13 +149,17 @@ class Flow:
         return operation.inputs
 
     def _tensors_before(self, target: mtf.Tensor) -> list[mtf.Tensor]:
-        """Returns a tensor and all before it, up to those of which each shard has its own part."""
+        """Returns a tensor and all that it is computed from, directly or indirectly.
+
+        The walk back ends at tensors of which each shard holds its own part; these are left out.
+        """
         return [t for t in walk([target], self._sources) if not self._layout.of_shards(t)]
 
     def before(self, target: mtf.Tensor) -> list[mtf.Operation]:
-        """Returns the operations that compute a tensor.
+        """Returns the operations that a tensor is computed by, directly or indirectly.
 
-        The walk back ends at tensors of which each shard holds its own part.
+        The walk back ends at tensors of which each shard holds its own part; the operations that
+        make these are left out.
         """
         return list(dict.fromkeys(t.operation for t in self._tensors_before(target)))
 
@@ -211,7 +218,11 @@ class Flow:
         return Axes({self._layout.axis_of(operation.mesh, d) for d in summed} - {None})
 
     def _delays(self, operation: mtf.Operation, pending: dict[int, Axes]) -> bool:
-        """Returns whether Mesh-TF itself leaves an operation's result pending."""
+        """Returns whether Mesh-TF itself leaves an operation's result pending.
+
+        `pending` has the positions of pending inputs, each with the mesh axes that it is pending
+        over.
+        """
         inputs = operation.inputs
         if any(self.is_derived(t) for t in inputs) or len(pending) != len(inputs):
             return False
@@ -239,7 +250,8 @@ class Flow:
     def _joins(self, target: mtf.Tensor, used: Counter[mtf.Tensor]) -> bool:
         """Returns whether reducing a target sends less than reducing the sums that it is made of.
 
-        Only pending sums that nothing else uses count. `used` has the number of readers of tensors.
+        Only pending sums that nothing else uses count. `used` has for each tensor the number of
+        operations that read it.
         """
         operation, left = target.operation, target.shape.size * target.dtype.size
         is_sum = operation not in self.uses or operation in self.broadcast
@@ -272,9 +284,10 @@ class Flow:
         )
 
     def is_derived(self, tensor: mtf.Tensor) -> bool:
-        """Returns whether a pending tensor is computed from other pending sums.
+        """Returns whether a pending tensor is reduced by way of other sums.
 
-        These sums are then reduced, and the tensor is computed from them.
+        If so, the pending sums that it is computed from are reduced, and the reduced tensor is
+        computed from these. If not, the parts of the tensor itself are added up.
         """
         use = self.uses.get(tensor.operation)
         return (use is not None and not use.is_new_sum) or tensor.operation in self.broadcast
@@ -310,7 +323,8 @@ class Flow:
     ) -> Mixing | None:
         """Returns an operation before `target` that mixes shards' data other than by a sum.
 
-        None if there is none for one of the `causes`.
+        With it comes the cause. Only operations with one of `causes` are looked for, and None means
+        that there is no such operation.
         """
         replica_axes = self._layout.replica_axes
         for tensor in self._tensors_before(target):
@@ -333,8 +347,8 @@ class Flow:
     ) -> dict[mtf.Operation, tuple[Cause, mtf.Tensor]]:
         """Returns operations that may leave out a sum over the shards that targets need.
 
-        Each has its cause and one target. Operations of Mesh-TF that gather do not count, because
-        they communicate by themselves.
+        Each operation is a key. Its value is the cause, and one of the targets that are computed by
+        it. Operations of Mesh-TF that gather do not count, because they communicate by themselves.
         """
         found: dict[mtf.Operation, tuple[Cause, mtf.Tensor]] = {}
         if any(self._gathers(t) for operation in self.operations for t in operation.outputs):
@@ -448,10 +462,11 @@ def sums_before_broadcast(operation: mtf.Operation) -> mtf.Shape | None:
 
 
 def linear_positions(operation: mtf.Operation, pending: Collection[int]) -> tuple[int, ...] | None:
-    """Returns the positions of the inputs that an operation is jointly linear in.
+    """Returns positions of inputs that an operation is jointly linear in, `pending` among them.
 
-    They include `pending`, the positions of pending inputs, of which there is at least one. Returns
-    None if the operation is not known to be linear in these.
+    `pending` are the positions of the pending inputs, at least one. Other positions in the result
+    are inputs that it is linear in only together with these, such as the other terms of a sum.
+    Returns None if the operation is not known to be linear in its pending inputs.
     """
     inputs = operation.inputs
     if isinstance(operation, _IN_EACH):
@@ -551,7 +566,10 @@ def linear_arguments(
 
 
 def _of(op: tf.Operation, inputs: Sequence[_Term | None]) -> _Term | None:
-    """Returns how an operation's results depend on the arguments; None if that is not known."""
+    """Returns how a tf operation's results depend on the arguments of a traced function.
+
+    `inputs` has the same for each input of the operation. None means that it is not known.
+    """
     if None in inputs or (op.op_def.is_stateful and op.type not in _REPEATABLE):
         return None  # each processor would draw random numbers of its own
     if op.type == "ZerosLike" or (

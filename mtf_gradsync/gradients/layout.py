@@ -64,10 +64,10 @@ class Layout(NamedTuple):
         return bool(replica_axes) and self.split_over_shards(tensor).issuperset(replica_axes)
 
     def order(self, shape: mtf.Shape, mesh: mtf.Mesh) -> dict[int, int]:
-        """Returns numbers that say where mesh axes split a shape, for comparing layouts.
+        """Returns the mesh axes that split a shape, each with a number that says where it does.
 
-        For each mesh axis that splits a dimension of the shape, it is the product of the sizes of
-        all dimensions before this one. A reshape that keeps these numbers moves no data.
+        The number is the product of the sizes of all dimensions before the dimension that the axis
+        splits. A reshape that keeps these numbers moves no data between processors.
         """
         before, found = 1, {}
         for dim in shape.dims:
@@ -78,7 +78,7 @@ class Layout(NamedTuple):
         return found
 
     def stays_in_place(self, operation: mtf.ReshapeOperation) -> bool:
-        """Returns whether a reshape moves nothing between processors."""
+        """Returns whether a reshape moves no data between processors."""
         (source,), (result,) = operation.inputs, operation.outputs
         mesh = operation.mesh
         return self.order(source.shape, mesh) == self.order(result.shape, mesh)
@@ -94,7 +94,10 @@ def own_slices(
     """Returns a function of a tensor, for `Layout.own`.
 
     The function returns the replica axes along which each slice of the tensor was computed from the
-    data of one shard alone. Slices along a batch dimension are of this kind, and so are tensors
+    data of one shard alone. `layout` is the layout without this function, and `batch_dims` are the
+    names of the batch dimensions.
+
+    Slices along a batch dimension are of this kind, and so are tensors
     that are computed from such slices without moving data. Slices along another dimension that is
     split over a replica axis hold data of several shards in three cases: experts get the examples
     of all shards by a reshape that moves them, a sum over the shards is broadcast to a variable
@@ -112,7 +115,10 @@ def own_slices(
         return Axes(a for a in replica_axes if split[a] in batch_dims or a in found)
 
     def computed(operation: mtf.Operation, position: int) -> Axes:
-        """Returns the replica axes along which an output is computed from shards' own slices."""
+        """Returns the replica axes along which an output is computed from shards' own slices.
+
+        `position` is the position of the output among the operation's outputs.
+        """
         output, inputs = operation.outputs[position], list(map(own, operation.inputs))
         if isinstance(operation, mtf.WhileLoopOperation):
             return own(loop_body(operation).outputs[position])
@@ -182,9 +188,16 @@ def used_axes(
 ) -> Axes:
     """Returns the mesh axes that the batch of a program is split over.
 
-    `names` has for each wrapper the names of batch dimensions that it was given, or None. The
-    result has the mesh axes of all these dimensions. If a name is not a dimension of any tensor, or
-    no names were given, it also has the axes that split inputs and losses.
+    These are the mesh axes of all batch dimensions that wrappers were given. If a name is not a
+    dimension of any tensor, or no names were given, the axes that split inputs and losses are
+    added.
+
+    Args:
+      graph: the program's graph.
+      mesh: the mesh whose axes are asked for.
+      axis_of: as in `Layout`.
+      targets: the gradients that wrappers use. Only inputs that they depend on are looked at.
+      names: for each wrapper the names of batch dimensions that it was given, or None.
     """
     names = list(names)
     given = list(dict.fromkeys(name for some in names for name in some or ()))
@@ -205,12 +218,12 @@ def used_axes(
 
 
 def find_axes(targets: Sequence[mtf.Tensor], names: Sequence[str]) -> ReplicaAxes | None:
-    """Returns the replica axes of the program's only mesh, if the caller was given none.
+    """Returns the replica axes of the program's only mesh, found by the names of batch dimensions.
 
     The replica axes are the mesh axes that split the dimensions `names`. If a name is not a
-    dimension of any tensor, the axes that split the inputs of `targets` are taken, and a warning
-    says so. Returns None if the program has made no mesh or several, if the targets are on several
-    meshes, or if the mesh splits none of the dimensions.
+    dimension of any tensor, the axes that split the inputs of `targets` (gradients of one graph)
+    are taken, and a warning says so. Returns None if the program has made no mesh or several, if
+    the targets are on several meshes, or if the mesh splits none of the dimensions.
     """
     made = meshes_made()
     if len(made) != 1 or len({t.mesh for t in targets}) != 1:
@@ -254,7 +267,8 @@ def _warn_of_missing(
 def check_batch_dims(targets: Sequence[mtf.Tensor], axes: ReplicaAxes) -> None:
     """Raises ValueError if inputs are split over a mesh axis that is not in `axes`.
 
-    Inputs are looked at only if one of `axes.batch_dims` is not a dimension of any tensor.
+    These are the inputs that `targets`, gradients of one mesh, depend on. They are looked at only
+    if one of `axes.batch_dims` is not a dimension of any tensor.
     """
     graph, mesh = targets[0].graph, targets[0].mesh
     missing = missing_names(graph, mesh, axes.batch_dims)
@@ -275,7 +289,7 @@ def names_of_batch(targets: Sequence[mtf.Tensor], axes: ReplicaAxes) -> set[str]
     """Returns the names of the dimensions that the batch is split along.
 
     These are `axes.batch_dims`. If one of these is not a dimension of any tensor, the dimensions
-    that split the inputs are added.
+    along which the inputs of `targets` (gradients of one mesh) are split are added.
     """
     graph, mesh = targets[0].graph, targets[0].mesh
     if not missing_names(graph, mesh, axes.batch_dims):
@@ -291,7 +305,10 @@ def _better(
 
 
 def missing_names(graph: mtf.Graph, mesh: mtf.Mesh | None, names: Sequence[str]) -> list[str]:
-    """Returns the names that no tensor of `mesh` has as a dimension; None looks at all meshes."""
+    """Returns those of `names` that are not a dimension of any tensor on `mesh`.
+
+    If `mesh` is None, the tensors of all meshes are looked at.
+    """
     known = {
         dim.name
         for operation in flat(graph.operations)
@@ -305,10 +322,12 @@ def missing_names(graph: mtf.Graph, mesh: mtf.Mesh | None, names: Sequence[str])
 def split_of_inputs(
     graph: mtf.Graph, mesh: mtf.Mesh, axis_of: AxisOf, targets: Sequence[mtf.Tensor]
 ) -> Split:
-    """Returns the dimensions that split the inputs and the losses of gradients.
+    """Returns the dimensions along which the layout splits a program's inputs and losses.
 
-    If some mesh axes split both inputs and losses, only their dimensions are returned. Dimensions
-    that a variable also has are returned only if there are no others.
+    The inputs are those that `targets` (gradients) depend on, and the losses are the losses of each
+    example. If some mesh axes split both, only the dimensions of these axes are returned.
+    Dimensions that a variable also has are returned only if there are no others. `axis_of` is as in
+    `Layout`.
     """
     weights = {
         dim.name for v in graph.trainable_variables if v.mesh is mesh for dim in v.shape.dims
@@ -335,7 +354,10 @@ def split_of_inputs(
 
 
 def _data(graph: mtf.Graph, targets: Sequence[mtf.Tensor]) -> list[mtf.Tensor]:
-    """Returns the tensors that bring a program's data to the mesh, if `targets` depend on them."""
+    """Returns the input data of a program: imported tensors, and tensors made of one alone.
+
+    Only tensors that `targets` depend on are returned.
+    """
     needed = _before(targets)
     found: dict[mtf.Tensor, None] = {}
     for operation in flat(graph.operations):

@@ -61,9 +61,9 @@ def _rounded_to(seeds: Iterable[Seed]) -> Callable[[tf.Tensor], tf.Tensor]:
 
 
 def take_without_scale(grads: MaybeGradients, names: Sequence[str]) -> None:
-    """Records that an optimizer uses gradients whose loss is not scaled.
+    """Records that an optimizer uses the gradients `grads` without scaling their losses.
 
-    `names` are the names of the gradients' variables, for errors. Raises ValueError if another
+    `names` has the name of each gradient's variable, for errors. Raises ValueError if another
     optimizer has scaled the loss of one of the gradients.
     """
     present = [g for g in grads if g is not None]
@@ -81,7 +81,7 @@ def take_without_scale(grads: MaybeGradients, names: Sequence[str]) -> None:
 def unscaled_gradients(
     grads: MaybeGradients, make_scale: Callable[[], Scale], owner: str, names: Sequence[str]
 ) -> list[mtf.Tensor | None]:
-    """Scales the losses behind gradients, and returns the gradients without the scale.
+    """Scales the losses behind gradients, and returns the gradients without the scale, in order.
 
     The scale multiplies the seed of `mtf.gradients` (the gradient of the loss by itself, which is 1
     without a scale). The loss itself keeps its value. Gradients may have been cast, summed or
@@ -137,7 +137,10 @@ def unscaled_gradients(
 
 
 def losses_behind(grads: Sequence[mtf.Tensor]) -> list[mtf.Tensor]:
-    """Returns the losses that gradients of one graph come from, without losses inside of loops."""
+    """Returns the losses that were given to `mtf.gradients` to compute `grads`, each once.
+
+    The gradients are of one graph. Losses inside of loops are left out.
+    """
     if not grads:
         return []
     computed = {x: call.losses for call in gradients_calls(grads[0].graph) for x in call.outputs}
@@ -147,11 +150,11 @@ def losses_behind(grads: Sequence[mtf.Tensor]) -> list[mtf.Tensor]:
 
 
 def losses_of_step(grads: Sequence[mtf.Tensor]) -> list[mtf.Tensor]:
-    """Returns the losses whose sum gradients are the derivatives of, as values of the whole step.
+    """Returns the losses that `grads` come from, as values of the whole step.
 
-    For a loss inside of a loop over microbatches this is the output of the loop that adds the loss
-    up. The list is empty if the gradients come from no loss, or from a loss that is no output of
-    its loop.
+    A loss inside of a loop over microbatches is replaced by the output of the loop that is the sum
+    of this loss. The gradients are the derivatives of the sum of all returned losses. The list is
+    empty if the gradients come from no loss, or if one of the losses is no output of its loop.
     """
     if not grads:
         return []
@@ -168,7 +171,8 @@ def losses_of_step(grads: Sequence[mtf.Tensor]) -> list[mtf.Tensor]:
 def _check_first_order(graph: mtf.Graph, seeds: set[Seed], owner: str) -> None:
     """Raises ValueError if a loss depends on gradients of another loss that is scaled, too.
 
-    Such gradients would be scaled twice. `seeds` are those of the losses, `owner` is the optimizer.
+    Such gradients would be scaled twice. `seeds` are the seeds of all losses that are scaled, and
+    `owner` is the name of the optimizer that scales them.
     """
     calls = [call for call in gradients_calls(graph) if seeds.intersection(call.seeds)]
     if len(calls) < 2:
@@ -208,7 +212,8 @@ class _ScaleInGradient(NamedTuple):
     def check(self, name: str, owner: str) -> None:
         """Raises ValueError if `owner` cannot take the scale out of the gradient.
 
-        `name` is the name of the gradient's variable, and `owner` the optimizer with the scale.
+        `name` is the name of the gradient's variable, and `owner` the name of the optimizer that
+        has the scale.
         """
         if self.owners - {owner}:
             raise ValueError(
@@ -240,7 +245,8 @@ def _scale_in(
 ) -> _ScaleInGradient:
     """Returns which losses' scale is in a gradient, and an operation that is not linear, if any.
 
-    `computed` has the gradients that `mtf.gradients` made, with their seeds.
+    `scaled` is the record of the gradient's graph. `computed` has the gradients that
+    `mtf.gradients` made, with their seeds.
     """
     before = list(_before([grad], scaled.unscaled, computed))
     owners = {scaled.unscaled[t] for t in before if t in scaled.unscaled}
@@ -268,9 +274,9 @@ def _before(tensors: Sequence[mtf.Tensor], *ends: Container[mtf.Tensor]) -> Iter
 def _first_not_linear(
     graph: mtf.Graph, between: set[mtf.Operation], ends: set[mtf.Tensor]
 ) -> mtf.Operation | None:
-    """Returns the first operation of `between` that is not linear in the scaled tensors `ends`.
+    """Returns the first operation of `between` that is not linear in its scaled inputs, or None.
 
-    Outputs of an operation on scaled tensors count as scaled, too.
+    Scaled are the tensors `ends`, and all outputs of an operation that has a scaled input.
     """
     scaled: set[Any] = set(ends)
     for operation in flat(graph.operations):
@@ -290,7 +296,10 @@ def _first_not_linear(
 
 
 def _keeps_scale(operation: mtf.Operation, positions: set[int]) -> bool:
-    """Returns whether a factor of the inputs at `positions` becomes a factor of all outputs."""
+    """Returns whether scaling some inputs of an operation scales all of its outputs equally.
+
+    `positions` are the positions of these inputs.
+    """
     if isinstance(operation, (mtf.StopGradient, mtf.PrintOperation)):
         return True
     if getattr(operation, "is_linear", False):

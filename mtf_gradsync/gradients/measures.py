@@ -36,8 +36,9 @@ Measure = Callable[[Sequence[tf.Tensor], Sequence[Sequence[int]], tf.DType], tf.
 
 
 def _scales(dtype: tf.DType) -> tuple[float, float]:
-    """Returns two factors for values that are to be squared in a dtype: for small and large ones.
+    """Returns two factors for values that are to be squared: for small and for large values.
 
+    `dtype` is the dtype of the squares.
     Both are powers of two, which add no rounding. Values times the first factor are used for small
     norms (below 2^24 in float32): 2^12 values as small as 2^-97 still add up to a norm. Values
     times the second one give every norm that the dtype can hold.
@@ -58,9 +59,11 @@ def _scaled(x: tf.Tensor, scale: float) -> tf.Tensor:
 def _sums_of_squares(
     slices: Sequence[tf.Tensor], over: Sequence[Sequence[int]], dtype: tf.DType
 ) -> tf.Tensor:
-    """Returns two sums of squares: one of the values times each of the two `_scales`.
+    """Returns sums of squares over all slices, as a tensor of `dtype`; its last dimension is 2.
 
-    `over` has the dims of each slice to sum over. `_root` turns the sums into the norm.
+    The first sum is of the values times the first of the two `_scales`, and the second sum of the
+    values times the second. `over` has for each slice the positions of the dims to sum over. Dims
+    that are left are flattened to one. `_root` turns the sums into the norm.
     """
     values = [tf.cast(x, dtype) for x in slices]
     if all(len(dims) == x.shape.rank for x, dims in zip(slices, over)):
@@ -75,7 +78,10 @@ def _sums_of_squares(
 
 
 def _root(sums: tf.Tensor) -> tf.Tensor:
-    """Returns the norm for the two sums that `_sums_of_squares` returned."""
+    """Returns the norm, computed from a tensor of the form that `_sums_of_squares` returns.
+
+    It has the shape of `sums` without the last dimension.
+    """
     small, large = tf.unstack(sums, axis=-1)
     up, down = _scales(sums.dtype)
     return tf.where_v2(tf.math.is_finite(small), tf.sqrt(small) / up, tf.sqrt(large) / down)
@@ -84,10 +90,11 @@ def _root(sums: tf.Tensor) -> tf.Tensor:
 def _any_not_finite(
     slices: Sequence[tf.Tensor], over: Sequence[Sequence[int]], dtype: tf.DType
 ) -> tf.Tensor:
-    """Returns 1 if an entry is NaN or infinite, else 0.
+    """Returns 1 if an entry of some slice is NaN or infinite, else 0, as a tensor of `dtype`.
 
-    This takes fewer passes over the slices than counting such entries. `over` has the dims of each
-    slice to look along.
+    `over` has for each slice the positions of the dims to look along. If dims are left, the result
+    is a vector with a number for each position along them. This takes fewer passes over the slices
+    than counting such entries.
     """
     finite = [tf.reduce_all(tf.math.is_finite(x), dims) for x, dims in zip(slices, over)]
     together = tf.reduce_all(tf.stack([_flat(x) for x in finite]), axis=0)
@@ -95,9 +102,9 @@ def _any_not_finite(
 
 
 def _exact(strategy: Strategy) -> Strategy:
-    """Returns a strategy without its compression to a smaller dtype.
+    """Returns the strategy inside one that compresses to a smaller dtype; others as they are.
 
-    Sums of squares overflow in float16, so that norms are not reduced in it.
+    Norms are reduced by it, because sums of squares overflow in float16.
     """
     if isinstance(strategy, CompressedAllReduce):
         return _exact(strategy.reducer)
@@ -183,10 +190,15 @@ class NotFinite(GradientOperation):
         of_shards_only: bool = False,
         shared: float = 0.0,
     ):
-        """Adds the operation.
+        """Adds the operation that computes the flags, for gradients of one mesh.
 
-        With `of_shards_only`, a gradient that is the same on all shards gets the flag `shared`,
-        whatever its entries are. Without `axes`, the output has no shard dims.
+        Args:
+          grads: the gradients, pending, reduced or per shard.
+          axes: the replica axes; None makes an output without shard dims.
+          strategy: the strategy that reduces the flags.
+          of_shards_only: whether a gradient that is the same on all shards gets the flag `shared`,
+            whatever its entries are.
+          shared: this flag.
         """
         self._strategy, self._of_shards_only, self._shared = strategy, of_shards_only, shared
         self._shard_dims = list(axes.shard_dims) if axes else []
@@ -230,10 +242,18 @@ def _measured(
     of_shards: str = "",
     numbers: Sequence[mtf.Dimension] = (),
 ) -> mtf.Tensor:
-    """Returns the sum of a measure over gradients, such as squares.
+    """Returns the sum of a measure, such as squares, over the entries of all gradients.
 
-    For results per shard, `of_shards` is the name of the calling function, for errors, and `axes`
-    are the replica axes. `numbers` are further dimensions of the measure's result.
+    The result is an mtf tensor `[shards..., numbers...]` on the mesh of the first gradient.
+
+    Args:
+      grads: the gradients; None counts as zeros.
+      reducer: the reduction strategy; None takes `FusedAllReduce()`.
+      measure: the function of slices that computes the measure.
+      axes: the replica axes, for results per shard.
+      of_shards: for results per shard, the name of the function that was called, for errors. If it
+        is empty, there is one result for all shards, and no shard dim.
+      numbers: the dimensions of what `measure` returns; none for a single number.
     """
     grads = check_present(grads)
     strategy = check_strategy(FusedAllReduce() if reducer is None else reducer)
@@ -311,7 +331,11 @@ def shard_norms(
 
 
 def joined_norm(norms: Sequence[mtf.Tensor]) -> mtf.Tensor:
-    """Returns the norm over several sets of gradients together, given the norm of each set."""
+    """Returns the norm over several sets of gradients together, given the norm of each set.
+
+    The norms are mtf tensors of equal shape on one mesh, and so is the result. It is float32, or
+    float64 if a norm is.
+    """
 
     def join(*norms: tf.Tensor) -> tf.Tensor:
         by_scale = [[tf.square(_scaled(x, s)) for x in norms] for s in _scales(norms[0].dtype)]
@@ -324,7 +348,7 @@ def joined_norm(norms: Sequence[mtf.Tensor]) -> mtf.Tensor:
 def not_finite(grads: MaybeGradients, reducer: Strategy | None = None) -> mtf.Tensor:
     """Returns a float mtf scalar: 0 if all entries of gradients are finite, else more than 0.
 
-    The arguments, the errors and the mesh of the result are those of `global_norm`.
+    The arguments, the errors, and the mesh and dtype of the result are as for `global_norm`.
     """
     return _measured(grads, reducer, _any_not_finite)
 
@@ -338,10 +362,17 @@ def which_not_finite(
 ) -> mtf.Tensor:
     """Returns flags of shape `[shards..., gradients]` that tell which gradients are not finite.
 
-    A flag is greater than 0 if an entry of the shard's gradient is not finite. Every processor has
-    all flags. With `of_shards_only`, a gradient that is the same on all shards gets the flag
-    `shared`. Gradients on several meshes have no common shards: `axes` has to be None for them, and
-    the result is on the mesh of the first gradient.
+    A flag is greater than 0 if an entry of the shard's gradient is NaN or infinite. Flags are
+    float32, and every processor has all of them.
+
+    Args:
+      grads: the gradients, at least one. They may be on several meshes if `axes` is None, and the
+        flags are then on the mesh of the first gradient.
+      axes: the replica axes. None makes one flag for each gradient, without shard dims.
+      reducer: the reduction strategy; None takes `FusedAllReduce()`.
+      of_shards_only: whether a gradient that is the same on all shards gets the flag `shared`,
+        whatever its entries are.
+      shared: this flag.
     """
     strategy = check_strategy(FusedAllReduce() if reducer is None else reducer)
     home = grads[0].mesh
@@ -367,9 +398,9 @@ def shards_not_finite(
 
 
 def common_shard_dims(grads: Sequence[mtf.Tensor], axes: ReplicaAxes) -> list[mtf.Dimension]:
-    """Returns the shard dims that gradients have, or those that `per_shard` would give them.
+    """Returns the shard dims that all gradients have, or that `per_shard` would give them.
 
-    Raises ValueError if gradients have different ones.
+    Raises ValueError if gradients have different shard dims. Returns [] if there are no gradients.
     """
     shard_dims: list[mtf.Dimension] = []
     for grad in grads:

@@ -53,10 +53,15 @@ class GradientOperation(mtf.Operation):
         dtypes: Any = None,
         mesh: mtf.Mesh | None = None,
     ):
-        """Adds the operation.
+        """Adds the operation to the graph of its inputs.
 
-        There is an output for each of `shapes`. Its dtype is that of the input at its position, and
-        its mesh that of the inputs, unless `dtypes` and `mesh` are given.
+        Args:
+          inputs: the tensors that it reads.
+          shapes: the shape of each output.
+          name: the name of the operation.
+          dtypes: the dtype of each output. None gives an output the dtype of the input at the same
+            position.
+          mesh: the mesh of the outputs; None takes the mesh of the inputs.
         """
         super().__init__(list(inputs), mesh=mesh, name=name)
         dtypes = dtypes or [x.dtype for x in inputs]
@@ -91,7 +96,10 @@ def on_mesh(x: mtf.Tensor, mesh: mtf.Mesh) -> mtf.Tensor:
 
 
 def gradient_name(grad: mtf.Tensor) -> str:
-    """Returns a name of a gradient for messages: the name of its variable, if that is known."""
+    """Returns words for a gradient in messages: "the gradient of variable 'w'".
+
+    If its variable is not known, the words have the name of the gradient's own tensor.
+    """
     variable_of = {
         y: x
         for call in gradients_calls(grad.graph)
@@ -114,13 +122,16 @@ def gradient_name(grad: mtf.Tensor) -> str:
 
 
 def reduced_values(lowering: mtf.Lowering, tensors: Sequence[mtf.Tensor]) -> list[Any]:
-    """Returns the lowered values of tensors, reduced over all of their pending axes."""
+    """Returns a `LaidOutTensor` for each tensor; pending tensors are reduced first."""
     return [lowering.tensors[t].to_laid_out_tensor() for t in tensors]
 
 
 @contextlib.contextmanager
 def in_place_of(lowering: mtf.Lowering, values: Mapping[mtf.Tensor, Any]) -> Iterator[None]:
-    """Returns a context in which tensors have other lowered values: those in `values`."""
+    """Returns a context in which the tensors in `values` have the lowered values given there.
+
+    After it they have their earlier values again.
+    """
     before = {t: lowering.tensors[t] for t in values}
     lowering.tensors.update(values)
     try:
@@ -130,14 +141,18 @@ def in_place_of(lowering: mtf.Lowering, values: Mapping[mtf.Tensor, Any]) -> Ite
 
 
 def reshaped(mesh_impl: Any, value: Any, shape: Sequence[int]) -> Any:
-    """Reshapes each slice of a `LaidOutTensor`."""
+    """Returns a `LaidOutTensor` like `value`, with every slice reshaped to `shape`."""
     return mesh_impl.slicewise(lambda x: tf.reshape(x, shape), value)
 
 
 def on_present(
     grads: MaybeGradients, make: Callable[[list[mtf.Tensor]], Sequence[mtf.Tensor]]
 ) -> list[mtf.Tensor | None]:
-    """Calls `make` with the gradients that are not None; returns its results and the Nones."""
+    """Calls `make` with the gradients that are not None, and puts None back between its results.
+
+    `make` returns a tensor for each gradient that it gets. So the list that is returned has a
+    tensor or None for each item of `grads`. If all are None, `make` is not called.
+    """
     present = [g for g in grads if g is not None]
     if not present:
         return list(grads)
@@ -149,9 +164,10 @@ def each_mesh(
     grads: Sequence[mtf.Tensor],
     make: Callable[[mtf.Mesh, list[mtf.Tensor]], Sequence[mtf.Tensor]],
 ) -> list[mtf.Tensor]:
-    """Calls `make` once for each mesh, with the gradients on it.
+    """Calls `make` once for each mesh, with the mesh and the gradients on it.
 
-    Returns a result for each gradient, in the order of the gradients.
+    `make` returns a tensor for each gradient that it gets. All of these tensors are returned, in
+    the order of `grads`.
     """
 
     def of_mesh(mesh: mtf.Mesh, some: list[int]) -> Sequence[mtf.Tensor]:
@@ -191,9 +207,15 @@ class PendingSum(mtf.LazyAllreduceSum):
     ):
         """Records how the sum can be made, and adds no operation to the graph.
 
-        `make_part` returns the `LaidOutTensor` of the parts. `make_reduced` makes the sum and calls
-        `set_reduced` with its `LaidOutTensor`. If the sum is computed from other reduced tensors,
-        and not by a reduction of the parts, `sources` are these lowered tensors.
+        Args:
+          mesh_impl: as the attribute.
+          mesh_axes: as the attribute.
+          slice_shape: the shape of a processor's part, and of a slice of the sum.
+          make_part: returns the `LaidOutTensor` of the parts.
+          make_reduced: is called with this object; it makes the sum and calls `set_reduced`.
+          add_counter_fn: as the attribute.
+          sources: if the sum is computed from other reduced tensors, and not by a reduction of the
+            parts, these lowered tensors.
         """
         self.mesh_impl = mesh_impl
         self.mesh_axes = list(mesh_axes)
@@ -247,7 +269,7 @@ class PendingSum(mtf.LazyAllreduceSum):
 
     @property
     def tensor_list(self) -> list[tf.Tensor]:
-        """The slices of the sum."""
+        """The tf tensors of the slices of the sum, which is made if it has not been made yet."""
         return self.to_laid_out_tensor().tensor_list
 
 
@@ -283,10 +305,10 @@ def partial_sum(
 ) -> PartialSum:
     """Returns a tensor's parts: each processor's term, and the mesh axes still to sum over.
 
-    A pending tensor gives its parts even if its sum was already made for another reader. Each
-    processor also sums its own slice over the dimensions `dims`. The value then lacks `dims`, and
-    the mesh axes that split them are still to be summed over. With `reduced`, a pending tensor is
-    reduced first, so that only the sums over `dims` are left to make.
+    A pending tensor gives its parts even if its sum was already made for another reader. With
+    `reduced`, a pending tensor is reduced first. `dims` are dimensions to sum over in any case.
+    Each processor sums its own slice over them, so that the value lacks them, and the mesh axes
+    that split `dims` are added to the axes still to sum over.
     """
     lowered = lowering.tensors[tensor]
     # LazyAllreduceSum is what Mesh-TF 0.1.21 gives a reduction over a split dimension; the name
@@ -315,10 +337,11 @@ def reduce_partial_sums(
     strategy: Strategy,
     cuts: Sequence[Cuts] | None = None,
 ) -> list[Any]:
-    """Reduces partial sums over their mesh axes; those with the same axes are reduced together.
+    """Reduces partial sums over their mesh axes, and returns a `LaidOutTensor` for each, in order.
 
-    Returns a `LaidOutTensor` for each sum, in order. `cuts` say how each sum is cut into parts for
-    the processors: each processor then gets its part of the sum. Without cuts it gets all of it.
+    Sums with the same mesh axes are reduced together. `cuts` say how each sum is cut into parts for
+    the processors, so that each processor gets only its part of the sum. A sum without cuts (all
+    sums if `cuts` is None) is whole on each processor.
     """
     cuts = [()] * len(sums) if cuts is None else cuts
     # Along the other mesh axes processors hold the same sum already.
@@ -350,11 +373,14 @@ def terms_of_processors(
     replica_axes: Sequence[Collection[int]],
     strategy: Strategy,
 ) -> list[Any]:
-    """Returns for each gradient the terms that processors hold, whose sum is the gradient.
+    """Returns for each gradient a `LaidOutTensor` of terms whose sum over processors it is.
 
-    Gradients are pending, reduced or per shard. `sum_dims` has the dims of each gradient to sum
-    over. `replica_axes` has for each gradient the mesh axes along which every processor keeps its
-    own term; over all other axes the strategy reduces.
+    Args:
+      lowering: the lowering.
+      grads: gradients of one mesh, pending, reduced or per shard.
+      sum_dims: for each gradient the dims to sum over, such as its shard dims. Terms lack them.
+      replica_axes: for each gradient the mesh axes along which every processor has its own term.
+      strategy: the strategy that reduces gradients over all other axes.
     """
     mesh_impl = lowering.mesh_impl(grads[0])
     sums = [partial_sum(lowering, grad, dims) for grad, dims in zip(grads, sum_dims)]
@@ -374,8 +400,9 @@ def terms_of_processors(
 def share(mesh_impl: Any, value: Any, mesh_axes: Collection[int]) -> Any:
     """Returns equal shares of a tensor that is the same on all processors along `mesh_axes`.
 
-    Each processor's share is the tensor divided by the number of these processors, so that the sum
-    of the shares over the axes is the tensor.
+    `value` is the `LaidOutTensor` of the tensor, and so is the result for the shares. Each share is
+    the tensor divided by the number of processors along the axes, so that the sum of the shares
+    over the axes is the tensor.
     """
     count = mtf.Shape([mesh_impl.shape.dims[axis] for axis in mesh_axes]).size
     if count == 1:

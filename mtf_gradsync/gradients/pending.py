@@ -32,7 +32,7 @@ from mtf_gradsync.step.plan import flat
 
 
 class Bucket(NamedTuple):
-    """A key: pending sums with equal keys are reduced together.
+    """A mark of pending sums: those with an equal bucket are reduced together.
 
     Attributes:
       strategy: the reduction strategy of the sums.
@@ -60,8 +60,12 @@ class PendingLowering(ExtensionLowering):
     ):
         """Begins a lowering.
 
-        `buckets` has the sums that are reduced together with others; it is changed during the
-        lowering. `missing` warns of operations that leave out a sum; None if none is suspected.
+        Args:
+          lowering: the lowering.
+          flow: the forecast of which operations keep sums pending.
+          buckets: the sums that are reduced together, each with its key. The dictionary is changed
+            during the lowering.
+          missing: warns of operations that leave out a sum; None if none is suspected.
         """
         self.flow = flow
         self._lowering = lowering
@@ -92,9 +96,10 @@ class PendingLowering(ExtensionLowering):
         return True
 
     def mixed(self, tensor: mtf.Tensor, mesh_axes: Collection[int]) -> mtf.Operation | None:
-        """Returns an operation before a tensor that summed over mesh axes against the forecast.
+        """Returns an operation before a tensor that has summed over shards against the forecast.
 
-        None if there is no such operation.
+        The forecast was that its result stays pending over some of `mesh_axes`, and the lowering
+        has summed over one of these. None if there is no such operation.
         """
         for operation in self.flow.before(tensor) if self._differs else ():
             if self._differs.get(operation, Axes()).intersection(mesh_axes):
@@ -113,9 +118,11 @@ class PendingLowering(ExtensionLowering):
         return isinstance(operation, mtf.GenericGradOperation) or self.flow.is_derived(tensor)
 
     def _lower(self, operation: mtf.Operation, use: Use | None) -> None:
-        """Lowers an operation; `use` says how it keeps sums pending, None that it does not.
+        """Lowers an operation.
 
-        Sums that Mesh-TF itself makes lazily stay pending in any case.
+        `use` says how the operation computes with pending inputs so that its results stay pending;
+        if it is None, it takes reduced inputs. Sums that Mesh-TF itself makes lazily stay pending
+        in any case.
         """
         pending = self._pending_inputs(operation)
         if use is not None and pending:
@@ -133,7 +140,8 @@ class PendingLowering(ExtensionLowering):
     def _sum_and_broadcast(self, operation: mtf.Operation, shape: mtf.Shape) -> None:
         """Lowers an einsum that has output dimensions which no input has.
 
-        It becomes an einsum of shape `shape` without them, and a broadcast of its result.
+        It is lowered as an einsum whose result lacks these dimensions and has the shape `shape`,
+        and as a broadcast of this result.
         """
         (output,) = operation.outputs
         first = copy.copy(operation)
@@ -160,7 +168,7 @@ class PendingLowering(ExtensionLowering):
         )
 
     def _axes_of(self, tensor: mtf.Tensor) -> Axes:
-        """Returns the mesh axes that a lowered tensor is pending over."""
+        """Returns the mesh axes that a tensor is pending over, as it was lowered; often none."""
         lowered = self._tensors.get(tensor)
         return Axes(lowered.mesh_axes if isinstance(lowered, mtf.LazyAllreduceSum) else ())
 
@@ -219,7 +227,11 @@ class PendingLowering(ExtensionLowering):
         )
 
     def _sum_for(self, tensor: mtf.Tensor) -> Callable[[PendingSum], None]:
-        """Returns a function that reduces the pending sum of `tensor`, with others if it can."""
+        """Returns the function that makes the sum of a `PendingSum` of `tensor`.
+
+        It sets the sum. If the tensor is in a bucket, it also makes and sets all other sums of the
+        bucket whose parts can be read at this point.
+        """
 
         def make(one: PendingSum) -> None:
             bucket = self._buckets.get(tensor)
@@ -234,7 +246,7 @@ class PendingLowering(ExtensionLowering):
         return make
 
     def _ready_with(self, one: PendingSum, bucket: Bucket) -> list[PendingSum]:
-        """Returns `one` and the unreduced sums of `bucket` of the same mesh, branch and loop."""
+        """Returns `one` and the unreduced sums of its bucket of the same mesh, branch and loop."""
         found = {}
         for tensor, other in self._buckets.items():
             lowered = self._tensors.get(tensor)
@@ -257,9 +269,11 @@ class PendingLowering(ExtensionLowering):
         kept: dict[tuple[str, Any], list[Any]] = {}
 
         def once(form: str, make: Callable[[], list[Any]]) -> list[Any]:
-            """Returns all outputs that `make` made here: it is called once in a branch or loop.
+            """Returns what `make` returned, which is called once in each branch, loop or graph.
 
-            `form` says which outputs: the parts, or the reduced ones.
+            If it was called in the surroundings of the operation, that result is returned
+            everywhere. `form` is "parts" or "reduced", and says what `make` returns: the parts or
+            the sums of all outputs.
             """
             here = current_context()
             if (form, home) in kept:
@@ -297,7 +311,10 @@ class PendingLowering(ExtensionLowering):
             )
 
     def _parts(self, operation: mtf.Operation, use: Use) -> list[Any]:
-        """Returns an operation's outputs, computed from each processor's part of its inputs."""
+        """Returns each processor's parts of an operation's outputs, in order, as lowered tensors.
+
+        They are computed from the parts of the inputs; `use` says of which inputs.
+        """
         inputs = self._parts_of_inputs(operation, use)
         if not isinstance(operation, mtf.ScalarAddOperation):
             return self._lowered(operation, inputs)
@@ -311,9 +328,10 @@ class PendingLowering(ExtensionLowering):
         return [mesh_impl.slicewise(add, inputs[operation.inputs[0]])]
 
     def _parts_of_inputs(self, operation: mtf.Operation, use: Use) -> dict[mtf.Tensor, Any]:
-        """Returns values for an operation's inputs, with which it computes each processor's part.
+        """Returns lowered values of an operation's inputs, to compute the parts of its outputs from.
 
-        These are the parts of inputs that it is linear in; other inputs are reduced.
+        For inputs at `use.positions`, which the operation is linear in, these are the parts. Other
+        inputs are reduced.
         """
         mesh_impl = self._lowering.mesh_impl(operation)
         found: dict[mtf.Tensor, Any] = {}
@@ -333,9 +351,9 @@ class PendingLowering(ExtensionLowering):
         return found
 
     def _lowered(self, operation: mtf.Operation, inputs: dict[mtf.Tensor, Any]) -> list[Any]:
-        """Returns an operation's lowered outputs for other lowered values of its inputs.
+        """Lowers an operation with the lowered values `inputs` of its inputs; returns its outputs.
 
-        The lowering keeps the values that it had for the outputs.
+        The lowering's own values of inputs and outputs stay as they were.
         """
         outputs = operation.outputs
         before = {t: self._tensors.get(t) for t in outputs}
@@ -375,11 +393,17 @@ class PendingSums(PlanExtension):
     ) -> None:
         """Declares, before the graph is lowered, that an operation will use gradients of one mesh.
 
-        `reduced` says whether it needs them reduced, or uses them as they are. All sums that have
-        to be reduced are reduced together, at the first operation that needs one of them; this
-        operation may be in the model. If `batch_dims` is None, the dimensions that split the batch
-        are found in the graph. `are_sums` says that the tensors are sums over mesh axes themselves:
-        they are then reduced together even if the layout gives each shard its own part of them.
+        All sums that have to be reduced are then reduced together, at the first operation that
+        needs one of them; this operation may be in the model.
+
+        Args:
+          tensors: the gradients.
+          reduced: whether the operation needs them reduced; if false, it uses them as they are.
+          batch_dims: the names of the dimensions that the batch is split along; None finds them in
+            the graph.
+          strategy: the strategy that reduces the sums.
+          are_sums: whether the tensors are sums over mesh axes themselves. They are then reduced
+            together even if the layout gives each shard its own part of them.
         """
         if not tensors:
             return
@@ -418,9 +442,9 @@ class PendingSums(PlanExtension):
         return PendingLowering(lowering, flow, self._buckets(flow), missing)
 
     def _buckets(self, flow: Flow) -> dict[mtf.Tensor, Bucket]:
-        """Returns the sums to reduce, each with the key of those that it is reduced with.
+        """Returns the sums to reduce, each with its bucket.
 
-        They are in the order in which they were declared.
+        They are in the order in which wrappers declared them; sums of the program itself are last.
         """
         found: dict[mtf.Tensor, Bucket] = {}
         for want in self._wants:

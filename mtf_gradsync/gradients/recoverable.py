@@ -55,8 +55,8 @@ class MadeOfSums:
     def remade(self, sums: Sequence[mtf.Tensor], shared: Sequence[mtf.Tensor]) -> mtf.Tensor:
         """Returns the gradient computed again from other values in place of its sums.
 
-        `sums` and `shared` have the new values, in the order of the attributes; pending ones are
-        reduced.
+        `sums` and `shared` are the new values: tensors of the same shapes and in the same order as
+        in the attributes of these names. Pending tensors among them are reduced.
         """
         given = [*self.sums, *self.shared]
         return _MakeAgain(self._grad, given, [*sums, *shared], self._operations).outputs[0]
@@ -89,7 +89,10 @@ class _MakeAgain(GradientOperation):
 
 
 def made_of_sums(grad: mtf.Tensor, flow: Flow, layout: Layout) -> MadeOfSums | None:
-    """Returns how a gradient is computed, linearly, from recoverable sums; None if it is not."""
+    """Returns how a gradient is computed, linearly, from recoverable sums; None if it is not.
+
+    `flow` is a forecast for targets that include the gradient, and `layout` its layout.
+    """
     replica_axes = layout.replica_axes(grad.mesh)
     outside = set(grad.graph.operations)
 
@@ -259,7 +262,10 @@ class Apart:
 
 
 def _is_ours(flow: Flow, grad: mtf.Tensor) -> bool:
-    """Returns whether this package made a gradient, so that its shards' data are not known."""
+    """Returns whether an operation of this package is among those that compute a gradient.
+
+    What the gradient depends on then cannot be told from its dimensions.
+    """
     return any(isinstance(op, (GradientOperation, ValuesAfter)) for op in flow.before(grad))
 
 
@@ -268,7 +274,8 @@ def _checked(
 ) -> list[mtf.Tensor]:
     """Returns the gradients that are not None; [] if there is only one shard.
 
-    Raises ValueError if the batch is split over axes that are not in `within`, or else `axes`.
+    Raises ValueError if the batch is split over a mesh axis that is not in `within` (in `axes`, if
+    `within` is None).
     """
     present = [g for g in grads if g is not None]
     if present:
@@ -279,9 +286,10 @@ def _checked(
 def mixed_gradients(grads: MaybeGradients, axes: ReplicaAxes) -> dict[int, Mixing]:
     """Returns the gradients that are not sums of one term per shard, with the operation at fault.
 
-    Keys are positions in `grads`. All other gradients are sums of terms that the shards hold, so
-    that these terms can be added up later. A shard's term need not come from the shard's own
-    examples: an expert's gradient is of all shards' examples. The arguments are those of `Apart`.
+    Keys are positions in `grads`, which are gradients without shard dims. `axes` are the replica
+    axes. All gradients that are not in the result are sums of terms that the shards hold, so that
+    these terms can be added up later. A shard's term need not come from the shard's own examples:
+    an expert's gradient is of all shards' examples.
     """
     present = _checked(grads, axes)
     if not present:
@@ -308,7 +316,10 @@ def summed_elsewhere(grads: MaybeGradients, axes: ReplicaAxes) -> list[int]:
 
 
 def pending_over_shards(grads: Sequence[mtf.Tensor], axes: ReplicaAxes) -> list[bool]:
-    """Returns for each gradient without shard dims whether it is pending over a replica axis."""
+    """Returns a bool for each of `grads`: whether it is pending over a replica axis.
+
+    The gradients are of one mesh and have no shard dims. `axes` are the replica axes.
+    """
     if not grads:
         return []
     flow = _flow(grads, axes)
@@ -334,7 +345,11 @@ def check_recoverable(
 
 
 def check_addable(grads: MaybeGradients, axes: ReplicaAxes, names: Sequence[str]) -> None:
-    """Raises ValueError unless gradients are sums of one term per shard; see `mixed_gradients`."""
+    """Raises ValueError unless all gradients are sums of one term per shard.
+
+    `names` has the name of each gradient's variable, for the error. `mixed_gradients` says what
+    such a sum is, and has the same `grads` and `axes`.
+    """
     mixed = mixed_gradients(grads, axes)
     if mixed:
         _refuse(grads, mixed, names, axes)
@@ -348,7 +363,9 @@ def _refuse(
 ) -> NoReturn:
     """Raises the ValueError that lists gradients and the operations that mixed their shards.
 
-    If the layout splits a tensor so that Mesh-TF cannot lower it, the error is about this tensor.
+    `mixed` has the operations and causes, by positions in `grads`, and `names` the names of all
+    gradients for the error (None for the names of their variables). If the layout of `axes` splits
+    a tensor so that Mesh-TF cannot lower it, the error is about this tensor.
     """
     mesh = next(g.mesh for g in grads if g is not None)
     for operation in flat(mesh.graph.operations):
@@ -384,14 +401,19 @@ class MissingSumWarnings:
     """Warnings of operations that leave out a sum over the shards that gradients need."""
 
     def __init__(self, found: Mapping[mtf.Operation, tuple[Cause, mtf.Tensor]]):
-        """Sets the operations to watch, as `Flow.dropped_sums` returned them."""
+        """Sets the operations to watch: `found` is what `Flow.dropped_sums` returned.
+
+        Each operation has the cause, and one of the gradients that it computes.
+        """
         self._found = found
 
     @contextlib.contextmanager
     def watching(self, operation: mtf.Operation, lowering: mtf.Lowering) -> Iterator[None]:
-        """Returns a context in which `operation` is lowered; warns if it left a sum out.
+        """Returns a context in which the caller lowers `operation`; warns if it left a sum out.
 
-        An operation that communicates by itself, or leaves its output pending, is not warned of.
+        Only operations that were given to the constructor are looked at. There is no warning of an
+        operation that gathers values of all shards if it communicated while it was lowered, or left
+        its output pending.
         """
         if operation not in self._found:
             yield
@@ -417,7 +439,11 @@ class MissingSumWarnings:
 
 @contextlib.contextmanager
 def _noting_collectives(mesh_impl: Any) -> Iterator[list[str]]:
-    """Returns a context; the list that it gives gets the name of each collective made inside."""
+    """Returns a context that notes the collectives of a mesh that are made inside of it.
+
+    The context gives a list, to which the name of the method (such as "allreduce") is added each
+    time that it is called.
+    """
     sent: list[str] = []
 
     def noting(name: str) -> Any:

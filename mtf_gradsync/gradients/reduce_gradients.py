@@ -44,11 +44,17 @@ class ReduceGradients(GradientOperation):
         strategy: Strategy,
         state: State,
     ):
-        """Adds the operation.
+        """Adds the operation, whose outputs are the attributes `sums` and `new_state`.
 
-        The gradients are pending or per shard. `Strategy.reduce_gradients` reduces them over the
-        replica axes of `shard_dims`, and `Strategy.all_reduce` over all other axes. `state` is a
-        nested structure of mesh variables, whose first dimensions may be the shard dims.
+        Args:
+          grads: gradients of one mesh, pending or per shard.
+          variables: the variable of each gradient.
+          shard_dims: the shard dims of the replica axes that `Strategy.reduce_gradients` reduces
+            over. `Strategy.all_reduce` reduces over all other axes.
+          axes: the replica axes.
+          strategy: the strategy.
+          state: the strategy's state: mtf variables or None in nested lists, tuples or
+            dictionaries. The first dimensions of the variables may be shard dims.
         """
         self._axes, self._strategy, self._state = axes, strategy, state
         self._mesh_axes = [m for d, m in zip(axes.shard_dims, axes.mesh_axes) if d in shard_dims]
@@ -87,7 +93,10 @@ class ReduceGradients(GradientOperation):
         self.set_outputs(lowering, [*sums, *laid_out])
 
     def _held(self, lowering: mtf.Lowering, tensor: mtf.Tensor) -> Any:
-        """Returns the slices of a variable on all cores, reshaped to have no shard dims."""
+        """Returns the `LaidOutTensor` of a variable's value, with slices reshaped to no shard dims.
+
+        `tensor` is the value of the variable.
+        """
         mesh_impl = lowering.mesh_impl(self)
         names = {d.name for d in self._axes.shard_dims}
         sizes = zip(tensor.shape.dims, mesh_impl.slice_shape(tensor.shape))
@@ -101,9 +110,9 @@ def _present(state: State) -> list[Any]:
 
 
 def _check(found: Sequence[Any], wanted: Sequence[Any], what: str) -> None:
-    """Raises ValueError unless `found` has the dtypes and shapes of `wanted`.
+    """Raises ValueError unless `found` has the dtypes and slice shapes of `wanted`, in order.
 
-    `what` names the values, for the error.
+    Both are lists of `LaidOutTensor`. The error begins with `what`, the words for `found`.
     """
 
     def described(values: Sequence[Any]) -> list[str]:
@@ -120,9 +129,10 @@ def _check(found: Sequence[Any], wanted: Sequence[Any], what: str) -> None:
 
 
 def cuts_between(mesh_impl: Any, whole: mtf.Shape, part: mtf.Shape) -> Cuts:
-    """Returns the axes along which a tensor of shape `whole` is cut to get parts of shape `part`.
+    """Returns the cuts that make parts of shape `part` out of a tensor of shape `whole`.
 
-    These are axes that the mesh splits in `part` and does not split in `whole`.
+    A dimension is cut if it has another name in `part`, and the mesh splits it in `part` but not in
+    `whole`. Both shapes have the same sizes.
     """
     before, after = mesh_impl.tensor_layout(whole), mesh_impl.tensor_layout(part)
     return tuple(
@@ -147,10 +157,15 @@ class ScatterGradients(GradientOperation):
         axes: ReplicaAxes,
         strategy: Strategy,
     ):
-        """Adds the operation.
+        """Adds the operation, which has an output for each gradient.
 
-        `shapes` has the shape of each result. It differs from the shape of the variable if the
-        gradient is cut into parts.
+        Args:
+          grads: gradients of one mesh, pending, reduced or per shard.
+          variables: the variable of each gradient.
+          shapes: the shape of each output. If it is not the shape of the variable, some dimensions
+            have another name, which the layout splits, and the gradient is cut along them.
+          axes: the replica axes.
+          strategy: the strategy that reduces.
         """
         self._wholes = [v.shape for v in variables]
         self._axes, self._strategy = axes, strategy
@@ -190,10 +205,12 @@ def scatter_gradients(
 ) -> tuple[Sequence[mtf.Tensor], list[mtf.Tensor]]:
     """Reduces gradients over the mesh so that each replica gets its part of every sum.
 
-    Gradients are pending, reduced or per shard. `shapes` has the shape of each result: that of the
-    parts, or the variable's own if the gradient is not cut. Returns the tensors that were reduced,
-    and the parts. A tensor that was reduced is the gradient before its casts and scalings, which
-    are repeated on the part.
+    The arguments are as for `ScatterGradients`. If the last operations of a gradient are casts and
+    scalings, the tensor before these is reduced, and they are repeated on the part.
+
+    Returns:
+      For each gradient the tensor that was reduced, before casts and scalings; and for each
+      gradient its part, a tensor of the shape in `shapes`.
     """
     sources, operations = zip(*map(_undone, grads))
     parts = ScatterGradients(sources, variables, shapes, axes, strategy).outputs
@@ -201,10 +218,11 @@ def scatter_gradients(
 
 
 def _undone(grad: mtf.Tensor) -> tuple[mtf.Tensor, list[mtf.Operation]]:
-    """Returns the tensor before a gradient's casts and scalings, and these operations in order.
+    """Returns the tensor before a gradient's last casts and scalings, and these in order.
 
-    The caller repeats them on each part after the sum. Results then have the same bits as if
-    gradients were not cut into parts, and the sum is sent in the dtype in which Mesh-TF sends it.
+    The caller reduces that tensor, and repeats the casts and scalings on each part. Results then
+    have the same bits as if gradients were not cut into parts, and the sum is sent in the dtype in
+    which Mesh-TF sends it.
     """
     operations: list[mtf.Operation] = []
     while _is_cast_or_scale(grad.operation):

@@ -31,9 +31,10 @@ def check_rounding(rounding: Any) -> str:
 
 
 def check_rounded(owner: str, variable: mtf.Variable) -> None:
-    """Raises ValueError if a variable's new values cannot be rounded by chance (float16).
+    """Raises ValueError if a variable is stored or read in float16.
 
-    `owner` is the name of the optimizer, for the error.
+    Its new values then cannot be rounded by chance. `owner` is the name of the optimizer, for the
+    error.
     """
     if tf.float16 in (variable.slice_dtype, variable.activation_dtype):
         raise ValueError(
@@ -46,7 +47,8 @@ def check_rounded(owner: str, variable: mtf.Variable) -> None:
 def tell_if_nothing_is_rounded(owner: str, dtypes: Collection[Any]) -> None:
     """Warns once if rounding by chance changes nothing, because no bfloat16 is written.
 
-    `dtypes` are those of the variables and slots that the optimizer `owner` writes.
+    `dtypes` are the dtypes in which the variables and slots are stored that the optimizer writes.
+    `owner` is its name.
     """
     if tf.bfloat16 not in dtypes:
         warn_once(
@@ -59,20 +61,24 @@ def tell_if_nothing_is_rounded(owner: str, dtypes: Collection[Any]) -> None:
 
 
 def is_rounded(variable: mtf.Variable) -> bool:
-    """Returns whether a variable is stored in bfloat16, so that its new values are rounded."""
+    """Returns whether a variable is stored in bfloat16, so that writing it rounds new values."""
     return variable.slice_dtype == tf.bfloat16
 
 
 def needs_count(rounding: str, *variables: mtf.Variable) -> bool:
-    """Returns whether one of the variables is rounded by chance.
+    """Returns whether new values of one of the variables are rounded by chance.
 
-    The optimizer then needs the number of the update, from which random bits are made.
+    It is so if `rounding` is "stochastic" and one of them is stored in bfloat16. The optimizer then
+    needs the number of the update, from which random bits are made.
     """
     return rounding == STOCHASTIC and any(map(is_rounded, variables))
 
 
 def make_count(mesh: mtf.Mesh, name: str) -> mtf.Variable:
-    """Makes an int32 variable that counts updates, for optimizers that do not count them."""
+    """Makes an int32 scalar variable for the number of updates, which begins at 0.
+
+    It is for optimizers that have no such count. `name` is the variable's name.
+    """
     count = mtf.get_variable(
         mesh,
         name,
@@ -131,9 +137,10 @@ class _RoundByChance(GradientOperation):
 
 
 def _first_elements(mesh_impl: Any, shape: mtf.Shape) -> Any:
-    """Returns for each processor where its slice begins: the first element's number in the tensor.
+    """Returns the number, in the whole tensor, of the first element of each processor's slice.
 
-    Elements of the whole tensor are numbered in row-major order, modulo 2**32.
+    `shape` is the shape of the whole tensor, whose elements are numbered in row-major order, modulo
+    2**32. The result is a `LaidOutTensor` of these numbers, or 0 if all of them are 0.
     """
     sizes = shape.to_integer_list
     firsts = []
@@ -163,8 +170,13 @@ def _bits(
 ) -> tf.Tensor:
     """Returns 16 random bits for each element of a slice, as uint32.
 
-    `sizes` is the slice's shape, `strides` are those of the whole tensor, `first` is the number of
-    the slice's first element, `count` the number of the update, and `key` the variable's hash.
+    Args:
+      sizes: the slice's shape.
+      strides: for each dimension, by how much the number of an element in the whole tensor grows
+        from one position to the next.
+      first: the number of the slice's first element.
+      count: the number of the update.
+      key: the hash of the variable's name (see `key_of`).
     """
     seed = _hashed(tf.cast(count, tf.uint32) + _word(key))
     second_seed = _hashed(seed + _word(key >> 32))
@@ -177,10 +189,11 @@ def _bits(
 
 
 def _hashed(x: tf.Tensor, seed: Any = 0) -> tf.Tensor:
-    """Returns a hash of uint32 words, whose upper 16 bits are the most random ones.
+    """Returns a uint32 hash of each word of a uint32 tensor; its upper 16 bits are the most random.
 
     It is "lowbias32" of Chris Wellons' hash-prospector, with a seed that is added in its middle. A
     seed at the beginning alone would give one update the bits of another, shifted by some elements.
+    The seed is a uint32 tensor, or 0 for none.
     """
     x = tf.bitwise.bitwise_xor(x, tf.bitwise.right_shift(x, _word(16))) * _word(0x7FEB352D)
     x = x + seed if isinstance(seed, tf.Tensor) else x
@@ -194,9 +207,9 @@ def _word(number: int) -> tf.Tensor:
 def round_by_bits(x: tf.Tensor, bits: tf.Tensor) -> tf.Tensor:
     """Rounds a float32 tensor to bfloat16 up or down, depending on random bits.
 
-    The nearer the next number up in magnitude is, the more values of the bits round up to it. NaN
-    and infinity are kept. Values beyond the largest bfloat16 number are rounded to nearest: to this
-    number or to infinity.
+    The nearer the next larger bfloat16 number is (in magnitude), the more values of `bits` round up
+    to it. NaN and infinity are kept. Values beyond the largest bfloat16 number are rounded to
+    nearest: to this number or to infinity.
 
     Args:
       x: the tensor.

@@ -73,9 +73,10 @@ class PerShard(GradientOperation):
     def _check_foreseen(
         self, lowering: mtf.Lowering, grad: mtf.Tensor, replica_axes: set[int]
     ) -> None:
-        """Raises ValueError if an operation before a gradient summed over shards unexpectedly.
+        """Raises ValueError if a gradient's operations have summed over shards unexpectedly.
 
-        `replica_axes` are the mesh axes along which the gradient is split by shard.
+        The graph was expected to keep the shards' terms apart. `replica_axes` are the replica axes
+        that the gradient was expected to be pending over.
         """
         operation = PendingSums.of_lowering(lowering).mixed(grad, replica_axes)
         if operation is not None:
@@ -99,11 +100,15 @@ class SumGradients(GradientOperation):
         strategy: Strategy,
         batch_dims: Sequence[str] | None = None,
     ):
-        """Adds the operation.
+        """Adds the operation, which has an output for each gradient: its sum, without `sum_dims`.
 
-        `sum_dims` has the dims of each gradient to sum over; gradients without such dims are
-        pending. `batch_dims` are the names of the dimensions that split the batch; if None, they
-        are found in the graph.
+        Args:
+          grads: gradients of one mesh.
+          sum_dims: the dims of each gradient to sum over (shard dims). A gradient without such dims
+            is reduced if it is pending.
+          strategy: the strategy that reduces.
+          batch_dims: the names of the dimensions that the batch is split along; None finds them in
+            the graph.
         """
         self._sum_dims = [list(dims) for dims in sum_dims]
         self._strategy = strategy
@@ -182,7 +187,7 @@ def per_shard(
 def split_into_shards(
     grads: MaybeGradients, axes: ReplicaAxes, strategy: Strategy, accept_summed: bool
 ) -> list[mtf.Tensor | None]:
-    """Does what `per_shard` does, for gradients that were checked before."""
+    """Returns one gradient per shard, as `per_shard` does, without its checks of gradients."""
     pending = [None if g is None or shard_dims_in(g.shape, axes) else g for g in grads]
 
     def make(present: list[mtf.Tensor]) -> Sequence[mtf.Tensor]:
@@ -245,9 +250,9 @@ def sum_gradients(
     strategy: Strategy,
     batch_dims: Sequence[str] | None = None,
 ) -> list[mtf.Tensor]:
-    """Reduces gradients of one or several meshes; those of a mesh are reduced together.
+    """Returns the sum of each gradient; gradients may be on several meshes.
 
-    `sum_dims` and `batch_dims` are as for `SumGradients`.
+    All gradients of a mesh are reduced together. The arguments are as for `SumGradients`.
     """
 
     def of_mesh(mesh: mtf.Mesh, some: list[int]) -> Sequence[mtf.Tensor]:
@@ -322,10 +327,14 @@ class SumCopies(GradientOperation):
         groups: GroupAssignment | None,
         strategy: Strategy,
     ):
-        """Adds the operation.
+        """Adds the operation, which has an output of the same shape for each of `grads`.
 
-        `shard_dims` has the shard dims of each tensor. Their order numbers the shards, whatever
-        their positions in the tensor. If `groups` is None, all shards are one group.
+        Args:
+          grads: tensors of one mesh, with shard dims.
+          shard_dims: the shard dims of each tensor. Shards are numbered in row-major order of these
+            dims, whatever their positions in the tensor.
+          groups: lists of shard numbers; None makes all shards one group.
+          strategy: the strategy that reduces.
         """
         self._shard_dims = [list(dims) for dims in shard_dims]
         self._groups = groups
@@ -344,7 +353,10 @@ class SumCopies(GradientOperation):
     def _sum(
         self, mesh_impl: Any, all_values: Any, dims: tuple[mtf.Dimension, ...], some: list[int]
     ) -> list[Any]:
-        """Sums the values at the positions `some`, all of which have the shard dims `dims`."""
+        """Returns a `LaidOutTensor` of the groups' sums for each of the inputs at positions `some`.
+
+        All of these have the shard dims `dims`. `all_values` are the lowered values of all inputs.
+        """
         grads, values = [self.inputs[i] for i in some], [all_values[i] for i in some]
         mesh_axes = [mesh_impl.tensor_dimension_to_mesh_axis(d) for d in dims]
         one_each = all(
@@ -367,7 +379,11 @@ def _processor_groups(
     dims: Sequence[mtf.Dimension],
     groups: GroupAssignment,
 ) -> ProcessorGroups:
-    """Returns the groups of processors that hold the groups of shards, one shard each."""
+    """Returns the groups of processors that reduce with each other, so that `groups` are summed.
+
+    It is for meshes on which each processor holds a part of one shard. `dims` are the shard dims,
+    and `mesh_axes` the mesh axis that splits each. `groups` are lists of shard numbers.
+    """
     if len(groups) == 1:
         return ProcessorGroups.along(mesh_impl, mesh_axes)
     group_of = {shard: number for number, group in enumerate(groups) for shard in group}
@@ -392,10 +408,22 @@ def _sum_several_a_processor(
     values: Sequence[Any],
     strategy: Strategy,
 ) -> list[Any]:
-    """Sums over groups on meshes where a processor holds several shards.
+    """Sums over groups of shards on meshes where a processor holds several shards.
 
     Each processor adds up its own shards, group by group. The sums of all groups are then reduced
     over the processors, and each shard takes the sum of its group.
+
+    Args:
+      mesh_impl: the mesh.
+      mesh_axes: the mesh axis that splits each of `dims`; None if no axis splits it.
+      dims: the shard dims, which all of `grads` have.
+      groups: lists of shard numbers.
+      grads: the tensors to sum.
+      values: the `LaidOutTensor` of each.
+      strategy: the strategy that reduces.
+
+    Returns:
+      A `LaidOutTensor` for each of `grads`, of its shape.
     """
     group_of = np.empty([d.size for d in dims], np.int32)
     for number, group in enumerate(groups):
@@ -443,7 +471,7 @@ def _permutations(shape: mtf.Shape, dims: Sequence[mtf.Dimension]) -> tuple[list
 
 
 def _split_constant(mesh_impl: Any, array: np.ndarray, shape: mtf.Shape) -> Any:
-    """Returns a numpy array as a `LaidOutTensor`, split as the layout splits `shape`."""
+    """Returns a numpy array of shape `shape` as a `LaidOutTensor`, split as the layout says."""
     value = mesh_impl.slicewise(lambda: tf.constant(array))
     for tensor_axis, mesh_axis in enumerate(mesh_impl.tensor_layout(shape)):
         if mesh_axis is not None:
