@@ -96,10 +96,10 @@ class PendingLowering(ExtensionLowering):
         return True
 
     def mixed(self, tensor: mtf.Tensor, mesh_axes: Collection[int]) -> mtf.Operation | None:
-        """Returns an operation before a tensor that has summed over shards against the forecast.
+        """Returns an operation before a tensor that has summed over mesh axes against the forecast.
 
-        The forecast was that its result stays pending over some of `mesh_axes`, and the lowering
-        has summed over one of these. None if there is no such operation.
+        The forecast was that its result would stay pending over some of `mesh_axes`, but it has
+        summed over one of these. None if there is no such operation.
         """
         for operation in self.flow.before(tensor) if self._differs else ():
             if self._differs.get(operation, Axes()).intersection(mesh_axes):
@@ -328,7 +328,7 @@ class PendingLowering(ExtensionLowering):
         return [mesh_impl.slicewise(add, inputs[operation.inputs[0]])]
 
     def _parts_of_inputs(self, operation: mtf.Operation, use: Use) -> dict[mtf.Tensor, Any]:
-        """Returns lowered values of an operation's inputs, to compute the parts of its outputs from.
+        """Returns the lowered values of inputs that the parts of an operation's outputs need.
 
         For inputs at `use.positions`, which the operation is linear in, these are the parts. Other
         inputs are reduced.

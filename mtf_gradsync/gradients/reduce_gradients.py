@@ -132,7 +132,7 @@ def cuts_between(mesh_impl: Any, whole: mtf.Shape, part: mtf.Shape) -> Cuts:
     """Returns the cuts that make parts of shape `part` out of a tensor of shape `whole`.
 
     A dimension is cut if it has another name in `part`, and the mesh splits it in `part` but not in
-    `whole`. Both shapes have the same sizes.
+    `whole`.
     """
     before, after = mesh_impl.tensor_layout(whole), mesh_impl.tensor_layout(part)
     return tuple(

@@ -187,7 +187,7 @@ def per_shard(
 def split_into_shards(
     grads: MaybeGradients, axes: ReplicaAxes, strategy: Strategy, accept_summed: bool
 ) -> list[mtf.Tensor | None]:
-    """Returns one gradient per shard, as `per_shard` does, without its checks of gradients."""
+    """Returns one gradient per shard, as `per_shard` does, for gradients that it would accept."""
     pending = [None if g is None or shard_dims_in(g.shape, axes) else g for g in grads]
 
     def make(present: list[mtf.Tensor]) -> Sequence[mtf.Tensor]:
@@ -381,8 +381,8 @@ def _processor_groups(
 ) -> ProcessorGroups:
     """Returns the groups of processors that reduce with each other, so that `groups` are summed.
 
-    It is for meshes on which each processor holds a part of one shard. `dims` are the shard dims,
-    and `mesh_axes` the mesh axis that splits each. `groups` are lists of shard numbers.
+    It is for meshes on which each processor belongs to one shard. `dims` are the shard dims, and
+    `mesh_axes` the mesh axis that splits each. `groups` are lists of shard numbers.
     """
     if len(groups) == 1:
         return ProcessorGroups.along(mesh_impl, mesh_axes)

@@ -23,7 +23,10 @@ class LayoutRules(Protocol):
     """A protocol, for type checkers, of what this package uses of `mtf.LayoutRules`."""
 
     def tensor_layout(self, tensor_shape: Any, mesh_shape: Any, /) -> Any:
-        """Returns the mesh axis of each dimension of a tensor."""
+        """Returns for each dimension of a tensor the number of the mesh axis that splits it.
+
+        It is None for a dimension that is not split. The arguments are two `mtf.Shape`.
+        """
 
 
 #: "batch:4;model:2", pairs of a name and a size (as `mtf.Dimension` is), or an `mtf.Shape`.
@@ -33,10 +36,10 @@ LayoutLike = Union[str, Iterable[Tuple[str, str]], LayoutRules]
 
 
 def as_dim_names(dims: str | Sequence[str], argument: str = "batch_dims") -> tuple[str, ...]:
-    """Returns dimension names as a tuple; a string has names separated by commas.
+    """Returns dimension names as a tuple; if `dims` is a string, commas separate the names.
 
-    Raises a ValueError for other types, and for a name that is given twice. `argument` is the name
-    of the caller's argument, for the error.
+    Raises a ValueError if `dims` is neither a string nor a sequence of strings, and for a name that
+    is given twice. `argument` is what the error calls `dims`.
     """
     if isinstance(dims, str):
         dims = [name.strip() for name in dims.split(",") if name.strip()]
@@ -51,9 +54,10 @@ def as_dim_names(dims: str | Sequence[str], argument: str = "batch_dims") -> tup
 
 
 def as_mesh_shape(mesh_shape: MeshShapeLike) -> mtf.Shape:
-    """Returns a mesh shape as `mtf.Shape`.
+    """Returns a mesh shape, in any of the forms of `MeshShapeLike`, as `mtf.Shape`.
 
-    Raises ValueError for other values, and for a dimension without a size.
+    Raises ValueError for other values, for a dimension without a size or with a size below 1, and
+    for a name that is given twice.
     """
     cause: Exception | None = None
     try:
@@ -75,7 +79,10 @@ def as_mesh_shape(mesh_shape: MeshShapeLike) -> mtf.Shape:
 
 
 def as_layout(layout: Any) -> mtf.LayoutRules:
-    """Returns layout rules as `mtf.LayoutRules`; raises ValueError for other values."""
+    """Returns a layout, in any of the forms of `LayoutLike`, as `mtf.LayoutRules`.
+
+    Raises ValueError for other values.
+    """
     try:
         if not isinstance(layout, (str, mtf.LayoutRules)):
             # Mesh-TF looks at the pairs only when they are used.
@@ -181,7 +188,10 @@ class ReplicaAxes:
         return list(self.layout.tensor_layout(shape, self.mesh_shape))
 
     def check_mesh_impl(self, mesh_impl: mtf.MeshImpl) -> None:
-        """Raises ValueError if a mesh does not have these replica axes."""
+        """Raises ValueError if a mesh has another shape, or splits the shard dims in another way.
+
+        `mesh_impl` is the mesh that the program is lowered on.
+        """
         for dim, axis in zip(self.shard_dims, self.mesh_axes):
             found = mesh_impl.tensor_dimension_to_mesh_axis(dim)
             if mesh_impl.shape != self.mesh_shape or found != axis:
@@ -215,10 +225,11 @@ def resolve_axes(
     layout: LayoutLike | None = None,
     batch_dims: str | Sequence[str] = ("batch",),
 ) -> ReplicaAxes | None:
-    """Returns the replica axes for a caller's arguments: `axes`, or a mesh shape and a layout.
+    """Returns the replica axes for a caller's arguments: `axes`, or those of the other arguments.
 
-    Returns None if neither `axes` nor mesh_shape and layout are given. Raises ValueError if both
-    are given, or only one of mesh_shape and layout.
+    `mesh_shape`, `layout` and `batch_dims` are as for `ReplicaAxes`. Returns None if neither `axes`
+    nor mesh_shape and layout are given. Raises ValueError if both are given, or only one of
+    mesh_shape and layout.
     """
     if axes is not None:
         check_axes(axes)
@@ -242,8 +253,9 @@ def resolve_axes(
 def axes_by_names(names: Sequence[str], mesh: Any = None) -> ReplicaAxes | None:
     """Returns the replica axes that split the batch dimensions `names`; None if none does.
 
-    `mesh` is a pair of a mesh shape and a layout. None takes the mesh that the program has made in
-    TensorFlow's default graph.
+    `mesh` is a pair of a mesh shape (`mtf.Shape`) and a layout (`mtf.LayoutRules`). If it is None,
+    the mesh that the program has made in TensorFlow's default graph is taken, and the result is
+    None if there is no such mesh or several.
     """
     meshes = meshes_made() if mesh is None else [mesh]
     if len(meshes) != 1:
@@ -259,9 +271,11 @@ def axes_of_pipeline(
     """Returns the replica axes of the mesh that the program has made in the default graph.
 
     Training programs (`mesh_tensorflow.transformer.utils.run`, T5's, GPT-Neo's) make the mesh
-    before the optimizer, so that a wrapper can find it without arguments. Raises ValueError if
-    there is no mesh or several. The error says that `wrapper` has to know `what`, such as "the
-    islands".
+    before the optimizer, so that a wrapper can find it without arguments. `batch_dims` are the
+    names of the dimensions that the batch is split along.
+
+    Raises ValueError if there is no mesh or several. The error says that `wrapper` (a name) has to
+    know `what` (words such as "the islands").
     """
     meshes = meshes_made()
     if len(meshes) == 1:
@@ -275,7 +289,7 @@ def axes_of_pipeline(
 
 
 def is_simd(mesh_impl: Any) -> bool:
-    """Returns whether a mesh is a SIMD mesh, as on a TPU.
+    """Returns whether an `mtf.MeshImpl` is of a SIMD mesh, as on a TPU.
 
     One program then runs on all processors, and a `LaidOutTensor` has a single slice.
     """
@@ -342,7 +356,7 @@ class ProcessorGroups:
 
 
 def check_mesh(mesh_impl: Any) -> None:
-    """Raises TypeError unless mesh_impl is a mesh implementation."""
+    """Raises TypeError unless mesh_impl is an `mtf.MeshImpl`."""
     if not isinstance(mesh_impl, mtf.MeshImpl):
         raise TypeError(
             "mesh_impl must be an mtf.MeshImpl, such as gs.placement_mesh_impl(...) makes, got "
@@ -370,10 +384,9 @@ def check_groups(mesh_impl: Any, groups: Any) -> None:
 
 
 def axis_number(shape: mtf.Shape, axis: Any, argument: str) -> int:
-    """Returns the number of a mesh dimension, which is given by name or by number.
+    """Returns the number of a dimension of a mesh of shape `shape`, given by name or by number.
 
-    Raises a ValueError for anything else. `argument` is the name of the caller's argument, for the
-    error.
+    Raises a ValueError if `axis` is neither. `argument` is what the error calls it.
     """
     names = shape.dimension_names
     if axis in names:

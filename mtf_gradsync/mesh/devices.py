@@ -17,7 +17,7 @@ from mtf_gradsync._private.tensorflow import calls_function, variable_key, varia
 def canonical_device(device: Any, argument: str = "A device") -> str:
     """Returns a device string in TensorFlow's full form: "cpu:0" is "/device:CPU:0".
 
-    Raises a ValueError for anything else. `argument` is what the error calls the device.
+    Raises a ValueError if `device` is no device string. `argument` is what the error calls it.
 
     Examples:
       >>> canonical_device("cpu:0")
@@ -40,24 +40,27 @@ def canonical_device(device: Any, argument: str = "A device") -> str:
 # Asked for each device of each operation of a program.
 @functools.lru_cache(maxsize=None)
 def full_name(device: str) -> str:
-    """Returns a device string in full; all spellings of a device give the same; "" stays empty."""
+    """Returns a device string in TensorFlow's full form; "" stays empty.
+
+    "cpu:0" and "/device:CPU:0", for example, have the same full form.
+    """
     return tf.DeviceSpec.from_string(device).to_string()
 
 
 def place_of(device: str) -> tuple[Any, ...]:
-    """Returns a key that is equal for all names of one device.
+    """Returns the process, kind and number of a device; they are equal for all names of a device.
 
-    Unlike `full_name`, it also gives "/device:CPU:0" and "/job:localhost/task:0/device:CPU:0" the
-    same key.
+    Full names differ: "/device:CPU:0" and "/job:localhost/task:0/device:CPU:0" name one device.
     """
     spec = tf.DeviceSpec.from_string(device)
     return process_of(device), spec.device_type, spec.device_index or 0
 
 
 def process_of(device: str) -> tuple[Any, ...]:
-    """Returns the process that a device string names: its job, replica and task.
+    """Returns the process that a device string names: a tuple of job, replica and task.
 
-    TensorFlow's name for the local process, "/job:localhost", counts as no job.
+    Job and task are None if the string names none. TensorFlow's name for the local process,
+    "/job:localhost", counts as no job.
     """
     spec = tf.DeviceSpec.from_string(device)
     if spec.job in (None, "localhost") and not spec.task:
@@ -77,9 +80,9 @@ def kind_of(device: str) -> str:
 
 
 def memories(devices: Sequence[str]) -> list[list[int]]:
-    """Returns lists of positions in `devices`: the devices of a list share a memory.
+    """Returns the positions in `devices`, in a list for each memory: devices that share it.
 
-    CPU devices of one process do; every other device has its own memory.
+    The CPU devices of one process share a memory, and every other device has its own.
 
     Examples:
       >>> memories(["/cpu:0", "/cpu:1", "/gpu:0"])
@@ -102,11 +105,12 @@ _REPEATABLE = ("ReadVariableOp", "VarHandleOp")
 
 
 def slicewise(mesh_impl: Any, fn: Callable[..., Any], inputs: Sequence[Any]) -> list[Any]:
-    """Returns the results of a function of the inputs of each processor.
+    """Returns the results of `fn` for each processor, in a list in the order of the processors.
 
-    Each input is a list of one value for each processor. The function is called only once for all
-    processors that share a memory and have the same inputs. If it makes operations with state, as
-    random numbers have, it is called for each processor.
+    `inputs` has for each argument of `fn` a list of its values for all processors. The function is
+    called only once for all processors that share a memory and have the same values (the same
+    objects). If it makes operations with state, as random numbers have, it is called for each
+    processor.
     """
     devices, graph = mesh_impl.devices, tf.get_default_graph()
     result: list[Any] = [None] * mesh_impl.size
@@ -137,16 +141,21 @@ def slicewise(mesh_impl: Any, fn: Callable[..., Any], inputs: Sequence[Any]) -> 
 
 
 def shares_all(mesh_impl: Any) -> bool:
-    """Returns whether all processors of a mesh share one copy of slices that are equal."""
+    """Returns whether all processors of a mesh share one memory, and one copy of equal slices.
+
+    It is false if the mesh keeps a copy for each processor.
+    """
     shares = getattr(mesh_impl, "LaidOutVariable", None) is SharedVariable
     return shares and len(memories(mesh_impl.devices)) == 1
 
 
 def first_alike(mesh_impl: Any, slices: Sequence[Any], groups: Sequence[list[int]]) -> list[Any]:
-    """Returns for each group the first group with the same slices in the same memories.
+    """Returns for each group of processors the first group that has the same slices of a tensor.
 
-    Groups have the same slices, as tensor objects, if processors share copies: processors then
-    share a slice if they differ only along mesh axes that do not split the tensor.
+    `slices` has the tensor's slice on each processor, and `groups` are lists of processor numbers.
+    Two groups have the same slices if these are the same objects, in the same order, in the same
+    memories. It is so on meshes whose processors share copies, for groups that differ only along
+    mesh axes which do not split the tensor.
     """
     memory = {p: n for n, members in enumerate(memories(mesh_impl.devices)) for p in members}
     first: dict[Any, list[int]] = {}
@@ -169,9 +178,10 @@ class SharedVariable:
     """
 
     def __init__(self, variable: mtf.Variable, mesh_impl: Any):
-        """Makes the tf variables of a mesh variable that has a master.
+        """Makes the tf variables of the slices of `variable`, whose master exists already.
 
-        `mesh_impl` has a method `next_turn`, by which devices take turns.
+        `mesh_impl` is a mesh with a method `next_turn`. The method returns a number that grows from
+        variable to variable, and by which devices take turns.
         """
         self._variable, self._mesh_impl, self.name = variable, mesh_impl, variable.name
         self.writers: list[int] = [0] * mesh_impl.size
@@ -208,10 +218,10 @@ class SharedVariable:
         )
 
     def assign_to_slices(self, assign_fn: Callable[..., Any], values: Sequence[Any]) -> Any:
-        """Assigns a value to the slice of each processor; each tf variable is assigned once.
+        """Returns a tf operation that assigns to every slice, and to each tf variable only once.
 
-        `assign_fn` is as for Mesh-TF's variables: it gets the mesh variable, the tf variable, and
-        the value.
+        `values` has the value of each processor's slice. `assign_fn` is as for Mesh-TF's variables:
+        it gets the mtf variable, the tf variable and the value, and returns the assignment.
         """
         writers = list(dict.fromkeys(self.writers))
         slices = self.laid_out_tensor.all_slices
@@ -230,7 +240,8 @@ class SharedVariable:
 def writers_of(laid_out_variable: Any) -> list[int]:
     """Returns for each processor the number of the processor that writes its slice of a variable.
 
-    It is the processor's own number unless processors share slices.
+    It is the processor's own number unless processors share slices. The variable is given as the
+    lowering has it (`lowering.variables[variable]`).
     """
     shared = getattr(laid_out_variable, "writers", None)
     return shared or list(range(len(laid_out_variable.laid_out_tensor.all_slices)))
@@ -243,10 +254,10 @@ _WRITING = weakref.WeakKeyDictionary()
 
 @contextlib.contextmanager
 def writing(only_calls: bool = False) -> Iterator[None]:
-    """Returns a context; operations made inside may write slices that processors share.
+    """Returns a context; `check_writers` lets operations made inside write shared slices.
 
-    The caller makes sure that each slice is written once. `only_calls` allows that only to
-    operations that call functions; the functions have been checked themselves.
+    The caller makes sure that each slice is written once. With `only_calls`, only operations that
+    call tf functions may write: the operations inside of these functions have been checked.
     """
     graph = tf.get_default_graph()
     first = graph.version
@@ -258,7 +269,8 @@ def check_writers(laid_out_variables: Iterable[Any], first: int = 0) -> None:
     """Raises a ValueError if a slice that processors share is written outside of `writing`.
 
     Args:
-      laid_out_variables: the variables of a lowering.
+      laid_out_variables: the variables of a lowering, as the lowering has them
+        (`lowering.variables.values()`).
       first: how many operations the default graph had before the lowering.
     """
     shared = {
