@@ -39,8 +39,10 @@ _RUN_BITS = 23
 
 
 def collective(node: tf.NodeDef, data: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    """Returns a custom call that stands for a collective.
+    """Makes a custom call that stands for a collective; returns its result, a list of one tensor.
 
+    TensorFlow's bridge cannot lower collectives, so each becomes a call of ``mtf_gradsync.TYPE``
+    with its groups and dimensions as JSON; `stablehlo` later replaces it by XLA's own collective.
     `node` is the collective's node. `data` are its inputs: the operand, the groups of cores (a
     constant), and for a reduce-scatter the dimension (a constant).
     """
@@ -80,7 +82,10 @@ class Randomness:
         self._state = state
 
     def stand_ins(self) -> dict[str, StandIn]:
-        """Returns the replacements, by the type of the replaced operation."""
+        """Returns functions that make the replacements, by the type of the replaced operation.
+
+        Each function takes the replaced operation's node and its inputs, and returns the outputs.
+        """
         raw = tf.raw_ops
         floats = {
             "RandomUniform": raw.StatelessRandomUniformV2,
@@ -94,13 +99,21 @@ class Randomness:
         return made
 
     def end_of_step(self) -> tf.Operation:
-        """Returns the operation that moves the state to the next step."""
+        """Returns an operation that sets the state for the next step: one step more, no draws yet.
+
+        It has to run after all draws of the step.
+        """
         state = tf.raw_ops.ReadVariableOp(resource=self._state, dtype=tf.int64)
         new = tf.stack([tf.zeros([], tf.int64), state[1] + 1, state[2]])
         return tf.raw_ops.AssignVariableOp(resource=self._state, value=new)
 
     def _draw(self, node: tf.NodeDef, size: int) -> dict[str, Any]:
-        """Returns key, counter and algorithm with which to draw `size` numbers."""
+        """Returns "key", "counter" and "alg", the arguments of a stateless operation that draws.
+
+        Also moves the state on by `size`, so that the next draw gives other numbers. `size` is how
+        many numbers the operation draws. `node` is the replaced operation, whose seeds are mixed
+        into the key.
+        """
         before = tf.raw_ops.RngReadAndSkip(
             resource=self._state, alg=tf.constant(_PHILOX), delta=tf.constant(size, tf.uint64)
         )
@@ -133,7 +146,10 @@ class Randomness:
         ]
 
     def _uniform(self, node: tf.NodeDef, shape: list[int]) -> tf.Tensor:
-        """Returns random numbers between 0 and 1, never 0."""
+        """Returns float32 random numbers of a shape between 0 and 1, never 0 (to take logarithms).
+
+        `node` is the replaced random operation, whose seeds are used.
+        """
         drawn = tf.raw_ops.StatelessRandomUniformV2(
             shape=shape, dtype=tf.float32, **self._draw(node, math.prod(shape))
         )
@@ -144,7 +160,11 @@ class Randomness:
         return [tf.gather(data[0], tf.argsort(self._uniform(node, [rows])))]
 
     def _samples(self, node: tf.NodeDef, data: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """Returns class numbers drawn by logits: the argmax of logits plus Gumbel noise."""
+        """Returns the output of a ``Multinomial``: class numbers ``[batch, samples]``, in a list.
+
+        `data` are its inputs: logits ``[batch, classes]`` and the number of samples, a constant.
+        Each sample is the argmax of the logits plus Gumbel noise. `node` is the ``Multinomial``.
+        """
         logits = tf.cast(data[0], tf.float32)
         batch, classes = logits.shape.as_list()
         count = int(_static(node, data[1]))
@@ -154,9 +174,10 @@ class Randomness:
 
 
 def initial_state(core: int, step: int, entropy: int) -> np.ndarray:
-    """Returns the state, int64 ``[STATE_WORDS]``, of a core after `step` steps.
+    """Returns a core's state of random numbers, int64 ``[STATE_WORDS]``, after `step` steps.
 
-    `entropy` is a random number of the run, on which operations without a seed depend.
+    `core` is the core's number: each core draws other numbers. `entropy` is a random number of the
+    run, on which the draws of operations without a seed depend.
     """
     run = entropy % (1 << _RUN_BITS)
     return np.array([0, step | run << _STEP_BITS, mixed(core, 1)], np.int64)
@@ -185,7 +206,7 @@ class Hlo(NamedTuple):
 
 
 def to_hlo(replica: ReplicaProgram) -> Hlo:
-    """Turns a core's program into HLO, which XLA has not optimized yet.
+    """Turns a core's program into HLO, which XLA has not optimized yet; needs no devices.
 
     Raises an UnsupportedProgramError when XLA has no kernel for an operation.
     """

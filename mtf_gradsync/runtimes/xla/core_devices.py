@@ -23,9 +23,10 @@ _TPU_FILES = ("/dev/accel*", "/dev/vfio/[0-9]*")
 
 
 def leave_absent_tpus_alone() -> None:
-    """Keeps jax from looking for a TPU if libtpu is installed, but no TPU.
+    """Keeps jax from looking for a TPU if this machine has none, by setting environment variables.
 
-    jax would query a cloud's metadata server for minutes. A user's JAX_PLATFORMS is not changed.
+    If libtpu is installed, jax would query a cloud's metadata server for minutes. Nothing is
+    changed if JAX_PLATFORMS is set, or if jax has started its devices already.
     """
     if os.environ.get("JAX_PLATFORMS") or any(glob.glob(p) for p in _TPU_FILES):
         return
@@ -48,13 +49,19 @@ _OLDEST_JAXLIB = (0, 4, 33)
 
 
 def ask_for_cpu_devices(count: int, replace: bool = False) -> None:
-    """Asks jax for CPU devices as `make_cpu_devices` does, unless jax has started its devices."""
+    """Asks jax for `count` CPU devices of this process, unless jax has started its devices.
+
+    If XLA_FLAGS already has a number of CPU devices, only replace=True changes that number.
+    """
     if not backends_are_initialized():
         make_cpu_devices(count, replace)
 
 
 def check_keeps_order() -> None:
-    """Raises a ProcessesError if this jaxlib hangs in collectives of several CPU processes."""
+    """Raises a ProcessesError if the installed jaxlib is too old for several CPU processes.
+
+    Old versions hang in collectives over the CPU devices of several processes.
+    """
     import jaxlib
 
     if tuple(int(part) for part in jaxlib.__version__.split(".")[:3]) < _OLDEST_JAXLIB:

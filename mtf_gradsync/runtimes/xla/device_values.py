@@ -29,7 +29,12 @@ class DeviceInputs:
         self._kept: dict[tuple[str, ...], DeviceValues] = {}
 
     def sources(self, inputs: Sequence[ReplicaInput], fed: Collection[str]) -> set[str]:
-        """Returns the tensors to compute outside the program before a step that feeds `fed`."""
+        """Returns the names of the tensors to compute outside the program before a step.
+
+        `inputs` are the program's inputs, and `fed` the names of tensors that the user feeds in
+        this step. Inputs whose constant values are on the devices already are left out. Raises a
+        ValueError for an input that is made from what the program returns.
+        """
         wanted = [i for i in inputs if not self._is_kept(i, fed)]
         names = {i.sources[c] for i in wanted for c in self._cores.local}
         for name in sorted(names):
@@ -47,10 +52,14 @@ class DeviceInputs:
         fed: Collection[str],
         shared: Collection[str],
     ) -> list[DeviceValues]:
-        """Puts a step's inputs on the devices, and returns them.
+        """Puts a step's inputs on the devices, and returns them in the order of `inputs`.
 
-        `values` has the values of the tensors in `sources` and of fed tensors, by name. Inputs in
-        `fed` or `shared` are copied first: other code holds their arrays and may write to them.
+        Args:
+          inputs: the program's inputs.
+          values: name -> value of the tensors that `sources` returned and of the fed tensors.
+          fed: the names of tensors that the user feeds in this step.
+          shared: the names of tensors whose arrays other code holds, too. Arrays of these and of
+            fed tensors are copied first, as the other code may write to them.
         """
         copies: dict[str, np.ndarray] = {}
 
@@ -77,7 +86,10 @@ class DeviceInputs:
         return one.sources in self._kept and self._is_constant(one, fed)
 
     def _is_constant(self, one: ReplicaInput, fed: Collection[str]) -> bool:
-        """Returns whether an input has the same value in every step, unless it is fed."""
+        """Returns whether an input is made of constants only, and of none of the tensors in `fed`.
+
+        Such an input has the same value in every step.
+        """
         if one.sources not in self._constant:
             is_fixed = all(self._outside.is_fixed(name) for name in set(one.sources))
             self._constant[one.sources] = self._outside.ancestors(one.sources) if is_fixed else None
@@ -103,9 +115,10 @@ class DeviceVariables:
         self._keys: dict[str, set[tuple[str, ...]]] = {}
 
     def share(self) -> None:
-        """Replaces all processes' values in TensorFlow, except strings, by the first process's.
+        """Sets the variables of all processes' sessions to the first process's values.
 
-        Initial values may be random, and then differ between processes.
+        Initial values may be random, and then differ between processes. String variables keep
+        their values.
         """
         if self._cores.is_alone:
             return
@@ -123,7 +136,10 @@ class DeviceVariables:
         self._access.set(self._session, zip(wanted, found))
 
     def take(self, variables: Sequence[ReplicaInput]) -> list[DeviceValues]:
-        """Returns variables' values on the devices, after copying missing ones there."""
+        """Returns the values of `variables` on the devices, in the order of `variables`.
+
+        Values that are not on the devices yet are first copied there from TensorFlow.
+        """
         missing = [v for v in variables if v.sources not in self._on_devices]
         local = self._cores.local
         names = {v.sources[c] for v in missing for c in local}
@@ -138,12 +154,19 @@ class DeviceVariables:
         return [self._on_devices[v.sources] for v in variables]
 
     def put(self, variable: ReplicaInput, value: DeviceValues) -> None:
-        """Records a variable's new value, which a step has computed on the devices."""
+        """Records a variable's new value, which a step has computed on the devices.
+
+        `take` returns this value from now on. TensorFlow's value is old until
+        `copy_to_tensorflow` is called.
+        """
         self._on_devices[variable.sources] = value
         self._newer.add(variable.sources)
 
     def copy_to_tensorflow(self, names: Iterable[str] | None = None) -> None:
-        """Copies the named variables, or all, to TensorFlow if the devices have newer values."""
+        """Copies the values that are newer on the devices to the variables in TensorFlow.
+
+        `names` are the names of variables to copy; None copies all variables.
+        """
         keys = self._keys_of(names) & self._newer
         if not keys:
             return
@@ -162,7 +185,9 @@ class DeviceVariables:
         """Returns a checksum of each variable's value on each core, computed on the core's device.
 
         Returns:
-          The names of a variable in TensorFlow, one per core -> the checksums of all cores.
+          A dict with an entry for each variable that is on the devices. Its key is the tuple of the
+          names that the variable has in TensorFlow, one name per core. Its value is the list of the
+          checksums (numpy integers), one per core.
         """
         keys = sorted(self._on_devices)
         if not keys:
@@ -172,9 +197,10 @@ class DeviceVariables:
         return {key: [sums[n] for sums in of_cores] for n, key in enumerate(keys)}
 
     def values_on_cores(self, names: Sequence[str]) -> list[np.ndarray]:
-        """Returns the values that cores hold of a variable, for these names of it in TensorFlow.
+        """Returns the values of one variable on some cores, in the order of `names`.
 
-        Each core's copy has its own name in TensorFlow; `names` lists the copies to return.
+        A core's copy of a variable has its own name in TensorFlow. `names` are the names of the
+        copies to return. If all cores share one name, the values on all cores are returned.
         """
         key = next(key for key in self._on_devices if names[0] in key)
         local = [np.asarray(array) for array in self._on_devices[key].arrays]
@@ -189,9 +215,10 @@ class DeviceVariables:
                 array.block_until_ready()
 
     def forget(self, names: Iterable[str] | None = None) -> None:
-        """Discards the devices' values of the named variables, or of all, even if they are newer.
+        """Discards the devices' values of variables, even if they are newer than TensorFlow's.
 
         Call it for variables that changed in TensorFlow. `take` then copies their values again.
+        `names` are the variables' names; None discards the values of all variables.
         """
         keys = self._keys_of(names)
         for key in keys:
@@ -207,8 +234,9 @@ class DeviceVariables:
 def checksums_on(devices: Sequence[Any], values: Sequence[DeviceValues]) -> list[np.ndarray]:
     """Returns checksums of the bits of values on several devices, each computed on its device.
 
-    The result has, for each device of this process, the checksums of all values. A change of a
-    single number always changes the checksum.
+    `devices` are the devices of all cores, and `values` the values to sum up. The result has an
+    array for each device of this process, in order, with one checksum for each value. If a single
+    number of a value changes, its checksum always changes.
     """
     if devices[0].platform == "cpu":
         # Nothing to compile, and faster than XLA's sums on CPUs; numpy reads the devices' memory.
@@ -237,7 +265,11 @@ def _checksum(array: np.ndarray) -> np.uint64:
 
 @functools.lru_cache(maxsize=None)
 def _checksum_program(devices: tuple[Any, ...]) -> tuple[Any, Callable[[Any], Any]]:
-    """Returns a sharding that joins the devices' values, and a function that computes checksums."""
+    """Returns a jax sharding over `devices`, and a compiled function that computes checksums.
+
+    The function takes a list of arrays that `DeviceValues.joined` made with the sharding. It
+    returns a uint32 array ``[devices, values]``, of which each device holds its row.
+    """
     import jax
     import jax.numpy as jnp
 

@@ -43,10 +43,15 @@ _FATAL = {
 
 
 def alarm_before_abort() -> tuple[Alarm | None, Callable[[], None]]:
-    """Makes fatal signals alert a watchdog, and delays the end of this process by some seconds.
+    """Makes a crash of this process known to its watchdog before the process ends.
 
-    Returns the alarm for the watchdog, and a function that restores the previous handlers. The
-    alarm is None if the program uses faulthandler itself, or this is no POSIX system.
+    A fatal signal (SIGSEGV or SIGABRT, for example) then ends this process some seconds later, in
+    which the watchdog can tell the other processes.
+
+    Returns:
+      The object from which the watchdog learns of the crash, and a function that restores the
+      previous signal handlers. The first is None if the program uses faulthandler itself, or this
+      is no POSIX system.
     """
     try:
         library = ctypes.CDLL(None)
@@ -92,7 +97,10 @@ def alarm_before_abort() -> tuple[Alarm | None, Callable[[], None]]:
 
 
 def _in_words(traceback: str) -> str:
-    """Returns a sentence about a crash, made from faulthandler's traceback."""
+    """Returns a text about a crash, made from the traceback that faulthandler wrote.
+
+    It says the signal, the versions of jax, and where in Python the main thread was.
+    """
     import jax
     import jaxlib
 
@@ -134,7 +142,7 @@ class Processes(Membership):
         super().__init__(watchdog)
 
     def in_turn(self, work: Callable[[], _Result]) -> _Result:
-        """Calls a function on process 0, and after that on all other processes at once.
+        """Calls a function on process 0, and then on all other processes at the same time.
 
         Args:
           work: the function; all processes have to call this method.
@@ -276,7 +284,10 @@ def start_processes(
 
 
 class _Job(NamedTuple):
-    """A `JaxCluster` whose fields are all known."""
+    """This process's place in a job, as ``jax.distributed`` needs it.
+
+    The fields are those of `JaxCluster`. Only `local_device_ids` may be None, for all devices.
+    """
 
     coordinator: str
     num_processes: int
@@ -287,7 +298,11 @@ class _Job(NamedTuple):
 def _resolved(
     coordinator: str | None, num_processes: int | None, process_id: int | None, timeout: float
 ) -> _Job:
-    """Returns the arguments, or if they are None what jax detects in their place."""
+    """Returns the job that the arguments describe, or the job that jax detects if all are None.
+
+    The arguments are those of `start_processes`. Raises a ValueError if only some of the first
+    three are given, if they make no sense, or if jax detects no job.
+    """
     cluster = JaxCluster(coordinator, num_processes, process_id, None)
     job = dict(coordinator=coordinator, num_processes=num_processes, process_id=process_id)
     if not all_given("start_processes", "in a cluster that jax knows", **job):

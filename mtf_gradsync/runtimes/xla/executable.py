@@ -37,12 +37,15 @@ _MOST_BYTES = 2 << 30
 
 
 def _checksum(key: str, content: bytes) -> bytes:
-    """Returns a checksum (32 bytes) of a cache entry's content and name."""
+    """Returns a checksum (32 bytes) of a cache entry's content and `key`, its file name."""
     return hashlib.sha256(key.encode() + content).digest()
 
 
 def _why_unsafe(status: os.stat_result) -> str:
-    """Returns why other users can write a file or folder; "" if they cannot."""
+    """Returns why other users can write a file or folder, as in "belongs to user 12"; "" if none.
+
+    `status` is what ``os.stat`` returned for the file or folder.
+    """
     if not hasattr(os, "geteuid"):  # no POSIX
         return ""
     if status.st_uid not in (os.geteuid(), 0):
@@ -83,7 +86,7 @@ class Cache:
         self._folder = Path(folder) if folder and not folder.startswith("~") else None
 
     def get(self, key: str) -> bytes | None:
-        """Returns the content stored under a key, or None."""
+        """Returns the content stored under a key, or None if there is no undamaged, safe entry."""
         if self._folder is None or not self._is_safe(self._folder):
             return None
         path = self._folder / key
@@ -99,7 +102,11 @@ class Cache:
         return content if _checksum(key, content) == checksum else None
 
     def put(self, key: str, content: bytes) -> None:
-        """Stores content under a key, for this and other processes."""
+        """Stores content under a key of `key_of`, for this and other processes.
+
+        Does nothing if the folder cannot be used. Deletes the entries that were used least recently
+        if the folder has become too large.
+        """
         if self._folder is None:
             return
         with contextlib.suppress(OSError):
@@ -139,7 +146,10 @@ class Cache:
 
 
 def key_of(*parts: bytes | str) -> str:
-    """Returns a cache key, usable as a file name, from all that the content depends on."""
+    """Returns a cache key: a sha256 of `parts`, in hexadecimal, usable as a file name.
+
+    `parts` are all the things on which the content to cache depends.
+    """
     digest = hashlib.sha256()
     for part in parts:
         data = part.encode() if isinstance(part, str) else part
@@ -162,7 +172,7 @@ class CoreModule(NamedTuple):
 
 
 def lowered(replica: ReplicaProgram, cache: Cache) -> CoreModule:
-    """Returns a core's program as StableHLO, taken from the cache if possible."""
+    """Turns a core's program into StableHLO, or takes the StableHLO from the cache."""
     import jaxlib
 
     key = key_of(
@@ -183,7 +193,11 @@ def lowered(replica: ReplicaProgram, cache: Cache) -> CoreModule:
 
 
 def loaded(program: CoreModule, devices: Sequence[Any], cache: Cache) -> LoadedProgram:
-    """Returns a program compiled for devices, one core on each; uses the cache if possible."""
+    """Compiles a program for devices, or takes the compiled program from the cache.
+
+    `devices` are jax devices, one for each core. Raises an UnsupportedProgramError when XLA cannot
+    compile the program.
+    """
     module = program.module
     if devices[0].platform == "cpu" and not writes_over_arguments_well():
         module = without_overwriting(module)
@@ -206,7 +220,10 @@ def loaded(program: CoreModule, devices: Sequence[Any], cache: Cache) -> LoadedP
 
 
 def _machine(devices: Sequence[Any]) -> str:
-    """Returns text about the machine and jax, on which a program's compiled form depends."""
+    """Returns text about all but the program that a compiled program depends on, for cache keys.
+
+    It names jaxlib's version, the devices, XLA's flags and the kind of CPU.
+    """
     import jaxlib
 
     client = devices[0].client
@@ -262,9 +279,10 @@ class PreparedProgram:
         return tuple(self._compiled.values())
 
     def compiled(self, inside: tuple[str, ...]) -> CompiledCore:
-        """Returns the program that fetches the tensors `inside`; compiles it at the first call.
+        """Returns the compiled program that fetches some tensors; compiles it at the first call.
 
-        Raises a ProcessesError when another process has a different program.
+        `inside` are the names of the tensors, which the program computes. Raises a ProcessesError
+        when another process has a different program.
         """
         if inside not in self._compiled:
             replica = replica_program(self._program, inside)
@@ -279,6 +297,9 @@ class PreparedProgram:
 
 
 def _order(program: LoadedProgram) -> bytes:
-    """Returns text that lists a compiled program's collectives in the order in which they begin."""
+    """Returns text, as bytes, that lists a compiled program's collectives in their order.
+
+    The order is the one in which they begin. Processes compare these texts.
+    """
     found = find_hlo_collectives(compiled_hlo(program.executable))
     return repr([(c.operation, c.bytes_per_core, c.groups, c.inside) for c in found]).encode()

@@ -58,7 +58,11 @@ class _Host:
 
     @contextlib.contextmanager
     def session(self, checkpoint: str | None = None) -> Iterator[tf.Session]:
-        """Opens a session with variables initialized (or restored) and copied into slices."""
+        """Opens a TensorFlow session of `graph` whose masters and slices have values.
+
+        The variables have their initial values, or those of a checkpoint. `checkpoint` is the path
+        of that checkpoint.
+        """
         with tf.Session(graph=self.graph, config=host_config()) as session:
             session.run(self._ops.initialize)
             if checkpoint is not None:
@@ -69,9 +73,11 @@ class _Host:
     def values(
         self, names: Iterable[str], session: tf.Session | ReplicaSession
     ) -> dict[str, np.ndarray]:
-        """Returns the values of variables by the names of their ``VarHandleOp``.
+        """Returns name -> value of the named variables, as they are in a session.
 
-        `session` is an open session of the method `session`, or one on the program's cores.
+        A variable's name is the name of its ``VarHandleOp``. `session` is what the method
+        `session` opened, or the user's session on the program's cores. Raises a ValueError if the
+        session lacks a variable.
         """
         access = self._access
         if isinstance(session, ReplicaSession):
@@ -86,11 +92,17 @@ class _Host:
         return session.run({name: access.read[name] for name in names})
 
     def others(self, held: Collection[str]) -> list[str]:
-        """Returns the names of the global variables that the program does not hold (`held`)."""
+        """Returns the names of the global variables outside the program, sorted.
+
+        `held` are the names of the variables that the program holds, to be left out.
+        """
         return sorted(set(self._ops.masters) & set(self._access.read) - set(held))
 
     def is_counter(self, name: str) -> bool:
-        """Returns whether a tensor is the step counter's value before the step."""
+        """Returns whether a tensor is the step counter's value before the step, perhaps cast.
+
+        `name` is the tensor's name in `graph`.
+        """
         if self.counter is None or self.outside.touched([name]).written:
             return False
         op = self.graph.get_operation_by_name(split_input(name)[0])
@@ -246,7 +258,15 @@ class _Contents:
         session: tf.Session,
         fed: Mapping[str, Any],
     ) -> None:
-        """Adds an input of the program; stores its value if that is the same in every step."""
+        """Adds the manifest entry for an input; also stores its value if it is always the same.
+
+        Args:
+          name: the input's name in the manifest.
+          given: the input of the program.
+          host: the part of the graph that computes the input.
+          session: a session of `host`, in which a constant value is computed.
+          fed: name -> value of the tensors that the user asked to keep the same in every step.
+        """
         if all(host.outside.is_fixed(source, fed) for source in given.sources):
             self.parameters.append(entries.describe_input(name, given, "kept"))
             sources = self.parameters[-1]["sources"]
@@ -268,10 +288,11 @@ class _Contents:
     def add(
         self, describe: Callable[[Sequence[int]], dict[str, Any]], per_core: Sequence[np.ndarray]
     ) -> None:
-        """Adds a parameter of the program and stores its value of each core, `per_core`.
+        """Adds the manifest entry for a parameter of the program, and stores its values.
 
-        Equal values are stored once, as rows of an array. `describe` makes the parameter's manifest
-        entry from the row number of each core.
+        `per_core` are the parameter's values, one for each core. Equal values are stored once, as
+        one row of an array. `describe` is a function that returns the parameter's manifest entry;
+        it takes the row number of each core.
         """
         value, rows = distinct_rows(per_core)
         self.parameters.append(describe(rows))
@@ -281,7 +302,12 @@ class _Contents:
 def _fetch_names(
     program: Program, cluster: Mapping[str, str], fetches: Mapping[str, Any] | Sequence[Any]
 ) -> dict[str, str]:
-    """Returns name of a fetch -> name of its tensor; leaves out operations, which always run."""
+    """Returns a dict from the name of each fetch to the name of its tensor.
+
+    Operations are left out, as they always run. `fetches` is an argument of `export`. `cluster`
+    maps the names of operations inside programs to the names of their programs. Raises a ValueError
+    for an operation outside.
+    """
     pairs: Iterable[tuple[str | None, Any]] = (
         fetches.items() if isinstance(fetches, Mapping) else ((None, f) for f in fetches)
     )
@@ -303,7 +329,7 @@ _MEETING = (meeting.__file__, members.__file__)
 
 
 def _runner() -> dict[str, bytes]:
-    """Returns the files of the runner, which runs exported steps: path in the folder -> content."""
+    """Returns the Python files that run an exported step, by their paths in the step's folder."""
     modules = [*sorted((_HERE / "runner").glob("*.py")), *map(Path, _MEETING)]
     paths = [_HERE / "run.py", *modules]
     files = {path.name if path == paths[0] else f"runner/{path.name}": path for path in paths}

@@ -23,7 +23,11 @@ class OtherProcessError(ProcessesError):
 
 
 def may_be_from_another_process(error: BaseException | None) -> bool:
-    """Returns whether an error, or what caused it, comes from XLA or from another process."""
+    """Returns whether an exception may have its cause on another process, such as its death.
+
+    This holds if the exception, or one that led to it, is an error of XLA, an `ExchangeError` or an
+    `OtherProcessError`. None gives False.
+    """
     while error is not None:
         if isinstance(error, (ExchangeError, OtherProcessError)):
             return True
@@ -42,10 +46,10 @@ _TEXT_BYTES = 600
 
 
 def together(work: Callable[[], _Result]) -> _Result:
-    """Calls a function on every process, and waits until all processes have called it.
+    """Calls a function on this process, waits until all processes have, and returns the result.
 
-    If the function fails on this process, its own error is raised. If it fails on another process,
-    a ProcessesError is raised.
+    All processes have to call `together`. If the function fails on this process, its own error is
+    raised. If it fails on another process, an `OtherProcessError` is raised.
     """
     try:
         result = work()
@@ -59,9 +63,10 @@ def together(work: Callable[[], _Result]) -> _Result:
 
 
 def check_same(what: str, content: bytes) -> None:
-    """Raises a ProcessesError unless all processes give the same content.
+    """Raises a ProcessesError unless all processes give the same content; all have to call this.
 
-    `what` names the content in the error.
+    Only checksums are exchanged. `what` names the content in the error, in the plural, as in "the
+    programs".
     """
     digest = np.frombuffer(hashlib.sha256(content).digest(), np.uint8)
     (digests,) = _exchanged([digest])
@@ -77,7 +82,8 @@ def check_same(what: str, content: bytes) -> None:
 def check_equal(what: str, value: str, advice: str) -> None:
     """Raises a ProcessesError, which quotes the values, unless all processes give the same value.
 
-    `what` names the value in the error, and `advice` is the error's last sentence.
+    All processes have to call this. `what` names the value in the error, and `advice` is the
+    error's last sentence.
     """
     values = _texts_of_all(value)
     others = [f"{v} on process {i}" for i, v in enumerate(values) if v != values[0]]
@@ -89,7 +95,10 @@ def check_equal(what: str, value: str, advice: str) -> None:
 
 
 def _texts_of_all(text: str) -> list[str]:
-    """Returns the texts that all processes give, in their order."""
+    """Returns the texts of all processes, in the processes' order; all have to call this.
+
+    `text` is the text of this process. Texts are cut at `_TEXT_BYTES` bytes.
+    """
     padded = np.zeros(_TEXT_BYTES, np.uint8)
     data = np.frombuffer(text.encode()[:_TEXT_BYTES], np.uint8)
     padded[: len(data)] = data
@@ -98,9 +107,10 @@ def _texts_of_all(text: str) -> list[str]:
 
 
 def _pieces(values: Sequence[np.ndarray]) -> Iterator[list[np.ndarray]]:
-    """Yields lists of values to exchange at a time, to bound the memory that an exchange takes.
+    """Yields `values` in lists of at most `_PIECE_BYTES` bytes, in order, to bound the memory of an exchange.
 
-    Raises a ProcessesError if shapes or dtypes of the values differ between processes.
+    A larger value is alone in its list. Raises a ProcessesError if shapes or dtypes of the values
+    differ between processes.
     """
     check_same("values to exchange", repr([(v.shape, v.dtype.str) for v in values]).encode())
     piece: list[np.ndarray] = []
@@ -120,7 +130,11 @@ def _exchanged(values: Sequence[np.ndarray]) -> list[np.ndarray]:
 
 
 def _exchange_words(words: np.ndarray, how: str) -> np.ndarray:
-    """Returns all processes' `words`, stacked (how="gather") or added up (how="sum")."""
+    """Returns all processes' `words`, stacked (how="gather") or added up (how="sum").
+
+    `words` is this process's array of integers; all processes have to call this, with arrays of
+    one shape and dtype. Raises an `ExchangeError` if the exchange fails.
+    """
     import jax
 
     wait_for_turn()
@@ -139,9 +153,10 @@ def _packed(values: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def _unpacked(packed: np.ndarray, like: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Returns the values of all processes, each ``[processes, ...]``: the inverse of `_packed`.
+    """Returns the values of all processes, each as an array ``[processes, ...]``.
 
-    `packed` is ``[processes, bytes]``, and `like` are values of the shapes and dtypes wanted.
+    `packed` is ``[processes, bytes]``: each row is what `_packed` returned on one process. `like`
+    are values with the shapes and dtypes of one process's values.
     """
     found, begin = [], 0
     for value in like:
@@ -181,11 +196,17 @@ class Cores:
 
     @property
     def is_first(self) -> bool:
-        """Whether this process is the one that does work for all, such as writing files."""
+        """Whether this process is process 0 or has all cores: it does work for all processes.
+
+        Such work is writing files, for example.
+        """
         return self.is_alone or self._me == 0
 
     def gather(self, local: Sequence[Sequence[np.ndarray]]) -> list[list[np.ndarray]]:
-        """Returns, for each value, its values on all cores, from those of this process's cores."""
+        """Returns, for each of several quantities, its values on all cores, in the cores' order.
+
+        `local` has, for each quantity, its values on this process's cores.
+        """
         if self.is_alone:
             return [list(per_core) for per_core in local]
         pieces = _pieces([np.stack(per_core) for per_core in local])
@@ -199,7 +220,10 @@ class Cores:
         return [[value[process][row] for process, row in where] for value in stacked]
 
     def from_first(self, values: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """Returns the values of the first process, on all processes."""
+        """Returns, on every process, the first process's `values`.
+
+        The other processes' `values` only say the shapes and dtypes, which have to be equal.
+        """
         if self.is_alone:
             return list(values)
         found = []
@@ -216,7 +240,10 @@ class Cores:
         return work() if self.is_alone else together(work)
 
     def check_same(self, what: str, content: bytes) -> None:
-        """Raises a ProcessesError unless all processes of these cores have the same content."""
+        """Raises a ProcessesError unless all processes of these cores have the same content.
+
+        `what` names the content in the error, in the plural.
+        """
         if not self.is_alone:
             check_same(what, content)
 

@@ -38,10 +38,11 @@ _MESSAGES: dict[str, list[tuple[str, int, Any, bool]]] = {
 
 
 def core_groups(instruction: Any) -> tuple[tuple[int, ...], ...]:
-    """Returns the groups of cores of a collective; empty if all cores are one group.
+    """Returns the groups of cores of a collective, as core numbers; () if all cores are one group.
 
-    For a permutation, these are pairs of source and target. Raises a ValueError if the instruction
-    gives its groups by axes of a mesh.
+    `instruction` is the collective's ``HloInstructionProto``. For a permutation, the groups are
+    pairs of source and target. Raises a ValueError if the instruction gives its groups by axes of a
+    mesh.
     """
     if instruction.source_target_pairs:
         return tuple((pair.source, pair.target) for pair in instruction.source_target_pairs)
@@ -60,7 +61,11 @@ def core_groups(instruction: Any) -> tuple[tuple[int, ...], ...]:
 
 
 def _iota_groups(iota: Any) -> tuple[tuple[int, ...], ...]:
-    """Returns the groups that HLO's short form describes: a range, reshaped and transposed."""
+    """Returns the groups of core numbers that HLO's short form of groups describes.
+
+    `iota` is the message with the short form: the range of all core numbers is reshaped, transposed
+    and cut into groups of equal size.
+    """
     sizes: Sequence[int] = iota.reshape_dims
     cores = np.arange(math.prod(sizes)).reshape(sizes).transpose(iota.transpose_perm)
     return tuple(map(tuple, cores.reshape(iota.num_groups, iota.group_size).tolist()))
@@ -126,7 +131,10 @@ class Instruction:
 
     @property
     def users(self) -> list[tuple[Instruction, int]]:
-        """The instructions that use this value, each with the number of the operand that it is."""
+        """The instructions that use this instruction's value, as (user, operand number) pairs.
+
+        The operand number says which of the user's operands the value is, from 0.
+        """
         return self._computation.users[self.proto.id]
 
     @property
@@ -160,7 +168,10 @@ class Computation:
 
     @functools.cached_property
     def users(self) -> dict[int, list[tuple[Instruction, int]]]:
-        """The users of each instruction, by the instruction's id; see `Instruction.users`."""
+        """For the id of each instruction that is used, its (user, operand number) pairs.
+
+        See `Instruction.users`.
+        """
         found = collections.defaultdict(list)
         for instruction in self.by_id.values():
             for number, operand in enumerate(instruction.proto.operand_ids):
@@ -168,7 +179,7 @@ class Computation:
         return found
 
     def parameter(self, number: int) -> Instruction:
-        """Returns the instruction that stands for the parameter of a number."""
+        """Returns the instruction that stands for the computation's parameter `number`, from 0."""
         return next(
             one
             for one in self.instructions
@@ -195,9 +206,10 @@ class HloModule:
 
     @property
     def aliases(self) -> dict[int, int]:
-        """Maps the number of a result to the number of the parameter that it is written over.
+        """For each result that is written over a parameter, the parameter's number.
 
-        Raises a ValueError if only a part of a result or parameter is written over.
+        Keys are the numbers of the results, in order. Raises a ValueError if only a part of a
+        result or parameter is written over.
         """
         found = {}
         for entry in self.proto.input_output_alias.entries:
@@ -224,10 +236,10 @@ def read_module(serialized: bytes) -> HloModule:
 
 
 def shape_bytes(shape: Any) -> int:
-    """Returns the bytes of a value, without the padding of a device's memory layout.
+    """Returns how many bytes a value has, without the padding of a device's memory layout.
 
-    The bytes of a tuple are those of all its parts. A dimension of dynamic size counts with its
-    upper bound. Raises a ValueError if the size of the elements is not known.
+    `shape` is XLA's ``ShapeProto``. A tuple has the bytes of all its parts. A dimension of dynamic
+    size counts with its upper bound. Raises a ValueError if the size of the elements is not known.
     """
     if _type_name(shape) == "TUPLE":
         return sum(shape_bytes(part) for part in shape.tuple_shapes)
@@ -235,9 +247,10 @@ def shape_bytes(shape: Any) -> int:
 
 
 def stored_bytes(shape: Any) -> int:
-    """Returns the bytes of an array in a device's memory, with the padding of its tiles.
+    """Returns how many bytes an array takes in a device's memory, with the padding of its tiles.
 
-    Raises a ValueError when the size of the elements is not known.
+    `shape` is XLA's ``ShapeProto`` of the array, with a layout. Raises a ValueError when the size
+    of the elements is not known.
     """
     layout = shape.layout
     stored = [shape.dimensions[i] for i in reversed(layout.minor_to_major)]
@@ -259,7 +272,10 @@ def _bits_of(shape: Any) -> int:
 
 
 def _type_name(shape: Any) -> str:
-    """Returns XLA's name of a value's element type; "" if this TensorFlow has none."""
+    """Returns XLA's name of a value's element type, as in "F32"; "" if this TensorFlow has none.
+
+    `shape` is XLA's ``ShapeProto`` of the value.
+    """
     return _type_names().get(shape.element_type, "")
 
 

@@ -99,9 +99,11 @@ _CHAIN = "chain_id"
 def _walk(
     computation: Computation, inside: tuple[str, ...], chains: set[str] | None = None
 ) -> Iterator[HloCollective]:
-    """Lists the collectives of a computation and of those that it calls.
+    """Yields the collectives of a computation and of the computations that it calls, in order.
 
-    In a fusion, `chains` has the ids of the collectives of which copies were listed.
+    `inside` are the branches and loops around the computation, as in `HloCollective`. If the
+    computation is a fusion, `chains` is the set of the ids of collectives that were listed; the TPU
+    compiler copies these, and the copies are left out. Outside fusions it is None.
     """
     is_fused = chains is not None
     chains = set() if chains is None else chains
@@ -149,9 +151,11 @@ _PASSED_ON = frozenset(("bitcast", "convert", "copy", "get-tuple-element", "resh
 
 
 def _sent_by_fused_all_reduce(all_reduce: Instruction, size: int) -> tuple[str, int]:
-    """Returns the collective that a fused all-reduce amounts to, and the bytes a core puts in.
+    """Returns the kind of collective that a fused all-reduce amounts to, and what a core puts in.
 
-    `size` is the size of the all-reduce's operands in bytes.
+    The kind is "reduce-scatter" if the result is only cut into slices, "all-gather" if the operands
+    are slices written into zeros, and "all-reduce" otherwise. What a core puts in is a number of
+    bytes. `size` is the size of the all-reduce's operands in bytes.
     """
 
     def only_slices(value: Instruction) -> bool:
@@ -161,7 +165,10 @@ def _sent_by_fused_all_reduce(all_reduce: Instruction, size: int) -> tuple[str, 
         )
 
     def put_in(value: Instruction) -> int | None:
-        """Returns how many bytes were written into zeros to make a value; None if not so made."""
+        """Returns the bytes of the slices that were written into zeros to make `value`.
+
+        None if `value` was made in another way.
+        """
         if value.opcode in _PASSED_ON:
             return put_in(value.operands[0])
         if value.opcode != "dynamic-update-slice":
@@ -179,9 +186,10 @@ def _sent_by_fused_all_reduce(all_reduce: Instruction, size: int) -> tuple[str, 
 
 
 def _around(instruction: Instruction) -> list[tuple[str, ...]]:
-    """Returns the names of branches or loops for the computations that an instruction calls.
+    """Returns, for each computation that an instruction calls, the branch or loop that it is in.
 
-    There is an empty tuple for each computation that is no branch and no part of a loop.
+    This is a tuple of one name, as in ("body of while.7",) or ("branch true of cond.5",), or () for
+    a computation that is no branch and no part of a loop.
     """
     count = len(instruction.called)
     if instruction.opcode == "while":
@@ -194,9 +202,10 @@ def _around(instruction: Instruction) -> list[tuple[str, ...]]:
 
 
 def bytes_by_operation(collectives: Sequence[HloCollective]) -> dict[str, tuple[int, int]]:
-    """Returns operation -> (number of collectives, bytes per core).
+    """Adds up collectives by their `operation`.
 
-    A collective in a loop counts once.
+    Returns a dict from the operation, as in "all-reduce", to the number of collectives and the sum
+    of their bytes per core. A collective in a loop counts once.
     """
     sums: dict[str, list[int]] = collections.defaultdict(lambda: [0, 0])
     for collective in collectives:

@@ -38,14 +38,17 @@ _HANDLES = frozenset(["VarHandleOp", "VariableV2", "Variable"])
 
 
 class Touched(NamedTuple):
-    """The variables that operations use, by the names of their ``VarHandleOp``."""
+    """The variables that some operations read or write, as names of their ``VarHandleOp``."""
 
     used: frozenset[str]  # variables that the operations read, and those in `written`
     written: frozenset[str]
 
 
 class Needs(NamedTuple):
-    """The needs of a step's last part: what earlier parts compute, by the placeholders to feed."""
+    """The values and operations of a step's first two parts that its last part needs.
+
+    The keys of dicts are the names of the placeholders to which the values are fed.
+    """
 
     carried: dict[str, str]  # placeholder -> tensor of the first part
     run_before: set[str]  # operations of the first part that have to run before
@@ -85,11 +88,14 @@ class HostGraph:
         self._touched: dict[frozenset[str], Touched] = {}
 
     def is_after(self, name: str) -> bool:
-        """Returns whether an operation or tensor depends on results of the program."""
+        """Returns whether an operation or tensor, by name, depends on results of the program."""
         return split_input(name)[0] in self._after
 
     def is_fixed(self, name: str, fed: Collection[str] = ()) -> bool:
-        """Returns whether a tensor of `graph` depends only on constants and on tensors in `fed`."""
+        """Returns whether a tensor of `graph` depends only on constants and on tensors in `fed`.
+
+        `name` is the tensor's name, and `fed` are names of tensors.
+        """
         pending, seen = [name], set()
         while pending:
             name = pending.pop()
@@ -107,8 +113,17 @@ class HostGraph:
     def source_of(self, name: str, per_replica: bool, cores: Cores) -> FetchSource:
         """Returns where the value of a fetch comes from: outside the program, or which cores.
 
-        `per_replica` asks for the values on all cores. Raises a ValueError for a fetch in a loop or
-        branch, and for a fetch that belongs to another program of the graph, or needs one.
+        Args:
+          name: the name of the tensor or operation to fetch, in the user's graph.
+          per_replica: whether the values on all cores are wanted, not that on the first.
+          cores: the cores of the program; the source says which of this process's cores to ask.
+
+        Returns:
+          The source, whose method `value` picks the fetch's value out of a step's values.
+
+        Raises:
+          ValueError: for a fetch in a loop or branch, and for a fetch that belongs to another
+            program of the graph, or needs one.
         """
         facts = self.facts
         node_name, number = split_input(name)
@@ -140,7 +155,10 @@ class HostGraph:
         return FetchSource((), name, tuple(position.get(c) for c in wanted), per_replica, True)
 
     def ancestors(self, names: Iterable[str]) -> set[str]:
-        """Returns operations of `graph` and all operations that they need."""
+        """Returns the names of some operations of `graph`, and of all operations that they need.
+
+        `names` are names of these operations, or of their tensors.
+        """
         found: set[str] = set()
         pending = [split_input(n)[0] for n in names]
         while pending:
@@ -152,7 +170,10 @@ class HostGraph:
         return found
 
     def needs(self, names: Iterable[str]) -> Needs:
-        """Returns what tensors and operations of the last part need from the earlier parts."""
+        """Returns what is needed from a step's first two parts in order to run its last part.
+
+        `names` are the tensors and operations of the last part to run, by name.
+        """
         found = self.ancestors(names)
         return Needs(
             {k: v for k, v in self._carried.items() if split_input(k)[0] in found},
@@ -161,7 +182,10 @@ class HostGraph:
         )
 
     def touched(self, names: Iterable[str]) -> Touched:
-        """Returns the variables that are read or written if these names of `graph` are run."""
+        """Returns the variables that are read or written when some operations of `graph` run.
+
+        `names` are names of these operations, or of their tensors.
+        """
         key = frozenset(split_input(n)[0] for n in names)
         if key not in self._touched:
             used, written = set(), set()
@@ -176,7 +200,10 @@ class HostGraph:
         return self._touched[key]
 
     def _find_after(self, programs: set[str]) -> set[str]:
-        """Returns the operations outside all programs that depend on one of `programs`."""
+        """Returns the names of operations outside all programs that depend on one of `programs`.
+
+        `programs` are names of programs of the user's graph.
+        """
         facts = self.facts
         found: set[str] = set()
         for name in facts.order:
@@ -264,7 +291,11 @@ class FetchSource(NamedTuple):
     runs_program: bool = False  # whether it is inside the program
 
     def value(self, values: dict[str, Any]) -> Any:
-        """Returns the fetch's value, taken from `values`, all values of a step by name."""
+        """Returns the fetch's value: a numpy value, or a list with one value for each core.
+
+        `values` are all values of a step by name: numpy values of tensors outside the program, and
+        `DeviceValues` of its fetches. The value of an operation is None.
+        """
         if self.inside:
             arrays = values[self.inside].arrays
             found = [
@@ -292,7 +323,11 @@ class FetchPlan(NamedTuple):
 
     @classmethod
     def of(cls, places: Sequence[FetchSource], outside: HostGraph) -> FetchPlan:
-        """Returns the plan of a step that fetches from `places`."""
+        """Returns the plan of a step.
+
+        `places` are the sources of the fetches, and `outside` is the part of the graph outside the
+        program.
+        """
         names = {name for place in places for name in place.names if name}
         last = {name for name in names if outside.is_after(name)}
         needs = outside.needs(last)

@@ -34,7 +34,10 @@ def why_no_tpu_compiler() -> str:
 
 
 def check_installed(*modules: str) -> None:
-    """Raises an XlaMissingError that names the modules that are missing or too old."""
+    """Raises an XlaMissingError if one of `modules` is missing, or if jax is too old or too new.
+
+    `modules` are names to import, such as "jax" and "libtpu".
+    """
     reason = _reason(*modules)
     if reason:
         raise XlaMissingError(reason)
@@ -87,6 +90,9 @@ def _why_unfit(jax: str, jaxlib: str) -> str:
 
 
 def _error_in(stderr: str) -> str:
-    """Returns the error at the end of a traceback, on one line and without details."""
+    """Returns the last line of a process's `stderr` that names an exception; "" if there is none.
+
+    The line is cut after 200 characters.
+    """
     errors = re.findall(r"^[A-Za-z_][\w.]*: .*", stderr, re.MULTILINE)
     return errors[-1][:200].rstrip(".: ") if errors else ""

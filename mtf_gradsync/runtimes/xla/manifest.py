@@ -14,7 +14,7 @@ RANDOM_STATE = "random_state"
 
 
 def made_by() -> dict[str, str]:
-    """Returns library -> its version, for the libraries with which a folder is written."""
+    """Returns the versions of the libraries with which a folder is written, by library's name."""
     names = {"mtf_gradsync": "mtf-gradsync", "jax": "jax", "mesh_tensorflow": "mesh-tensorflow"}
     found = {"tensorflow": tf.__version__}
     for name, distribution in names.items():
@@ -28,10 +28,12 @@ def made_by() -> dict[str, str]:
 def input_names(
     tensors: Sequence[ReplicaInput], names: Mapping[str, Any] | None
 ) -> dict[str, ReplicaInput]:
-    """Returns name of an input -> tensor that the program reads from outside, in order.
+    """Names the inputs of a program; returns a dict from name to input, in the order of `tensors`.
 
-    `names` are the names that the user chose: name -> tensor that the program reads, or result of
-    `Program.per_replica`. Other inputs are named after their operations.
+    `tensors` are the program's inputs that are tensors. `names` are the names that the user chose:
+    a dict from name to the tensor that the program reads (or its name), or to the result of
+    `Program.per_replica`. Other inputs are named after their operations. Raises a ValueError if the
+    program does not read such a tensor, or if two inputs have one name.
     """
     by_tensor: dict[str, ReplicaInput] = {}
     for i in tensors:
@@ -56,7 +58,14 @@ def input_names(
 
 
 def describe_input(name: str, given: ReplicaInput, default: str | None) -> dict[str, Any]:
-    """Returns the manifest's entry for an input; `default` is as in the runner's `Input`."""
+    """Returns the manifest's entry for an input of the program.
+
+    Args:
+      name: the name by which users of the exported step give the input.
+      given: the input.
+      default: what the step takes if no value is given: "kept" for a value in the folder, "step"
+        for the step counter, None if a value must be given.
+    """
     found = list(dict.fromkeys(given.sources))
     return {
         "kind": "input",
@@ -70,7 +79,7 @@ def describe_input(name: str, given: ReplicaInput, default: str | None) -> dict[
 
 
 def mesh_variables(lowerings: Sequence[mtf.Lowering]) -> dict[str, tuple[Any, mtf.MeshImpl]]:
-    """Returns name of core 0's slice -> Mesh-TensorFlow's variable and its mesh."""
+    """Returns Mesh-TensorFlow's variables with their meshes, by the name of their first slice."""
     found = {}
     for lowering in lowerings:
         for variable, laid_out in lowering.variables.items():
@@ -85,9 +94,11 @@ def mesh_variables(lowerings: Sequence[mtf.Lowering]) -> dict[str, tuple[Any, mt
 def master_names(
     given: ReplicaInput, mesh_variables: Mapping[str, tuple[Any, mtf.MeshImpl]]
 ) -> list[str]:
-    """Returns the names of the global variables that a program's variable is a slice of.
+    """Returns the names of the masters of which a program's variable holds slices.
 
-    There are several if Mesh-TensorFlow stacked them, and none for other variables.
+    There are several if Mesh-TensorFlow stacked variables, and none if the variable is not
+    Mesh-TensorFlow's. `given` is the program's variable, and `mesh_variables` is what the function
+    of that name returned.
     """
     variable, _ = mesh_variables.get(given.sources[0], (None, None))
     return [] if variable is None else getattr(variable, "original_names", [variable.name])
@@ -98,9 +109,10 @@ def describe_variable(
     mesh_variables: Mapping[str, tuple[Any, mtf.MeshImpl]],
     rows: Sequence[int],
 ) -> dict[str, Any]:
-    """Returns the manifest's entry for a variable.
+    """Returns the manifest's entry for a variable of the program, `given`.
 
-    `rows` has, for each core, the row of the stored array with the core's value.
+    `mesh_variables` is what the function of that name returned. `rows` says for each core which row
+    of the stored array is the core's value.
     """
     variable, impl = mesh_variables.get(given.sources[0], (None, None))
     return {
@@ -115,7 +127,11 @@ def describe_variable(
 
 
 def _slices_of(variable: mtf.Variable, impl: mtf.MeshImpl) -> dict[str, Any]:
-    """Returns how to assemble a variable from slices: the core and the position of each slice."""
+    """Returns how to assemble a variable from slices, as a dict for the manifest.
+
+    It has the shape and dtype of the whole variable, and for each slice a core that holds it and
+    the position where it begins. `impl` is the variable's mesh.
+    """
     shape = variable.outputs[0].shape
     slices: dict[tuple[int, ...], int] = {}
     for logical in range(impl.size):
@@ -131,7 +147,10 @@ def _slices_of(variable: mtf.Variable, impl: mtf.MeshImpl) -> dict[str, Any]:
 
 
 def describe_random_state(rows: Sequence[int]) -> dict[str, Any]:
-    """Returns the manifest's entry for the state of random numbers; `rows` are the cores' rows."""
+    """Returns the manifest's entry for the state of random numbers.
+
+    `rows` says for each core which row of the stored array is the core's state.
+    """
     return {
         "kind": "random_state",
         "name": RANDOM_STATE,
@@ -148,10 +167,16 @@ def describe_results(
     positions: Mapping[str, int],
     graph: tf.Graph,
 ) -> list[dict[str, Any]]:
-    """Returns the manifest's entries for a program's results, in order.
+    """Returns the manifest's entries for a program's results, in the order of the results.
 
-    `parameters` are the entries for the program's parameters. `positions` maps the name of a fetch
-    to its number among the program's fetches.
+    An entry says which fetches the result is, or which variable it updates.
+
+    Args:
+      replica: the program of one core.
+      lowered: the same program as StableHLO.
+      parameters: the manifest's entries for the program's parameters.
+      positions: for the name of each fetch, its number among the program's fetches.
+      graph: the user's graph, with the fetched tensors.
     """
     results = []
     for number, tensor in enumerate(replica.fetches):

@@ -50,17 +50,17 @@ class ReplicaProgram(NamedTuple):
 
 
 def replica_program(program: Program, fetches: Sequence[Any] = ()) -> ReplicaProgram:
-    """Returns the program of one core, with all side effects, and what `fetches` need.
+    """Returns the program of one core: the operations of all side effects, and of some fetches.
 
-    Fetches are tensors of the program outside loops and conditionals, or their names; others raise
-    a ValueError. An operation that HLO lacks, or an input without a static shape, raises an
-    UnsupportedProgramError.
+    `program` is what `tpu_program` yielded. `fetches` are tensors of the program outside loops and
+    conditionals, or their names. Raises a ValueError for other fetches, and an
+    UnsupportedProgramError for an operation that HLO lacks or an input without a static shape.
     """
     return _Cut(program, fetches).result()
 
 
 class _Cut:
-    """The extraction of one core's program."""
+    """The extraction of one core's program from the user's graph, whose nodes have names here."""
 
     def __init__(self, program: Program, fetches: Sequence[Any]):
         self._program = program
@@ -101,14 +101,17 @@ class _Cut:
         )
 
     def _after(self, name: str) -> set[str]:
-        """Returns the nodes that must run before a node because both use the same variable."""
+        """Returns the names of the nodes that must run before a node that uses the same variable.
+
+        `name` is the name of the later node.
+        """
         effects = self._effects
         return effects.after.get(name, set()) | effects.after_all_cores.get(name, set())
 
     def _is_inside(self, name: str) -> bool:
-        """Returns whether a node is in the core's program; constants from outside are, too.
+        """Returns whether the node `name` is in the core's program.
 
-        XLA needs constants for shapes.
+        Constants that were made outside are in it, too: XLA needs constants for shapes.
         """
         return name in self._facts.cluster or self._facts.node[name].op == "Const"
 
@@ -144,7 +147,12 @@ class _Cut:
         return data + sorted(control)
 
     def _input(self, source: str, number: int) -> str:
-        """Makes a tensor from outside an input of the core's program; returns the input's name."""
+        """Adds an input to the core's program, for a tensor from outside; returns its name.
+
+        The tensor is output `number` of the node `source`. It may be a variable's handle. The name
+        is that of the input's placeholder. Raises an UnsupportedProgramError if a core cannot hold
+        the tensor.
+        """
         facts = self._facts
         key = join_input(source, number)
         name = key.replace(":", "/output_")
@@ -181,7 +189,11 @@ class _Cut:
         return name
 
     def _fetch(self, fetch: Any) -> str:
-        """Returns the name of a fetched tensor; raises a ValueError if it cannot be fetched."""
+        """Returns the name of the tensor of the program to which a fetch leads, as in "loss:0".
+
+        `fetch` is a tensor or its name; it may stand for the program's result outside. Raises a
+        ValueError if it cannot be fetched.
+        """
         try:
             tensor = self._program.graph.as_graph_element(fetch, allow_operation=False)
         except (KeyError, TypeError, ValueError) as error:

@@ -34,9 +34,9 @@ def to_stablehlo(hlo: Hlo, with_names: bool = False) -> str:
     """Turns a core's program into the text of an MLIR module of StableHLO.
 
     New values of variables are marked as written over the old values. If `with_names` is True, each
-    operation has the name of the graph's operation that it comes from; profiles of the compiled
-    program show these names. If it is False, each loop whose number of iterations the graph says
-    has this number as the attribute `TURNS`.
+    operation has the name of the graph's operation that it comes from, and profiles of the compiled
+    program show these names. If it is False, a loop has its number of iterations as the attribute
+    `TURNS`, provided that the graph says this number.
     """
     from jax.interpreters import mlir
     from jaxlib.mlir import ir
@@ -75,7 +75,7 @@ def without_overwriting(module: str) -> str:
 
 
 def share_constants(operation: Any) -> None:
-    """Replaces equal constant arrays in each block by the first of them, as XLA does.
+    """Replaces equal constant arrays in each block of an MLIR operation by the first of them.
 
     TensorFlow makes such arrays for each layer, of relative positions, for example: each a
     megabyte, and more than twice as much as text.
@@ -100,7 +100,10 @@ def share_constants(operation: Any) -> None:
 
 
 def _put_collective(op: Any) -> None:
-    """Replaces a custom call that stands for a collective by XLA's own collective."""
+    """Replaces a custom call that stands for a collective by XLA's own collective.
+
+    `op` is the custom call, an MLIR operation. Other custom calls are not changed.
+    """
     from jaxlib.mlir import ir
 
     target = ir.StringAttr(op.attributes["call_target_name"]).value
@@ -126,7 +129,10 @@ def _put_collective(op: Any) -> None:
 
 
 def _matrix(groups: list[list[int]]) -> Any:
-    """Returns groups of cores as an attribute, a matrix; shorter groups are filled up with -1."""
+    """Returns groups of cores as an MLIR attribute: a matrix with a row for each group.
+
+    Rows of shorter groups are filled up with -1.
+    """
     from jaxlib.mlir import ir
 
     longest = max((len(g) for g in groups), default=0)
@@ -135,7 +141,7 @@ def _matrix(groups: list[list[int]]) -> Any:
 
 
 def main_of(module: Any) -> Any:
-    """Returns the function with which a run of a module begins: "main"."""
+    """Returns the function "main" of an MLIR module, an MLIR operation; runs begin with it."""
     from jaxlib.mlir import ir
 
     return next(
@@ -152,7 +158,10 @@ def _type_of(function: Any) -> Any:
 
 
 def _return_separately(main: Any) -> None:
-    """Makes a function that returns one tuple return the tuple's elements as results."""
+    """Makes a function that returns one tuple return the tuple's elements as results.
+
+    `main` is the function, an MLIR operation. A function that returns no tuple is not changed.
+    """
     from jaxlib.mlir import ir
 
     last = main.regions[0].blocks[0].operations[len(main.regions[0].blocks[0].operations) - 1]
@@ -178,7 +187,11 @@ def _is_tuple(kind: Any) -> bool:
 
 
 def _mark_updates(main: Any, hlo: Hlo) -> None:
-    """Marks variables' new values as results that may be written over the old values."""
+    """Marks variables' new values as results that may be written over the old values.
+
+    `main` is the module's function, an MLIR operation, and `hlo` says which results are new values
+    of which parameters.
+    """
     from jaxlib.mlir import ir
 
     attributes = [ir.DictAttr.get({}) for _ in _type_of(main).inputs]
@@ -201,7 +214,8 @@ class Artifact(NamedTuple):
 def to_artifact(module: str) -> Artifact:
     """Returns StableHLO as a portable artifact, in a format that old versions of jax can read.
 
-    A program with operations that artifacts cannot hold is returned as text.
+    `module` is the text of an MLIR module. If it has operations that artifacts cannot hold, the
+    artifact's content is this text.
     """
     from jax.interpreters import mlir
     from jaxlib.mlir import ir

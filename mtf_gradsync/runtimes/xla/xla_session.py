@@ -54,8 +54,11 @@ class Dispatched:
     ):
         """Takes what makes the step's result.
 
-        `structure` is the structure of the fetches, `places` their sources, and `values` the step's
-        values by name. `look` waits for all steps up to this one, and raises their errors.
+        Args:
+          structure: the fetches, nested as the user gave them; the result is nested alike.
+          places: the sources of the fetches, in the order of ``tf.nest.flatten``.
+          values: the step's values by name.
+          look: a function that waits for all steps up to this one, and raises their errors.
         """
         self._structure = structure
         self._places = places
@@ -236,9 +239,10 @@ class XlaSession(ReplicaSession):
         return Dispatched(fetches, plan.places, values, lambda: self._look_until(step))
 
     def _look_until(self, step: int) -> None:
-        """Waits for the steps up to `step`, logs their warnings and raises their errors.
+        """Waits for the steps up to number `step` of this session, and looks at what they skipped.
 
-        All processes look at the same steps, so that all of them raise an error.
+        Logs warnings about skipped updates, and raises a NoUpdateError if there were too many. All
+        processes look at the same steps, so that all of them raise an error.
         """
         while self._pending_checks and self._pending_checks[0][0] <= step:
             _, counts = self._pending_checks.popleft()
@@ -257,10 +261,14 @@ class XlaSession(ReplicaSession):
         fed: Collection[str],
         shared: Collection[str],
     ) -> dict[str, DeviceValues]:
-        """Runs the program, and returns its fetches by name.
+        """Runs the program once, and returns the values that it fetches, by the tensors' names.
 
-        `values` has the values of tensors outside by name. Results must not be written over the
-        values in `shared` and `fed`, because other code holds them, too.
+        Args:
+          compiled: the program, compiled for the fetches.
+          values: the values of tensors outside the program, by name.
+          fed: the names of tensors that the user feeds in this step.
+          shared: the names of tensors whose values other code holds, too. Values of these and of
+            fed tensors are copied, so that no result is written over them.
         """
         self.steps += 1
         self._is_stepped = True
@@ -291,10 +299,11 @@ class XlaSession(ReplicaSession):
     def _returned(
         self, returned: dict[str, tuple[str, int]], values: dict[str, Any]
     ) -> dict[str, np.ndarray]:
-        """Returns values that the program computed, by the placeholder outside that takes each.
+        """Returns the values of the program that operations after it need, by placeholder's name.
 
-        `returned` maps a placeholder to a tensor of the program and the core to take it from. The
-        values of all processes' cores are exchanged.
+        `returned` says for each placeholder which tensor of the program is fed to it, and from
+        which core. `values` has the tensors' values by name. The values of all processes' cores are
+        exchanged.
         """
         inner = sorted({name for name, _ in returned.values()})
         with devices_errors():
@@ -308,9 +317,14 @@ class XlaSession(ReplicaSession):
     def _run_outside(
         self, names: Iterable[str], feeds: dict[str, Any], everywhere: Iterable[str] | None = None
     ) -> dict[str, Any]:
-        """Runs operations and tensors outside the program, with the newest values of variables.
+        """Runs operations outside the program in TensorFlow; returns tensors' values by name.
 
-        `everywhere` are the names that all processes together run; None if they run the same.
+        Variables that the operations read get their newest values first.
+
+        Args:
+          names: the names of the operations to run, and of the tensors to return.
+          feeds: the values to feed, by the name of the tensor.
+          everywhere: the names of all that processes together run; None if they run the same.
         """
         names = sorted(names)
         feeds = {name: copied(value) for name, value in feeds.items()}
@@ -321,18 +335,28 @@ class XlaSession(ReplicaSession):
         return dict(zip(names, values))
 
     def checksums(self) -> dict[tuple[str, ...], list[Any]]:
-        """Returns `ReplicaSession.checksums`; with several processes, all of them must call it."""
+        """Returns checksums of variables, as `ReplicaSession.checksums` does.
+
+        With several processes, all of them must call it.
+        """
         self._look_until(self._dispatched)
         with devices_errors():
             return self._variables.checksums()
 
     def copies_of(self, names: Sequence[str]) -> list[np.ndarray]:
-        """Returns `ReplicaSession.copies_of`; with several processes, all of them must call it."""
+        """Returns cores' values of a variable, as `ReplicaSession.copies_of` does.
+
+        With several processes, all of them must call it.
+        """
         with devices_errors():
             return self._variables.values_on_cores(names)
 
     def begin_save(self, path: str, saver: Any, global_step: int) -> Future[str]:
-        """Begins to save a checkpoint; with several processes, saves it before it returns."""
+        """Begins to save a checkpoint; returns a future, whose result is the checkpoint's path.
+
+        The arguments are those of `ReplicaSession.begin_save`. With several processes the
+        checkpoint is written before this returns.
+        """
         if self._cores.is_alone:
             return super().begin_save(path, saver, global_step)
         written: Future[str] = Future()
@@ -340,7 +364,10 @@ class XlaSession(ReplicaSession):
         return written
 
     def _write(self, path: str, saver: tf.train.Saver | None, global_step: int | None) -> str:
-        """Writes the checkpoint on the first process; returns on all when it is written."""
+        """Writes the checkpoint on the first process; returns its path on all when it is written.
+
+        `saver` and `global_step` are as in `save`.
+        """
 
         def write() -> str:
             if not self._cores.is_first:
@@ -350,7 +377,7 @@ class XlaSession(ReplicaSession):
         return self._cores.together(write)
 
     def _read(self, path: str) -> None:
-        """Reads a checkpoint, on every process."""
+        """Reads the checkpoint at `path` into TensorFlow's variables, on every process."""
         self._cores.together(lambda: super(XlaSession, self)._read(path))
 
     def _bring_masters_up_to_date(self) -> None:
@@ -375,9 +402,9 @@ class XlaSession(ReplicaSession):
 
 
 def host_config() -> tf.ConfigProto:
-    """Returns the configuration of TensorFlow sessions outside the program: without GPUs.
+    """Returns the default configuration of sessions that run operations outside the program.
 
-    The GPUs are left to jax.
+    TensorFlow uses no GPUs in them: these are left to jax.
     """
     return tf.ConfigProto(device_count={"GPU": 0}, allow_soft_placement=True)
 

@@ -16,7 +16,7 @@ import numpy as np
 
 
 def nested_operations(operation: Any) -> Iterator[Any]:
-    """Yields all operations inside an operation; works with old and new versions of jaxlib."""
+    """Yields all MLIR operations inside an MLIR operation, at any depth, in the program's order."""
     for region in operation.regions:
         for block in region:
             for inner in block:
@@ -25,12 +25,19 @@ def nested_operations(operation: Any) -> Iterator[Any]:
 
 
 def text_of(module: Any, with_names: bool) -> str:
-    """Returns a module as text, with or without the names that its operations have in the graph."""
+    """Returns an MLIR module as text.
+
+    `with_names` says whether the text has the names that the operations have in the graph.
+    """
     return module.operation.get_asm(enable_debug_info=with_names)
 
 
 def fill_with_sum(region: Any, operand: Any) -> None:
-    """Fills a collective's empty region with a sum, for elements of the operand's type."""
+    """Makes a new collective add up what cores send, by filling its empty MLIR region.
+
+    `region` is the collective's region, and `operand` the value that it sends: its elements have
+    the type of the sum.
+    """
     from jaxlib.mlir import ir
 
     element = ir.RankedTensorType.get([], ir.RankedTensorType(operand.type).element_type)
@@ -49,7 +56,15 @@ def create(
     attributes: Mapping[str, Any] | None = None,
     regions: int = 0,
 ) -> Any:
-    """Adds an operation with one result at the current insertion point; returns the result."""
+    """Adds an MLIR operation with one result at the current insertion point; returns the result.
+
+    Args:
+      name: the operation's name, as in "stablehlo.reshape".
+      result: the MLIR type of the result.
+      operands: the values that the operation takes.
+      attributes: its attributes, by name.
+      regions: how many empty regions it gets.
+    """
     from jaxlib.mlir import ir
 
     made = ir.Operation.create(
@@ -75,7 +90,10 @@ _NAME = re.compile(r'loc\("([^"\\]*)"')
 
 
 def group_names(module: Any) -> list[str | None]:
-    """Returns the group name of each collective of a module, in order; None if it has no group."""
+    """Returns the name of each collective's group, in the order of the collectives in the module.
+
+    The name is None for a collective without a group. `module` is an MLIR module.
+    """
     return [_group(op) for op in _collectives(module)]
 
 
@@ -107,7 +125,7 @@ def combined_for_cpus(program: bytes | str, groups: Sequence[str | None] = ()) -
 
 
 class _Member(NamedTuple):
-    """A collective of a group that is combined with the group's other collectives."""
+    """A collective, as an MLIR operation, that is combined with other collectives of its group."""
 
     op: Any
     given: tuple[int, ...]  # the shape of the operand
@@ -117,7 +135,7 @@ class _Member(NamedTuple):
 
     @property
     def part(self) -> int:
-        """The elements that a core gives to a gather, or gets from a scatter or a sum."""
+        """The number of elements that a core gives to a gather, or gets from a scatter or a sum."""
         return math.prod(self.given if self.op.name == _GATHER else self.result)
 
 
@@ -132,7 +150,7 @@ def _group(op: Any) -> str | None:
 
 
 def _blocks(operation: Any) -> Iterator[Any]:
-    """Yields all blocks in an operation, inner blocks before the blocks around them."""
+    """Yields all MLIR blocks in an operation, inner blocks before the blocks around them."""
     for region in operation.regions:
         for block in region:
             for inner in block:
@@ -141,14 +159,18 @@ def _blocks(operation: Any) -> Iterator[Any]:
 
 
 def _combine_block(block: Any) -> bool:
-    """Combines the groups of collectives in a block; returns whether any were combined."""
+    """Combines the collectives of each group in an MLIR block; returns whether it combined any."""
     keys = [_key(op.operation) for op in block]
     several = [key for key in dict.fromkeys(keys) if key is not None and keys.count(key) > 1]
     return any([_combine_group(block, key) for key in several])
 
 
 def _key(op: Any) -> tuple[str, ...] | None:
-    """Returns a collective's key; collectives with equal keys can be combined. None for others."""
+    """Returns a key that is equal for collectives that can be combined.
+
+    None if the MLIR operation `op` is no collective, or a collective without a group. The key holds
+    the group, the kind of collective, the type of elements, and which cores exchange.
+    """
     from jaxlib.mlir import ir
 
     if op.name not in (_ALL_REDUCE, *_AXIS):
@@ -161,8 +183,9 @@ def _key(op: Any) -> tuple[str, ...] | None:
 
 
 def _combine_group(block: Any, key: tuple[str, ...]) -> bool:
-    """Combines the block's collectives of one key that do not depend on each other.
+    """Combines the collectives in an MLIR block that have one key and do not depend on each other.
 
+    `key` is what `_key` returns for them. At most `_MOST_BYTES` are combined in one collective.
     Returns whether any were combined.
     """
     operations = [op.operation for op in block]
@@ -204,7 +227,7 @@ def _combine_group(block: Any, key: tuple[str, ...]) -> bool:
 
 
 def _operands(operation: Any) -> Iterator[Any]:
-    """Yields all values that an operation and the operations in its regions take."""
+    """Yields all MLIR values that an operation and the operations in its regions take."""
     yield from operation.operands
     for inner in nested_operations(operation):
         yield from inner.operands
@@ -230,7 +253,10 @@ def _member(op: Any) -> _Member:
 
 
 def _combine(members: Sequence[_Member], after: Any) -> None:
-    """Replaces several collectives by one, inserted before the operation `after`."""
+    """Inserts one collective before the operation `after` in place of several, the `members`.
+
+    Users of the members' results then use pieces of its result. The caller erases the members.
+    """
     from jaxlib.mlir import ir
 
     first, cores = members[0].op, members[0].cores
@@ -270,9 +296,11 @@ def _combine(members: Sequence[_Member], after: Any) -> None:
 
 
 def _sent(member: _Member, stacks: bool) -> Any:
-    """Returns a collective's operand, reshaped so that it can be packed with others.
+    """Returns what a collective sends, reshaped so that it can be packed with others.
 
-    `stacks` says that all operands have one shape and are stacked, not flattened.
+    `stacks` says that all operands have one shape and are stacked: the result has a new first
+    dimension of size 1. Otherwise the result is flat for a sum, a matrix with one row for a gather,
+    and a matrix with a row for each core for a scatter.
     """
     x, shape, axis = member.op.operands[0], list(member.given), member.axis
     if stacks:
@@ -288,7 +316,10 @@ def _sent(member: _Member, stacks: bool) -> Any:
 
 
 def _received(member: _Member, piece: Any) -> Any:
-    """Returns a collective's result, made from its piece of the combined result."""
+    """Returns the value that replaces a collective's result: its piece, in the result's shape.
+
+    `piece` is the collective's part of the combined collective's result.
+    """
     if member.op.name == _GATHER:
         axis, count = member.axis, len(member.given)
         x = _reshape(piece, [member.cores, *member.given])
@@ -353,7 +384,11 @@ _SUMS = ("stablehlo.all_reduce", "stablehlo.reduce_scatter")
 
 
 def write_by_piece(module: Any) -> bool:
-    """Makes a module write large packs piece by piece; returns whether it has such packs."""
+    """Changes an MLIR module to write large packs piece by piece; returns whether it has any.
+
+    A large pack is a concatenation of many tensors that is added up over cores. Each tensor is then
+    written into zeros, with ``dynamic_update_slice``.
+    """
     operations = list(nested_operations(module.operation))
     packs = [op for op in operations if _is_large_concatenation(op)]
     if packs:
@@ -377,7 +412,7 @@ def _is_large_concatenation(op: Any) -> bool:
 
 
 def _is_summed(op: Any) -> bool:
-    """Returns whether the result of an operation is added up over cores."""
+    """Returns whether the result of an MLIR operation, perhaps reshaped, is added up over cores."""
     users = [use.owner for use in op.results[0].uses]
     users += [
         use.owner for u in users if u.name == "stablehlo.reshape" for use in u.results[0].uses
@@ -386,10 +421,11 @@ def _is_summed(op: Any) -> bool:
 
 
 def _scatter_as_packed(op: Any) -> None:
-    """Makes a reduce-scatter take its pack in the shape in which it was packed.
+    """Makes a reduce-scatter take its operand, a pack of tensors, in the shape before a reshape.
 
     For TPUs the program reshapes the pack into tiles first. On CPUs this reshape would be fused
-    with the last piece into one loop.
+    with the last piece into one loop. `op` is the reduce-scatter as an MLIR operation. It is not
+    changed if its operand is no reshape of a pack with the same rows.
     """
     from jaxlib.mlir import ir
 

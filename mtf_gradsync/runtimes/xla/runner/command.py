@@ -21,10 +21,16 @@ _AHEAD = 2
 
 
 def main(argv: Sequence[str], folder: str, meet_at: Callable[..., Any] | None = None) -> int:
-    """Runs steps of `folder`, or of the folder in the arguments; returns the exit code.
+    """Runs an exported step as the command line asks; returns the exit code.
 
-    `meet_at` is the function of that name of `mtf_gradsync.runtimes.processes.meeting`, of which an
-    exported step has a copy; None for a single process.
+    Args:
+      argv: the arguments of the command line.
+      folder: the folder of the step to run if the arguments name none.
+      meet_at: the function with which several processes find each other, from the folder's copy of
+        `mtf_gradsync.runtimes.processes.meeting`. If it is None, jax alone joins the processes.
+
+    Returns:
+      0, or 2 after an error that was printed.
     """
     flags = parser(folder).parse_args(argv)
     try:
@@ -36,7 +42,7 @@ def main(argv: Sequence[str], folder: str, meet_at: Callable[..., Any] | None = 
 
 
 def parser(folder: str) -> argparse.ArgumentParser:
-    """Returns a parser of the command line's flags; `folder` is the step to run by default."""
+    """Returns a parser of the command line; by default, it runs the step in `folder`."""
     made = argparse.ArgumentParser(
         prog="run.py", description="Runs training steps that mtf_gradsync exported."
     )
@@ -122,7 +128,14 @@ _TIMEOUT = 300.0
 def _start_jax(
     flags: argparse.Namespace, cores: int, steps: int, meet_at: Callable[..., Any] | None
 ) -> None:
-    """Joins the other processes, if the flags name any, and asks jax for CPU devices."""
+    """Asks jax for CPU devices, and joins the other processes if the flags speak of any.
+
+    Args:
+      flags: the parsed command line.
+      cores: how many cores the step has.
+      steps: how many steps are to be made; it has to be equal in all processes.
+      meet_at: see `main`.
+    """
     processes = flags.num_processes or 1
     if flags.cpu_devices or not flags.distributed:
         make_cpu_devices(flags.cpu_devices or -(-cores // processes))
@@ -165,7 +178,12 @@ def _start_jax(
 def _batches(
     flags: argparse.Namespace, inputs: Sequence[Input], seed: int
 ) -> tuple[int, Iterator[dict[str, Any]]]:
-    """Returns the number of steps to make, and an iterator over the inputs of each step."""
+    """Returns the number of steps to make, and an iterator over the inputs of each step.
+
+    The inputs come from a file or are made up, as `flags`, the parsed command line, say. A step's
+    inputs are arrays by name. `inputs` are the step's inputs, and `seed` is for made-up numbers.
+    Raises a StepError if the flags give no inputs that the step needs.
+    """
     needed = [i for i in inputs if i.default is None]
     if flags.inputs:
         return _from_file(flags, inputs)

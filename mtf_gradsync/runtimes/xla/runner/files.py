@@ -20,7 +20,11 @@ MANIFEST, PROGRAM, VALUES, SUMS = "manifest.json", "program.stablehlo", "values.
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """Returns a folder's manifest; first checks all files that are needed to run the step."""
+    """Returns a folder's manifest: the content of ``manifest.json``.
+
+    Raises a StepError if a file that is needed to run the step is missing or damaged, or if the
+    folder has another format.
+    """
     sums = read_sums(folder)
     for name in (MANIFEST, PROGRAM, VALUES):
         path = folder / name
@@ -42,7 +46,11 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def read_sums(folder: Path) -> dict[str, str]:
-    """Returns the sha256 that each file of a folder had when it was written."""
+    """Returns the sha256, in hexadecimal, that each file of a folder had when it was written.
+
+    The keys are the files' paths in the folder. Raises a StepError if the folder has no list of
+    these sums.
+    """
     try:
         lines = (folder / SUMS).read_text(encoding="utf-8").splitlines()
     except OSError as error:
@@ -62,10 +70,15 @@ def write_folder(
 ) -> None:
     """Writes the folder of an exported step, completely or not at all.
 
-    It has the manifest, `VALUES` and other files.
+    Args:
+      folder: the folder to write.
+      manifest: the content of ``manifest.json``.
+      values: the arrays to write into ``values.npz``, by name.
+      others: the contents of the other files, by their paths in the folder.
+      replace: whether an exported step that is at `folder` may be replaced.
 
-    `values` are the arrays to write into `VALUES`, and `others` the contents of other files by
-    path. Raises a StepError if the folder exists and may not be replaced.
+    Raises:
+      StepError: when something is at `folder` that may not be replaced.
     """
     check_free(folder, replace)
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -97,7 +110,7 @@ def write_folder(
 
 
 def check_free(folder: Path, replace: bool) -> None:
-    """Raises a StepError if something exists at a folder's path and may not be replaced.
+    """Raises a StepError if something that may not be replaced is at a folder's path.
 
     Only an exported step may be replaced, and only if `replace` is True.
     """
@@ -110,12 +123,18 @@ def check_free(folder: Path, replace: bool) -> None:
 
 
 def array_name(parameter: Mapping[str, Any]) -> str:
-    """Returns the name under which a parameter's array is in the file `VALUES`."""
+    """Returns the name of a parameter's array in the file ``values.npz``.
+
+    `parameter` is the manifest's entry for the parameter.
+    """
     return f"{parameter['kind']}s/{parameter['name']}"
 
 
 def distinct_rows(per_core: Sequence[np.ndarray]) -> tuple[np.ndarray, list[int]]:
-    """Returns the distinct values of cores as the rows of an array, and each core's row number."""
+    """Returns the distinct values of cores as the rows of an array, and each core's row number.
+
+    `per_core` has one value for each core, all of one shape and dtype.
+    """
     found: dict[bytes, int] = {}
     kept: list[np.ndarray] = []
     rows: list[int] = []
@@ -129,9 +148,10 @@ def distinct_rows(per_core: Sequence[np.ndarray]) -> tuple[np.ndarray, list[int]
 
 
 def assemble(parameter: Mapping[str, Any], per_core: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
-    """Returns variables by name, assembled from the slices on cores of one stored variable.
+    """Assembles a variable from its slices on the cores; returns a dict from name to array.
 
-    These are the variable itself, or the variables that Mesh-TensorFlow stacked in it.
+    The dict has the variable itself, or the variables that Mesh-TensorFlow stacked in it.
+    `parameter` is the manifest's entry for the variable, and `per_core` has each core's slice.
     """
     layout = parameter["whole"]
     if layout is None:
@@ -143,7 +163,7 @@ def assemble(parameter: Mapping[str, Any], per_core: Sequence[np.ndarray]) -> di
 
 
 def dtype_of(name: str) -> np.dtype:
-    """Returns the dtype of a name, also of names such as "bfloat16" that numpy does not know."""
+    """Returns the numpy dtype of a name such as "float32", or "bfloat16", which numpy lacks."""
     try:
         return np.dtype(name)
     except TypeError:
@@ -153,7 +173,10 @@ def dtype_of(name: str) -> np.dtype:
 
 
 def without_dtype(value: np.ndarray) -> np.ndarray:
-    """Returns an array that numpy can save: unknown dtypes become integers with the same bits."""
+    """Returns an array that numpy can save.
+
+    A dtype that numpy lacks, such as bfloat16, becomes an unsigned integer with the same bits.
+    """
     value = np.asarray(value)
     if value.dtype.kind != "V":
         return value
@@ -161,7 +184,7 @@ def without_dtype(value: np.ndarray) -> np.ndarray:
 
 
 def with_dtype(value: np.ndarray, name: str) -> np.ndarray:
-    """Returns an array with the dtype `name` again: the inverse of `without_dtype`."""
+    """Returns an array from `without_dtype` with its old dtype again, which has the name `name`."""
     return value.view(dtype_of(name))
 
 

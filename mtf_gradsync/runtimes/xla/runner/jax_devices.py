@@ -13,7 +13,7 @@ _LONGEST = 600
 
 
 class StepError(Exception):
-    """The error of a step that lacks something; the message says what, and a remedy."""
+    """The error of an exported step that cannot run; the message says why, and a remedy."""
 
 
 class DevicesError(StepError, RuntimeError):
@@ -22,9 +22,10 @@ class DevicesError(StepError, RuntimeError):
 
 @contextlib.contextmanager
 def devices_errors(in_step: bool = True) -> Iterator[None]:
-    """Turns XLA's errors in the block into `DevicesError` with XLA's message and a remedy.
+    """Turns XLA's errors in a ``with`` block into `DevicesError`, with XLA's message and a remedy.
 
-    With in_step=False, which is for compiling, only errors about too little memory are turned.
+    `in_step` says that the block runs a step. With in_step=False the block compiles: then only
+    errors about too little memory are turned, and all others stay as they are.
     """
     try:
         yield
@@ -46,7 +47,7 @@ def devices_errors(in_step: bool = True) -> Iterator[None]:
 
 
 def short(error: Exception) -> str:
-    """Returns an error's message on one line, shortened, and with a full stop."""
+    """Returns an exception's message on one line, with a full stop; long messages are cut."""
     text = " ".join(str(error).split())
     text = text if len(text) <= _LONGEST else text[:_LONGEST] + "..."
     return text if text.endswith((".", "!", "?")) else text + "."
@@ -83,8 +84,8 @@ class DeviceValues:
     def joined(self, sharding: Any) -> Any:
         """Returns the values as one jax array with a sharding over all devices of the program.
 
-        Values may differ between devices even if the sharding replicates them: it only tells jax
-        that each device has an array of the full shape.
+        `sharding` is a jax sharding that replicates. Values may differ between devices all the
+        same: the sharding only tells jax that each device has an array of the full shape.
         """
         import jax
 
@@ -96,9 +97,10 @@ class DeviceValues:
 
 
 def make_cpu_devices(count: int, replace: bool = False) -> None:
-    """Asks jax for CPU devices of this process; has no effect once jax has started its devices.
+    """Asks jax for `count` CPU devices of this process, in the environment variable XLA_FLAGS.
 
-    If XLA_FLAGS already has a number of CPU devices, only `replace` changes it.
+    If XLA_FLAGS already has a number of CPU devices, only replace=True changes that number. It has
+    no effect once jax has started its devices.
     """
     flags = os.environ.get("XLA_FLAGS", "").split()
     others = [flag for flag in flags if not flag.startswith(COUNT_FLAG)]
@@ -109,8 +111,8 @@ def make_cpu_devices(count: int, replace: bool = False) -> None:
 def exchange_at(address: str) -> None:
     """Makes CPU devices of several processes exchange values at one address of this machine.
 
-    By default gloo, jax's library for this, takes the address of the machine's host name. Call this
-    function before jax starts its devices.
+    `address` is the address, as in "127.0.0.1". By default gloo, jax's library for this, takes the
+    address of the machine's host name. Call this function before jax starts its devices.
     """
     try:
         from jaxlib import _jax as library
@@ -122,10 +124,11 @@ def exchange_at(address: str) -> None:
 
 
 def find_devices(count: int, platform: str | None) -> list[Any]:
-    """Returns the first `count` devices of a platform, over all processes.
+    """Returns the first `count` jax devices of a platform, over all processes.
 
     Platforms are "cpu", "gpu" ("cuda", "rocm") and "tpu"; None is jax's own choice. Raises a
-    DevicesError if there is no such platform or it has too few devices.
+    DevicesError if there is no such platform or it has too few devices, and a StepError if jax is
+    not installed.
     """
     try:
         import jax
@@ -161,10 +164,11 @@ def first_devices(devices: Sequence[Any], count: int) -> list[Any]:
 
 
 def put(per_core: Sequence[np.ndarray], devices: Sequence[Any]) -> DeviceValues:
-    """Copies a value for each of this process's devices to it; 64-bit numbers keep their types.
+    """Copies an array to each of this process's devices; 64-bit numbers keep their types.
 
-    A CPU device may use the memory of an array in `per_core` as its own. So no other code may write
-    to it, and two arrays that a step writes over may not share memory.
+    `per_core` has the array for each device, in the order of `devices`, which are this process's. A
+    CPU device may use the memory of its array as its own. So no other code may write to the array,
+    and two arrays that a step writes over may not share memory.
     """
     import jax
 
@@ -189,7 +193,7 @@ def keeping_64_bits() -> ContextManager[None]:
 
 
 def _with_types_of_jax(value: np.ndarray) -> np.ndarray:
-    """Returns an array, with another library's bfloat16 replaced by jax's; same bytes.
+    """Returns the array, or if it has another library's bfloat16, a view of it with jax's bfloat16.
 
     TensorFlow 2.12 has its own bfloat16.
     """
@@ -201,7 +205,11 @@ def _with_types_of_jax(value: np.ndarray) -> np.ndarray:
 
 
 def on_all_cores(value: DeviceValues, devices: Sequence[Any]) -> list[np.ndarray]:
-    """Returns a value's copies on the cores of all processes; all processes have to call this."""
+    """Returns a value as it is on each core of all processes, in the cores' order.
+
+    All processes have to call this. `value` is what this process's cores hold, and `devices` are
+    the devices of all cores.
+    """
     with devices_errors():
         mine = [np.array(array) for array in value.arrays]
     if len(mine) == len(devices):
@@ -222,10 +230,11 @@ def on_all_cores(value: DeviceValues, devices: Sequence[Any]) -> list[np.ndarray
 
 
 def exchanged(row: np.ndarray, devices: tuple[Any, ...], how: str = "gather") -> np.ndarray:
-    """Returns all processes' rows, stacked (how="gather") or added up (how="sum").
+    """Returns all processes' arrays, stacked (how="gather") or added up (how="sum").
 
-    `devices` are the devices of all processes. All processes have to call this, with rows of one
-    shape and dtype.
+    `row` is this process's array, and `devices` are the devices of all processes. All processes
+    have to call this, with arrays of one shape and dtype. They are stacked in the order of the
+    processes' numbers.
     """
     import jax
 
@@ -239,9 +248,10 @@ def exchanged(row: np.ndarray, devices: tuple[Any, ...], how: str = "gather") ->
 
 @functools.lru_cache(maxsize=None)
 def _exchange(devices: tuple[Any, ...], how: str) -> tuple[list[Any], Any, Callable[[Any], Any]]:
-    """Returns what `exchanged` needs: devices, a sharding, and a function that combines rows.
+    """Returns what `exchanged` needs: one device of each process, a sharding, and a function.
 
-    There is one device of each process, and the sharding puts a row on each of these devices.
+    The jax sharding puts one row of an array on each of these devices. The compiled function takes
+    the array; it returns all rows (how="gather") or their sum (how="sum") on each device.
     """
     import jax
 

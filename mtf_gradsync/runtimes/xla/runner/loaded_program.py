@@ -19,10 +19,12 @@ _results: weakref.WeakSet[DeviceValues] = weakref.WeakSet()
 def run_in_turn(
     run: Callable[[Sequence[DeviceValues]], list[DeviceValues]], arguments: Sequence[DeviceValues]
 ) -> list[DeviceValues]:
-    """Runs a program after the programs called before it; its results may not be ready yet.
+    """Calls a function that runs a program, once the program called before it cannot overlap.
 
     If the program takes results of the last program, the devices let it wait for these. If not,
     this process waits until the last program has ended, and raises its error if it failed.
+    `run` starts the program with `arguments`, the values that the program takes, and returns its
+    results. They are returned, and may not be ready yet.
     """
     global _last, _results
     if _results.isdisjoint(arguments):
@@ -57,11 +59,12 @@ class RefusedError(StepError):
 def compiled(
     program: bytes | str, devices: Sequence[Any], options: Mapping[str, Any] | None = None
 ) -> Any:
-    """Returns an executable of StableHLO (text or a portable artifact), one replica per device.
+    """Compiles a program for devices, one replica on each; returns jaxlib's loaded executable.
 
-    `options` are options of XLA's compiler by name, besides the defaults. Raises a RefusedError if
-    this jax cannot compile the program, a DevicesError if the devices have too little memory for
-    it, and a StepError if this version of jax has an unknown interface.
+    `program` is StableHLO: text, or a portable artifact. `devices` are jax devices, one for each
+    core. `options` are options of XLA's compiler by name, besides the defaults. Raises a
+    RefusedError if this jax cannot compile the program, a DevicesError if the devices have too
+    little memory for it, and a StepError if this version of jax has an unknown interface.
     """
     import jax
 
@@ -87,9 +90,10 @@ def compiled(
 
 
 def compile_options(devices: Sequence[Any], options: Mapping[str, Any] | None = None) -> Any:
-    """Returns the compiler's options for one replica on each device.
+    """Returns jaxlib's ``CompileOptions`` for a program with one replica on each device.
 
-    `devices` may also be devices that a topology describes. `options` are as for `compiled`.
+    `devices` are jax devices, or devices that a topology describes. `options` are options of XLA's
+    compiler by name, besides the defaults.
     """
     try:
         from jax.extend.backend import get_compile_options
@@ -104,12 +108,16 @@ def compile_options(devices: Sequence[Any], options: Mapping[str, Any] | None = 
 
 
 def serialized_executable(executable: Any, devices: Sequence[Any]) -> bytes:
-    """Returns an executable as bytes; raises a RuntimeError if the platform cannot do that."""
+    """Returns an executable of `compiled` as bytes, to be loaded later on such devices.
+
+    `devices` are the devices that it was compiled for. Raises a RuntimeError if their platform
+    cannot do that.
+    """
     return devices[0].client.serialize_executable(executable)
 
 
 def loaded_executable(serialized: bytes, devices: Sequence[Any]) -> Any:
-    """Returns the executable that `serialized_executable` turned into bytes.
+    """Returns the executable that `serialized_executable` turned into bytes, loaded on `devices`.
 
     The bytes must come from the same jaxlib and be for devices of the same kind. Raises a
     RuntimeError if they are not such an executable.
@@ -139,9 +147,10 @@ class LoadedProgram:
         self._handlers: list[Any] = []
 
     def run(self, arguments: Sequence[DeviceValues]) -> list[DeviceValues]:
-        """Runs the program once; may return before the results are computed.
+        """Runs the program once and returns its results, which may not be computed yet.
 
-        Arguments over which results are written cannot be used again.
+        `arguments` are the values of the program's parameters, in order. Arguments over which
+        results are written cannot be used again.
         """
         return run_in_turn(self._run, arguments) if self._waits else self._run(arguments)
 

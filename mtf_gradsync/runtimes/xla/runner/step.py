@@ -71,7 +71,7 @@ class Fetched(Mapping):
         return len(self._values)
 
     def per_core(self, name: str) -> list[np.ndarray]:
-        """Returns the value on each of this process's cores, in order."""
+        """Returns the value of the fetch `name` on each of this process's cores, in order."""
         with devices_errors():
             return [np.asarray(array)[()] for array in self._values[name].arrays]
 
@@ -150,14 +150,14 @@ class Step:
                     self._on_devices[p["name"]] = self._put(per_core)
 
     def __call__(self, inputs: Mapping[str, Any] | None = None) -> Fetched:
-        """Makes a step; returns at once, and steps run in the order of the calls.
+        """Begins a step and returns at once; steps run in the order of the calls.
 
         Args:
-          inputs: name -> array. Inputs with a value in the folder, and the step counter, need not
-            be given.
+          inputs: the arrays of the inputs, by name. Inputs with a value in the folder, and the step
+            counter, need not be given.
 
         Returns:
-          The fetches.
+          The values that the step fetches, by name. Reading a value waits for the step.
 
         Raises:
           StepError: when an input is missing or has another shape or dtype.
@@ -249,7 +249,11 @@ class Step:
         return {i.name: np.full(i.shape, now, i.dtype) for i in counters}
 
     def _checked(self, given: Mapping[str, Any]) -> dict[str, list[np.ndarray]]:
-        """Returns each input's values on this process's cores, after checking what was given."""
+        """Returns, for the name of each given input, its value on each of this process's cores.
+
+        `given` are the arrays that the caller gave, by name. Raises a StepError if an input is
+        missing, unknown, or of another shape or dtype.
+        """
         missing = [i.name for i in self.inputs if i.default is None and i.name not in given]
         unknown = [name for name in given if name not in self._given]
         if missing or unknown:
@@ -278,7 +282,7 @@ class Step:
 
 
 def inputs_of(manifest: Mapping[str, Any]) -> tuple[Input, ...]:
-    """Returns the inputs of a step that its manifest lists."""
+    """Returns the inputs of a step, in the order in which its manifest lists them."""
     found = []
     for p in manifest["parameters"]:
         if p["kind"] == "input":
@@ -289,5 +293,5 @@ def inputs_of(manifest: Mapping[str, Any]) -> tuple[Input, ...]:
 
 
 def _is_split(rows: Sequence[int]) -> bool:
-    """Returns whether cores read different rows of an input."""
+    """Returns whether cores read different rows of an input; `rows` has each core's row number."""
     return max(rows) > 0

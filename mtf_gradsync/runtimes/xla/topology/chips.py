@@ -44,7 +44,8 @@ class Chip(NamedTuple):
           directions: the numbers of chips along all directions of the slice.
 
         Returns:
-          Whether the links close; source: https://jax-ml.github.io/scaling-book/tpus (networking).
+          Whether the links close. The source of the rule is
+          https://jax-ml.github.io/scaling-book/tpus (networking).
         """
         if self.full_ring:
             return direction >= self.full_ring

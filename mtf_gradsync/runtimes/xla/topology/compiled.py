@@ -107,20 +107,22 @@ class CompiledProgram:
     def fits(self) -> dict[str, bool]:
         """Returns for each TPU generation whether the program fits into a core's memory.
 
-        Compared are the bytes of the program compiled for `topology`. Other generations pad and
+        The bytes are those of the program compiled for `topology`. Other generations pad and
         schedule a little differently: if the bytes are near a generation's limit, compile for that
         generation.
 
         Returns:
-          Name of the generation, as in "v3" -> whether the program fits. Empty if the program was
-          refused.
+          True or False by the name of the generation, as in "v3". Empty if the program was refused.
         """
         if self.memory is None:
             return {}
         return {g.name: self.memory.total <= g.memory_per_core for g in self._generations()}
 
     def _generations(self) -> list[Generation]:
-        """Returns all generations, the topology's own with its number of cores per chip."""
+        """Returns all TPU generations.
+
+        The generation of `topology` is as the topology's name says: a v4 chip is one core or two.
+        """
         own = slice_of(self.topology).generation
         return [own if g.name == own.name else g for g in GENERATIONS]
 
@@ -140,7 +142,10 @@ class CompiledProgram:
         return "\n".join(lines)
 
     def to_json(self) -> str:
-        """Returns all attributes, and "accepted", "total" and "fits", as JSON text."""
+        """Returns all attributes as JSON text, with the results of `accepted` and `fits`.
+
+        The total of `memory` is in it, too.
+        """
         content = dataclasses.asdict(self)
         content["accepted"] = self.accepted
         content["fits"] = self.fits()

@@ -37,16 +37,27 @@ def ask(
     update_not_split: bool = False,
     begun: Callable[[subprocess.Popen[str]], None] = lambda process: None,
 ) -> dict[str, Any]:
-    """Returns the TPU compiler's answer for a program; `compiler_script` writes it to `folder`.
+    """Compiles a program for a TPU in another process; returns the TPU compiler's answer.
 
-    `module` is the program's StableHLO; if it is None, the answer is about the topology only.
-    `estimate` has the StableHLO of further programs by name. `update_not_split` also compiles
-    without splitting the weight update. `begun` is called with the compiler's process when it runs,
-    so that the caller can end it.
+    Args:
+      folder: an empty folder, into which the other process writes the answer and the compiled HLO.
+      module: the program's StableHLO; None to ask about the topology only.
+      topology: the name of the topology, as in "v3:2x2".
+      num_cores: how many cores the program has. If the topology has another number, nothing is
+        compiled.
+      estimate: the StableHLO of further programs to compile, by name.
+      update_not_split: whether to compile the program a second time, without splitting the weight
+        update over the cores.
+      begun: a function that is called with the other process when it runs, so that the caller can
+        end it.
 
-    If libtpu does not know the topology, the answer has "no_topology" with libtpu's message.
-    Otherwise it has "device_kind", "num_cores" and "places", and for a program either "seconds",
-    "memory" and "cost", or "error".
+    Returns:
+      If libtpu does not know the topology, a dict with "no_topology": libtpu's message. Otherwise a
+      dict with "device_kind", "num_cores" and "places". If the program was compiled, it also has
+      "seconds", "memory" and "cost"; if the compiler refused it, "error".
+
+    Raises:
+      CompilerDiedError: when the process ended without an answer.
     """
     environment = {
         **os.environ,
@@ -96,7 +107,11 @@ def ask(
 
 
 def reason_in(output: str) -> str:
-    """Returns the line of a process's output that explains its crash; "" if there is none."""
+    """Returns the line of a crashed process's `output` that is most likely to say why it crashed.
+
+    This is a fatal message of Google's logs, or else the last line that is no stack frame; "" if
+    there is none.
+    """
     fatal = _FATAL.search(output)
     if fatal:
         return fatal[1]

@@ -23,7 +23,8 @@ _CHIPS_PER_HOST = 4
 def main(private: Any, folder: str) -> dict[str, Any]:
     """Compiles ``module.mlir`` of a folder as ``request.json`` asks; see `compiler_process.ask`.
 
-    `private` is the module `mtf_gradsync.runtimes._private.jax`. Returns the answer, for JSON.
+    `private` is the module `mtf_gradsync.runtimes._private.jax`. `folder` has these files, and gets
+    the compiled programs. Returns the answer that `compiler_process.ask` returns.
     """
     # `private` is the module `mtf_gradsync.runtimes._private.jax`, which cannot be imported here.
     from jax.experimental import topologies
@@ -90,7 +91,11 @@ def main(private: Any, folder: str) -> dict[str, Any]:
 
 
 def _hosts(topology: str) -> dict[str, Any]:
-    """Returns libtpu's settings of hosts, which put a slice smaller than a host on one host."""
+    """Returns the options for libtpu that say how the chips of a topology are on hosts.
+
+    `topology` is libtpu's name of it. A slice of fewer chips than a host has is put on one host.
+    For larger slices the dict is empty.
+    """
     sizes = topology.partition(":")[2].split("x")
     if not all(size.isdigit() for size in sizes):
         return {}

@@ -47,7 +47,7 @@ def compile_for_tpu(
     update_not_split: bool = False,
     bare_fetches: Sequence[Any] = (),
 ) -> CompiledProgram:
-    """Compiles a program for a TPU; returns whether it is accepted, its collectives and memory.
+    """Compiles a program for a TPU, to see if it is accepted, its collectives and its memory.
 
     No TPU is needed. The program is compiled as a TPU runs it, with all its updates: variables are
     arguments of a core's program, and their new values are results that are written over them.
@@ -109,7 +109,11 @@ class LoweredProgram(NamedTuple):
 
 
 def lower(program: Program, fetches: Sequence[Any] = ()) -> LoweredProgram:
-    """Returns a core's program as StableHLO, for `compile_lowered`; needs no TPU compiler."""
+    """Returns a core's program as StableHLO, for `compile_lowered`; needs no TPU compiler.
+
+    `fetches` are the tensors of the program that a step returns. If TensorFlow refuses to turn an
+    operation into HLO, the result has the reason.
+    """
     replica = replica_program(program, fetches)
     try:
         return LoweredProgram(replica.num_replicas, to_stablehlo(to_hlo(replica)))
@@ -126,15 +130,22 @@ def compile_lowered(
     begun: Callable[[subprocess.Popen[str]], None] = lambda process: None,
     by_branches: bool = False,
 ) -> CompiledProgram:
-    """Returns the TPU compiler's answer for a program that `lower` made; see `compile_for_tpu`.
+    """Returns the TPU compiler's answer for a program that `lower` made.
 
-    `others` is the StableHLO of further programs to estimate, by name. If it is None, the program
-    itself is estimated with all conditions true, and with all conditions false. To estimate loops,
-    each program is compiled once more for each of its loops. With `update_not_split`
-    the program is compiled a second time, without splitting its update over the cores. `begun` is
-    called once, with the compiler's process, right after the process starts. With `by_branches`, a
-    program with a single conditional is compiled once and not three times: its estimates with the
-    condition true or false count what the branches of the compiled program do.
+    To estimate loops, each program is compiled once more for each of its loops.
+
+    Args:
+      lowered: the program.
+      topology: see `compile_for_tpu`.
+      save_hlo: see `compile_for_tpu`.
+      others: the StableHLO of further programs to estimate, by name. If it is None, the program
+        itself is estimated with all conditions true, and with all conditions false.
+      update_not_split: whether to compile the program a second time, without splitting its update
+        over the cores.
+      begun: a function that is called once, with the compiler's process, right after its start.
+      by_branches: whether a program with a single conditional is compiled once and not three times.
+        Its estimates with the condition true or false then count what the branches of the compiled
+        program do.
     """
     refused, num_replicas = lowered.refused, lowered.num_replicas
     by_branches = by_branches and others is None and (lowered.module or "").count(_IF) == 1
@@ -217,8 +228,12 @@ def _with_loops(
 ) -> CostEstimate:
     """Returns the estimate of a program in which every iteration of its loops counts.
 
-    `read` has the estimates by name: of the program, and of each program in `loops`. `unknown` is
-    the number of loops that count once.
+    Args:
+      name: the program's name in `read`.
+      read: the compiler's estimates by name: of the program, in which each iteration counts once,
+        and of each program in `loops`.
+      loops: for each loop, the program with one more iteration of it.
+      unknown: how many loops count once because their number of iterations is not known.
     """
     once = total = read[name]
     for i, one in enumerate(loops):
@@ -231,9 +246,10 @@ def _with_loops(
 
 
 def places_of(topology: str) -> tuple[tuple[int, ...], ...]:
-    """Returns each core's place: the coordinates of its chip, then its number on the chip.
+    """Returns each core's place in a topology: the coordinates of its chip, its number on the chip.
 
-    The cores are in the order of a program's cores.
+    The cores are in the order of a program's cores. `topology` is its name, as in "v3:2x2". Raises
+    a ValueError if libtpu does not know it, and an XlaMissingError if libtpu is not installed.
     """
     slice_of(topology)
     check_installed("jax", "jaxlib", "libtpu")
@@ -244,7 +260,11 @@ def places_of(topology: str) -> tuple[tuple[int, ...], ...]:
 
 
 def _lower_bare(bare: Program, fetches: Sequence[Any]) -> tuple[str | None, str]:
-    """Returns the bare program as StableHLO, or None and the reason why TensorFlow refuses it."""
+    """Lowers the program with the bare optimizer; returns its StableHLO and "", or None and why.
+
+    The second value is the reason why TensorFlow refuses the program. `fetches` are the tensors
+    that a step of it returns.
+    """
     try:
         lowered = lower(bare, fetches)
     except UnsupportedProgramError as error:
@@ -253,7 +273,11 @@ def _lower_bare(bare: Program, fetches: Sequence[Any]) -> tuple[str | None, str]
 
 
 def _conditions(module: str) -> dict[str, str]:
-    """Returns name of an estimate -> the program with all conditions true, or with all false."""
+    """Returns a program with all conditions true, and the program with all conditions false.
+
+    `module` is the program's StableHLO. The result is a dict of StableHLO with the keys
+    "conditions_true" and "conditions_false". It is empty if the program has no conditionals.
+    """
     made = {f"conditions_{str(v).lower()}": with_conditions(module, v) for v in (True, False)}
     return {name: text for name, text in made.items() if text is not None}
 

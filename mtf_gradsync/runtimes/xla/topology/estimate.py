@@ -65,7 +65,7 @@ class CostEstimate:
 
     @property
     def roofline_seconds(self) -> float:
-        """The least possible time: the longer of the times for all operations and for all bytes.
+        """The least possible time in seconds: for all operations or for all bytes, if longer.
 
         0 if the rates are unknown.
         """
@@ -74,7 +74,10 @@ class CostEstimate:
         return max(self.flops / self.rates.flops, self.bytes_accessed / self.rates.bytes)
 
     def plus(self, times: int, less: CostEstimate, more: CostEstimate) -> CostEstimate:
-        """Returns this estimate plus `times` * (`more` - `less`)."""
+        """Returns this estimate plus `times` times the difference of two others, `more` - `less`.
+
+        Only the figures that add up change, such as operations, bytes and seconds.
+        """
         sums = {
             name: getattr(self, name) + times * (getattr(more, name) - getattr(less, name))
             for name in _SUMS
@@ -85,11 +88,15 @@ class CostEstimate:
 def read_estimate(
     numbers: Mapping[str, float], compiled: bytes, rates: Rates, conditions: bool | None = None
 ) -> CostEstimate:
-    """Returns the estimate of a compiled program (a serialized ``HloModuleProto``).
+    """Estimates a compiled program's cost, in which one iteration of each loop counts.
 
-    `numbers` are libtpu's "flops", "bytes accessed" and "optimal_seconds". The last is a sum in
-    which each operation that libtpu cannot estimate counts as -1. `rates` are the rates of one
-    core. `conditions` is the value of all conditions; None counts no branch of a conditional.
+    Args:
+      numbers: libtpu's "flops", "bytes accessed" and "optimal_seconds" of the program. The last is
+        a sum in which each operation that libtpu cannot estimate counts as -1.
+      compiled: the program, a serialized ``HloModuleProto``.
+      rates: the rates of one core.
+      conditions: the value of all conditions, which decides which branches count; None counts no
+        branch of a conditional.
     """
     module = read_module(compiled)
     work = work_of(module, rates, conditions)
@@ -117,12 +124,13 @@ def read_estimate(
 
 
 def with_conditions(module: str, value: bool) -> str | None:
-    """Returns a StableHLO program's text with each conditional replaced by one branch.
+    """Returns a StableHLO program's text with each conditional replaced by one of its branches.
 
-    The compiler's estimate of a conditional is not the cost of the branch that a step runs. All
-    conditions have the same `value`, except that a condition which is the negation of another
-    ("report if not finite" beside "update if finite") has the opposite value. Returns None for a
-    program without conditionals.
+    `module` is the program's text, and `value` decides on the branch: it is the value of all
+    conditions, except that a condition which is the negation of another ("report if not finite"
+    beside "update if finite") has the opposite value. Returns None for a program without
+    conditionals. The compiler's own estimate of a conditional is not the cost of the branch that a
+    step runs.
     """
     from jax.interpreters import mlir
     from jaxlib.mlir import ir
@@ -151,7 +159,7 @@ def with_conditions(module: str, value: bool) -> str | None:
 
 
 def _put_in_line(conditional: Any, branch: int) -> None:
-    """Replaces a conditional by one of its branches.
+    """Replaces a conditional, an MLIR operation, by its branch number `branch`: 0 is for true.
 
     A constant condition would not do: the compiler keeps conditionals that have collectives.
     """
@@ -174,11 +182,14 @@ class OneTurnMore(NamedTuple):
 
 
 def turns_more(module: str) -> tuple[list[OneTurnMore], int]:
-    """Returns programs with one more iteration of a loop, and the number of other loops.
+    """Makes programs that have one more iteration of one loop, to estimate what an iteration costs.
 
-    There is a program for each loop whose number of iterations is known (attribute `TURNS`) and
-    that is in no loop of unknown number. The difference between its estimate and the program's is
-    the cost of an iteration. Other loops count once.
+    The cost is the difference between the estimate of such a program and that of `module`, the
+    StableHLO of the program.
+
+    Returns:
+      A program for each loop whose number of iterations is known (attribute `TURNS`), as are those
+      of the loops around it. Then the number of loops for which this is not so.
     """
     if _WHILE not in module:
         return [], 0
@@ -203,7 +214,10 @@ def turns_more(module: str) -> tuple[list[OneTurnMore], int]:
 
 
 def _loops(operation: Any, around: tuple[Any, ...] = ()) -> Iterator[tuple[Any, tuple[Any, ...]]]:
-    """Yields each loop with the loops around it; copies of a program give the same order."""
+    """Yields each loop in an MLIR operation, with a tuple of the loops around it, outermost first.
+
+    `around` are the loops around `operation` itself. Copies of a program give the same order.
+    """
     for region in operation.regions:
         for block in region:
             for inner in (op.operation for op in block):
@@ -214,7 +228,10 @@ def _loops(operation: Any, around: tuple[Any, ...] = ()) -> Iterator[tuple[Any, 
 
 
 def _put_a_turn_before(loop: Any) -> None:
-    """Copies a loop's body to a place before the loop, which begins with the copy's results."""
+    """Copies a loop's body to a place before the loop, which then begins with the copy's results.
+
+    `loop` is an MLIR operation.
+    """
     from jaxlib.mlir import ir
 
     turn = loop.clone(ip=ir.InsertionPoint(loop))

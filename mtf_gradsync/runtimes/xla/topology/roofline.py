@@ -28,7 +28,11 @@ _LEAST, _MOST = 0.95, 3.0
 
 
 def why_doubtful(seconds: float, roofline: float) -> str:
-    """Returns why an estimate contradicts the whole program's roofline; "" if it does not."""
+    """Returns why an estimated time is doubtful, as in "below its roofline of 2 ms"; "" if not.
+
+    `seconds` is the estimate, the sum of the operations' rooflines. `roofline` is the roofline of
+    the whole program in seconds, to which the sum should be near.
+    """
     whole = f"its roofline of {1e3 * roofline:.3g} ms"
     if seconds < _LEAST * roofline:
         return f"below {whole}"
@@ -52,10 +56,10 @@ class Work(NamedTuple):
 
 
 def work_of(module: HloModule, rates: Rates, conditions: bool | None = None) -> Work:
-    """Returns the work of a compiled program on one core, for cores of some rates.
+    """Adds up what a step of a compiled program does on one core.
 
-    `conditions` is the value of all conditions, which decides which branches count; None counts no
-    branch.
+    `rates` are the core's rates, for the time. `conditions` is the value of all conditions, which
+    decides which branches count; None counts no branch.
     """
     flops = bytes_ = seconds = 0.0
     custom_calls = []
@@ -69,7 +73,11 @@ def work_of(module: HloModule, rates: Rates, conditions: bool | None = None) -> 
 
 
 def _run_by(computation: Computation, conditions: bool | None) -> Iterator[Instruction]:
-    """Yields the instructions that take time, those of loops once; see `work_of`."""
+    """Yields the instructions of a computation that take time, those of loops once.
+
+    `conditions` is the value of all conditions, which decides which branches are run; None for no
+    branch.
+    """
     for instruction in computation.instructions:
         called: Sequence[Computation] = ()
         if instruction.opcode in ("while", "call"):
@@ -84,7 +92,7 @@ def _run_by(computation: Computation, conditions: bool | None) -> Iterator[Instr
 
 
 def _flops(instruction: Instruction) -> float:
-    """Returns the floating-point operations of an instruction: two per multiplication.
+    """Returns how many floating-point operations an instruction does: two per multiplication.
 
     Only products of matrices and convolutions count.
     """
@@ -101,7 +109,7 @@ def _flops(instruction: Instruction) -> float:
 
 
 def _bytes(instruction: Instruction) -> int:
-    """Returns the bytes that an instruction reads and writes.
+    """Returns how many bytes an instruction reads and writes, as one sum.
 
     An operation that is split into start and end reads at its start and writes at its end. Copies
     to and from the core's fast memory count as 0, because they run beside other operations: their
@@ -128,7 +136,7 @@ def _copies_beside(instruction: Instruction) -> bool:
 
 
 def _read_by(instruction: Instruction, number: int) -> int:
-    """Returns how many bytes of the operand `number` an instruction reads."""
+    """Returns how many bytes of its operand `number`, from 0, an instruction reads."""
     whole, opcode = instruction.operands[number].bytes, instruction.opcode
     if number == 0 and opcode in _SLICES:
         return min(whole, instruction.bytes)
@@ -140,7 +148,7 @@ def _read_by(instruction: Instruction, number: int) -> int:
 
 
 def _read_within(value: Instruction) -> int:
-    """Returns how many bytes of a value the instructions of a fusion read."""
+    """Returns how many bytes of a fusion's parameter, `value`, the fusion's instructions read."""
     if not value.users:
         return value.bytes
     return sum(
@@ -150,7 +158,7 @@ def _read_within(value: Instruction) -> int:
 
 
 def _written(instruction: Instruction) -> int:
-    """Returns the bytes that an instruction writes; an in-place update writes only its slice."""
+    """Returns how many bytes an instruction writes; an update in place writes only its slice."""
     if instruction.opcode == "dynamic-update-slice":
         into, written = instruction.operands[:2]
         if _passed_on(into).opcode in ("parameter", "get-tuple-element"):
@@ -166,16 +174,18 @@ def _written_by_root(root: Instruction) -> int:
 
 
 def _passed_on(value: Instruction) -> Instruction:
-    """Returns the instruction that computed a value; skips those that only pass the value on."""
+    """Returns the instruction that computed a value; skips instructions that only reshape it."""
     while value.opcode in _PASSED_ON:
         value = value.operands[0]
     return value
 
 
 def _flops_of_convolution(convolution: Any, left: Any, right: Any) -> float:
-    """Returns a convolution's floating-point operations, without those on padding or dilation.
+    """Returns how many floating-point operations a convolution does, without those on padding.
 
-    The TPU compiler writes products of matrices as convolutions with much padding and dilation.
+    Operations on dilation do not count, either: the TPU compiler writes products of matrices as
+    convolutions with much of both. `convolution` is XLA's ``HloInstructionProto``, and `left` and
+    `right` are the ``ShapeProto`` of its input and its kernel.
     """
     numbers = convolution.convolution_dimension_numbers
     positions = 1
@@ -199,8 +209,9 @@ def _positions(numbers: int, kernel: int, results: int, window: Any) -> int:
     """Returns the number of multiplications along a dimension of a convolution.
 
     These are the pairs of a kernel element and a result for which the kernel element is over a
-    number of the input, not over padding or dilation. `numbers`, `kernel` and `results` are sizes
-    along the dimension.
+    number of the input, not over padding or dilation. `numbers`, `kernel` and `results` are the
+    sizes of input, kernel and result along the dimension. `window` is XLA's message with stride,
+    padding and dilation along it.
     """
     found = 0
     for place in range(kernel):

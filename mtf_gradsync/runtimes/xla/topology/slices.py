@@ -85,10 +85,11 @@ def slice_of(topology: str) -> Slice:
 
 
 def _topology_of_cloud(name: str) -> str:
-    """Returns libtpu's name of a slice that Google Cloud calls "v4-8"; other names unchanged.
+    """Turns Google Cloud's name of a slice into libtpu's: "v4-8" becomes "v4:2x2x1".
 
-    A slice whose number of chips is a power of two is as close to a square or a cube as possible.
-    The smallest slices of three dimensions are flat, as in 2x2x1.
+    Other names are returned unchanged. A slice is as close to a square or a cube as possible, and
+    the smallest slices of three dimensions are flat. Raises a ValueError if the number of chips is
+    no power of two, because the name then does not say how they are arranged.
     """
     match = re.fullmatch(r"(\w+)-(\d+)", name)
     if match is None or match[1] not in _CLOUD_NAMES:
