@@ -107,10 +107,10 @@ def _texts_of_all(text: str) -> list[str]:
 
 
 def _pieces(values: Sequence[np.ndarray]) -> Iterator[list[np.ndarray]]:
-    """Yields `values` in lists of at most `_PIECE_BYTES` bytes, in order, to bound the memory of an exchange.
+    """Yields `values` in lists of at most `_PIECE_BYTES` bytes, in order, to be exchanged in turn.
 
-    A larger value is alone in its list. Raises a ProcessesError if shapes or dtypes of the values
-    differ between processes.
+    This bounds the memory that an exchange takes. A larger value is alone in its list. Raises a
+    ProcessesError if shapes or dtypes of the values differ between processes.
     """
     check_same("values to exchange", repr([(v.shape, v.dtype.str) for v in values]).encode())
     piece: list[np.ndarray] = []

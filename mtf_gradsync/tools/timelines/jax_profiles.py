@@ -29,8 +29,8 @@ class Ran(NamedTuple):
 class _Found(NamedTuple):
     """A run of an operation, as a profile has it.
 
-    `where` is the profile's name for the device, and `execution` its name for the run of the
-    program; None if the profile does not say.
+    `where` is the profile's name for the device, and `execution` is its name for the run of the
+    program. Both are None if the profile does not say.
     """
 
     where: Any
@@ -41,11 +41,14 @@ class _Found(NamedTuple):
 
 
 def read_profile(profile: Any, module: str, ordinals: Sequence[int]) -> list[Ran]:
-    """Finds the runs of a program's operations in a profile (``jax.profiler.ProfileData``).
+    """Finds the runs of a program's operations in a profile of jax; returns them in no order.
 
-    `module` is the name of the compiled program. `ordinals` are the numbers that the platform gives
-    the devices of this process's cores. The runs are in no order. Events of waiting threads, and
-    events that only mark the end of others, are no runs.
+    Events of waiting threads, and events that only mark the end of others, are no runs.
+
+    Args:
+      profile: a ``jax.profiler.ProfileData``.
+      module: the name of the compiled program.
+      ordinals: for each of this process's cores, the number that the platform gives its device.
     """
     planes = list(profile.planes)
     began = [t for p in planes for name, t in p.stats if name == "profile_start_time"]
@@ -61,10 +64,10 @@ def read_profile(profile: Any, module: str, ordinals: Sequence[int]) -> list[Ran
 
 
 def _events(line: Any, start: int) -> Iterator[tuple[Any, int, int]]:
-    """Yields the events of a line in the order in which they begin.
+    """Yields (event, begin, end) for the events of a line, in the order in which they begin.
 
-    With each event it yields the event's begin and end, in nanoseconds since the epoch. `start` is
-    the begin of the profile, to which some versions of jax relate times.
+    The times are in nanoseconds since the epoch. `line` is a line of a profile: the events of one
+    thread or stream. `start` is the begin of the profile, from which some versions of jax count.
     """
     for event in sorted(line.events, key=lambda e: (e.start_ns, -e.duration_ns)):
         # Versions of jax count from the epoch, or from the begin of the profile.
@@ -73,7 +76,7 @@ def _events(line: Any, start: int) -> Iterator[tuple[Any, int, int]]:
 
 
 def _stats(event: Any) -> dict[str, Any]:
-    """Returns an event's statistics by name; for a repeated name its first value."""
+    """Returns the statistics of a profile's event by name; for a repeated name its first value."""
     found: dict[str, Any] = {}
     for name, value in event.stats:
         found.setdefault(name, value)
@@ -83,7 +86,9 @@ def _stats(event: Any) -> dict[str, Any]:
 def _on_device(plane: Any, start: int, ordinal: int) -> Iterator[_Found]:
     """Yields the runs of operations on an accelerator.
 
-    GPUs have a line of events for each stream, TPUs one for operations.
+    `plane` is the part of a profile about the accelerator, whose number is `ordinal`. It has a line
+    of events for each stream of a GPU, and one for the operations of a TPU. `start` is the begin of
+    the profile in nanoseconds.
     """
     for line in plane.lines:
         if not _DEVICE_LINES.match(line.name):
@@ -101,6 +106,12 @@ def _on_host(plane: Any, start: int, module: str, cores: int) -> list[_Found]:
     """Returns the runs of operations on CPU devices: events of the threads that ran them.
 
     If the profile does not say which device an operation ran on, `_by_tasks` finds the device.
+
+    Args:
+      plane: the part of a profile about the host.
+      start: the begin of the profile, in nanoseconds.
+      module: the name of the compiled program.
+      cores: how many cores this process has.
     """
     ends: dict[Any, int] = {}
     pool = _ThreadPool()
@@ -157,26 +168,33 @@ class _ThreadPool:
         self._parts: dict[Any, list[Any]] = collections.defaultdict(list)
 
     def schedule(self, task: Any, by: Any, at: int, thread: Any) -> None:
-        """Stores that the task `by` has scheduled `task`, at a time and in a thread.
+        """Stores that a task has scheduled another, when, and in which thread.
 
-        `by` is None if no task has scheduled it.
+        Args:
+          task: the scheduled task, as an identifier from the profile.
+          by: the task that has scheduled it; None if no task has.
+          at: the time, in nanoseconds.
+          thread: the thread's name.
         """
         self._by[task], self.scheduled[task] = by, (at, thread)
         if by not in self._ended:
             self._parts[by].append(task)
 
     def end(self, task: Any, at: int) -> None:
-        """Stores when a task has ended, unless an earlier end is stored."""
+        """Stores that a task ended at the time `at`, unless an end is stored already."""
         self._ended.setdefault(task, at)
 
     def root_of(self, task: Any) -> Any:
-        """Returns the task that began the program on a device of which `task` is a part."""
+        """Returns the task that began the program of which `task` is a part, on one device.
+
+        The result is None if that task is not known.
+        """
         while task is not None and task not in self.roots:
             task = self._by.get(task)
         return task
 
     def end_of(self, task: Any) -> int:
-        """Returns the time when a task and all tasks that it scheduled had ended."""
+        """Returns the time when a task and all that it scheduled had ended; 0 if not known."""
         last, pending = 0, [task]
         while pending:
             one = pending.pop()
@@ -191,12 +209,21 @@ _Place = tuple[int, int]  # number of a program's execution, and number of the d
 def _by_tasks(
     found: Sequence[_Found], task_of: Sequence[Any], pool: _ThreadPool, cores: int
 ) -> list[_Found]:
-    """Finds the device of each run of an operation from the tasks that ran it.
+    """Returns runs of operations with their devices and executions, found from the tasks.
 
     Profiles of jaxlib 0.4 do not name the device. A program is begun on all devices in their order,
     by one task for each. If it has to wait on a device, a task of another device, or of an earlier
     program, goes on with it. All devices run the same program, so if one task has more runs of an
     operation than the others, the excess belongs to a device that lacks them.
+
+    Args:
+      found: the runs.
+      task_of: for each of `found`, the task that ran it.
+      pool: the tasks, and which task scheduled which.
+      cores: how many cores this process has.
+
+    Raises:
+      TimelineError: when the device of more than one run in a hundred cannot be found.
     """
     if cores == 1:
         return [one._replace(where=0, execution=None) for one in found]
@@ -243,12 +270,21 @@ def _of_some_programs(
     began: dict[_Place, int],
     trusts_tasks: bool,
 ) -> tuple[list[tuple[_Place | None, _Found]], set[int]]:
-    """Finds the programs in which an operation of a branch has run.
+    """Finds the executions of a program in which an operation of a branch has run.
 
-    Returns the runs of the operation, each with its likely place or None, and the programs. A place
-    is a program's execution and a device. A run belongs to the program of its task, unless the next
-    program of that device has begun before it. If the task's program is not known, or tasks are not
-    trusted, the run belongs to the last program that has begun.
+    A run belongs to the execution that its task began, unless the next execution on that device
+    has begun before it. If the task's execution is not known, or if `trusts_tasks` is False, the
+    run belongs to the last execution that has begun.
+
+    Args:
+      of_operation: the runs of the operation, each after the place of its task: the number of the
+        execution and the number of the device. The place is None if it is not known.
+      began: for each place, when the execution began there.
+      trusts_tasks: whether to go by the task of a run.
+
+    Returns:
+      The runs of the operation, each after its likely place or None, and the numbers of the
+      executions.
     """
     likely, taken = [], set()
     in_order = sorted(began, key=began.__getitem__)
@@ -272,11 +308,15 @@ def _share_out(
     places: Sequence[_Place],
     by_place: dict[_Place, list[_Found]],
 ) -> None:
-    """Gives each place equally many runs of an operation, and first its likely own runs.
+    """Gives each place equally many runs of an operation: its likely own runs, then left ones.
 
-    A place is a program's execution and a device. `of_operation` has the runs in the order in which
-    they began, each with its likely place. `turns` is the number of runs for each of `places`; they
-    are added to by_place.
+    A place is the number of a program's execution and the number of a device.
+
+    Args:
+      of_operation: the runs in the order in which they began, each after its likely place or None.
+      turns: how many runs each place gets.
+      places: the places to give them to.
+      by_place: the runs of each place, to which these runs are added.
     """
     own: dict[_Place, list[_Found]] = {p: [] for p in places}
     others: list[_Found] = []
@@ -291,7 +331,11 @@ def _share_out(
 
 
 def _numbered(found: Sequence[_Found], ordinals: Sequence[int]) -> list[Ran]:
-    """Returns the runs with numbers for cores and executions in place of names of the profile."""
+    """Returns runs with numbers of cores and of executions in place of the profile's names.
+
+    `ordinals` has, for each of this process's cores, the number that the platform gives its device.
+    Runs on other devices are left out. Executions are numbered in the order in which they begin.
+    """
     seen = {one.where for one in found}
     names = list(ordinals)
     if not seen <= set(names):
@@ -312,10 +356,10 @@ def _numbered(found: Sequence[_Found], ordinals: Sequence[int]) -> list[Ran]:
 
 
 def leaves(ran: Sequence[Ran], inside: Mapping[str, set[str]]) -> list[Ran]:
-    """Returns the runs of operations, without loops, branches and calls.
+    """Returns the runs of operations, without those of loops, branches and calls.
 
-    `inside` has the operations in each of these. A loop, branch or call is kept if none of its
-    operations ran.
+    `inside` has, for the name of each loop, branch or call, the names of the operations in it. Its
+    runs are kept if none of these operations ran.
     """
     seen = {one.operation for one in ran}
     around = {name for name, inner in inside.items() if inner & seen}
@@ -323,11 +367,11 @@ def leaves(ran: Sequence[Ran], inside: Mapping[str, set[str]]) -> list[Ran]:
 
 
 def until_used(ran: Sequence[Ran], users: Mapping[str, set[str]]) -> list[Ran]:
-    """Returns the runs, each cut off when the first user of its result begins.
+    """Returns the runs, each cut off when the first operation that uses its result begins.
 
     On CPU devices one thread begins an operation and others compute it. In a profile the operation
-    ends only when the first thread has noticed that. `users` has, by the name of an operation, the
-    names of the operations that take its result.
+    ends only when the first thread has noticed that it is computed. `users` has, by the name of an
+    operation, the names of the operations that take its result.
     """
     seen = {one.operation for one in ran}
     begins: dict[tuple[int, int, str], list[int]] = collections.defaultdict(list)
@@ -347,10 +391,15 @@ def until_used(ran: Sequence[Ran], users: Mapping[str, set[str]]) -> list[Ran]:
 
 
 def _first_seen(name: str, users: Mapping[str, set[str]], seen: set[str]) -> set[str]:
-    """Returns the first operations in a profile that use the result of an operation.
+    """Returns the names of the first operations in a profile that use an operation's result.
 
-    `seen` are the operations that the profile has. Others take no time: their users count as users
-    of the result.
+    Operations that the profile lacks take no time, so the users of their results count in their
+    place.
+
+    Args:
+      name: the operation's name.
+      users: by the name of an operation, the names of the operations that take its result.
+      seen: the names of the operations that the profile has.
     """
     found: set[str] = set()
     passed: set[str] = set()

@@ -154,14 +154,18 @@ class Recording:
 
 
 def model_name(name: str) -> str:
-    """Returns an operation's name in the model: without the parts that name a processor."""
+    """Returns an operation's name in the model, which is the same on all processors.
+
+    `name` is the operation's name in the graph. The parts of it that name a processor are left out.
+    """
     return _PARALLEL.sub("", name).lstrip("/") or name
 
 
 def check_recorded(recording: Recording, advice: str) -> Recording:
-    """Returns a recording if it has steps, and operations of every core.
+    """Returns the recording itself, after a check that it has steps, and operations of each core.
 
-    Otherwise it raises TimelineError, whose text ends with `advice` on what to do.
+    Otherwise it raises TimelineError. If operations are missing, the error's text ends with
+    `advice`.
     """
     if not recording.steps:
         raise TimelineError(
@@ -182,7 +186,10 @@ def check_recorded(recording: Recording, advice: str) -> Recording:
 
 @contextlib.contextmanager
 def replaced(owner: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None]:
-    """Replaces the method `name` of `owner` inside the block by what `make` returns for it."""
+    """Replaces the method `name` of the object `owner` inside a ``with`` block.
+
+    `make` takes the method and returns the function that replaces it.
+    """
     # Not None if another recording has replaced the method, too.
     own = vars(owner).get(name)
     setattr(owner, name, make(getattr(owner, name)))
@@ -201,7 +208,10 @@ def now() -> int:
 
 
 def timed(calls: list[Call], name: str, work: Callable[[], Any]) -> Any:
-    """Calls `work`, returns its result, and adds its time to `calls`, the work of the host."""
+    """Calls `work` and returns its result; adds a `Call` with this `name` and its times to `calls`.
+
+    The call is added even if `work` raises an exception.
+    """
     began = now()
     try:
         return work()
@@ -215,10 +225,14 @@ def steps_until(
     events: Iterable[Event],
     of_updates: AbstractSet[str],
 ) -> tuple[Step, ...]:
-    """Returns the steps that end at the times `ends`; the first step begins at `begin`.
+    """Returns the steps that end at some times, in order; each begins where the step before ends.
 
-    A step has updated the variables if an event that begins in it is one of the operations
-    `of_updates`. If `of_updates` is empty, the steps do not say whether they are updates.
+    Args:
+      begin: when the first step begins, in nanoseconds since the epoch.
+      ends: when each step ends; may be in any order.
+      events: the operations that ran.
+      of_updates: names of operations that only run in steps with an update. A step in which one of
+        them begins has updated the variables. If empty, it is not known of any step.
     """
     moments = [begin, *sorted(ends)]
     at = sorted(e.begin for e in events if e.name in of_updates)
@@ -231,10 +245,11 @@ def steps_until(
 
 
 def sums_of_updates(collectives: Mapping[str, Collective], graph: tf.Graph) -> set[str]:
-    """Returns the collectives that only steps with an update make.
+    """Returns the names of the collectives that only steps with an update make.
 
     These are the collectives in branches whose results go into trained variables. Variables of a
-    wrapper itself do not count: it may sum some of them in steps without an update.
+    wrapper itself do not count: it may sum some of them in steps without an update. `collectives`
+    has the program's collectives by name, and `graph` the variables, in its collections.
     """
     keys = tf.GraphKeys
     collections = (keys.GLOBAL_VARIABLES, keys.LOCAL_VARIABLES, STAND_INS, keys.TRAINABLE_VARIABLES)

@@ -165,7 +165,9 @@ def length(intervals: Sequence[Interval]) -> int:
 
 
 def minus(intervals: Sequence[Interval], others: Sequence[Interval]) -> list[Interval]:
-    """Returns the time in merged intervals that other merged intervals do not cover.
+    """Returns the parts of some intervals that other intervals do not cover, as intervals.
+
+    Both lists are as `covered` returns them.
 
     Examples:
       >>> minus([(0, 10)], [(2, 3), (5, 20)])
@@ -188,7 +190,9 @@ def minus(intervals: Sequence[Interval], others: Sequence[Interval]) -> list[Int
 
 
 def shared(intervals: Sequence[Interval], others: Sequence[Interval]) -> int:
-    """Returns the nanoseconds that two lists of merged intervals have in common.
+    """Returns how many nanoseconds two lists of intervals have in common.
+
+    Both lists are as `covered` returns them.
 
     Examples:
       >>> shared([(0, 10)], [(2, 3), (5, 20)])
@@ -198,9 +202,9 @@ def shared(intervals: Sequence[Interval], others: Sequence[Interval]) -> int:
 
 
 def tabulate_times(recordings: Sequence[Recording]) -> Table:
-    """Returns the table of where the time went.
+    """Computes the table of where the time of recorded steps went.
 
-    `recordings` has one of each process; `check_recorded` has passed all of them.
+    `recordings` has the recording of each process; all must have passed `check_recorded`.
     """
     spent = [_Spent(recording) for recording in recordings]
     cores = tuple(times for one in spent for times in one.times(one.recording.steps))

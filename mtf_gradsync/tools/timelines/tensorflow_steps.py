@@ -40,10 +40,11 @@ _Read = Tuple[Dict[int, str], List[List[Event]], Dict[str, Collective]]
 
 
 def record_replicas(session: CpuReplicaSession, lowering: Any) -> ContextManager[list[Recording]]:
-    """Returns a context manager that records steps on CPU replicas.
+    """Returns a context manager that records the steps of a session on CPU replicas.
 
-    The context manager gives a list, which has the recording after the block. The cores are parts
-    of one graph. `lowering` has the variables, for the names in the recording.
+    The context manager gives an empty list, to which it adds the recording at the end of the block.
+    `lowering` is the program's lowering, from which the recording gets the variables' names; it may
+    be None.
     """
     emulated = session.emulated
 
@@ -79,10 +80,11 @@ def record_replicas(session: CpuReplicaSession, lowering: Any) -> ContextManager
 
 
 def record_mesh(session: Any, is_remote: bool) -> ContextManager[list[Recording]]:
-    """Returns a context manager that records steps of a placement mesh.
+    """Returns a context manager that records the steps of a TensorFlow session on a placement mesh.
 
-    It gives a list, as that of `record_replicas` does. The cores are the devices that operations of
-    the session's graph name. `is_remote` says whether the steps run on a ``tf.train.Server``.
+    The context manager gives an empty list, to which it adds the recording at the end of the block.
+    The cores are the devices that operations of the session's graph name. `is_remote` says whether
+    the steps run on a ``tf.train.Server``.
     """
     graph = session.graph
 
@@ -132,8 +134,15 @@ def _recorded(
 ) -> Iterator[list[Recording]]:
     """Records the steps of a ``tf.Session``: traces each call of ``run`` inside the block.
 
-    The list that it yields has the recording after the block. `level` names TensorFlow's level of
-    traces, and `read` returns the cores, events and collectives that traces show.
+    Yields an empty list, to which it adds the recording at the end of the block.
+
+    Args:
+      session: the session.
+      graph: the model's graph, for the variables.
+      runtime: the name of the runtime, for the recording.
+      level: the name of TensorFlow's level of traces, as in "SOFTWARE_TRACE".
+      read: a function that takes the ``StepStats`` of each call of ``run``. It returns the names of
+        the cores by number, a list of events for each call, and the collectives by name.
     """
     runs: list[tuple[int, Any]] = []  # the end of each, and its statistics
     calls: list[Call] = []
@@ -171,9 +180,10 @@ def _recorded(
 
 
 def _times(node: Any) -> tuple[int, int] | None:
-    """Returns when an operation began and ended.
+    """Returns when an operation began and ended, in nanoseconds since the epoch.
 
-    The result is None if it did not run, as an operation in a branch that was not taken.
+    `node` is the operation's ``NodeExecStats``. The result is None if the operation did not run,
+    for example because it is in a branch that was not taken.
     """
     begin = node.all_start_nanos or node.all_start_micros * 1000
     first = node.op_start_rel_nanos or node.op_start_rel_micros * 1000
@@ -182,16 +192,21 @@ def _times(node: Any) -> tuple[int, int] | None:
 
 
 def _within(name: str, collectives: dict[str, Collective]) -> str:
-    """Returns the collective of which an operation of the emulated graph is a part, or ""."""
+    """Returns the name of the collective of which an operation is a part; "" if there is none.
+
+    `name` is the operation's name. The operations of a collective have names below its own, and
+    `collectives` has all collectives by name.
+    """
     while name and name not in collectives:
         name = name.rpartition("/")[0]
     return name
 
 
 def _joined_bytes(operation: tf.Operation) -> int | None:
-    """Returns the bytes that an operation takes from other devices to join or copy them.
+    """Returns how many bytes an operation takes from other devices if it counts as a collective.
 
-    The result is None for an operation that is no such collective.
+    An operation counts if it joins tensors of several devices, or copies a tensor of another
+    device. The result is None for any other operation.
     """
     if operation.type.startswith(_OWN_COLLECTIVES):
         return bytes_of(t for t in operation.inputs if t.dtype not in _NO_NUMBERS)
@@ -207,7 +222,10 @@ def _joined_bytes(operation: tf.Operation) -> int | None:
 
 
 def _short(device: str) -> str:
-    """Returns a short name of a device to show to people."""
+    """Returns a short name of a device, as in "CPU:3", or with the job and task before it.
+
+    `device` is TensorFlow's name of the device.
+    """
     spec = tf.DeviceSpec.from_string(device)
     task = "" if spec.job in (None, "localhost") else f"{spec.job} {spec.task} "
     return f"{task}{spec.device_type}:{spec.device_index}"

@@ -58,11 +58,18 @@ def write_trace(
 
     Every core is a group of tracks: tracks of operations, several if operations run at the same
     time, and tracks of collectives. Each process has a track that shows its steps, and a track that
-    shows what its host did. For what is left out of a file that would be too large, see
-    `Timeline.save`.
+    shows what its host did.
+
+    Args:
+      recordings: the recording of each process.
+      path: the file to write; it is compressed if the name ends in ".gz".
+      most_bytes: the largest size of the file; `Timeline.save` says what is left out to keep to it.
+
+    Returns:
+      The path, how many operations the trace shows, and how much it leaves out.
 
     Raises:
-      ValueError: when `most_bytes` are fewer than those of an empty trace.
+      ValueError: when `most_bytes` are fewer than an empty trace has.
     """
     path = Path(path)
     timed, tracks = _timed(recordings)
@@ -101,7 +108,10 @@ def _content(rows: Sequence[str], dropped: Sequence[int]) -> bytes:
 
 
 def _names(recordings: Sequence[Recording]) -> Iterator[dict[str, Any]]:
-    """Yields the trace events that name the tracks of processes and each core's group of tracks."""
+    """Yields entries of a trace that name the tracks of processes and each core's group of tracks.
+
+    `recordings` has the recording of each process. An entry is a dict, in Chrome's format.
+    """
     for recording in recordings:
         pid = _host_pid(recording)
         several = f" of process {recording.process}" if len(recordings) > 1 else ""
@@ -112,7 +122,10 @@ def _names(recordings: Sequence[Recording]) -> Iterator[dict[str, Any]]:
 
 
 def _steps(recordings: Sequence[Recording]) -> list[dict[str, Any]]:
-    """Returns the trace events that mark steps; steps in the middle of the recording come last."""
+    """Returns the entries of a trace that mark steps; those in the middle of a recording come last.
+
+    The last are left out first if the trace becomes too large.
+    """
     found = []
     first = _first(recordings)
     for recording in recordings:
@@ -125,7 +138,7 @@ def _steps(recordings: Sequence[Recording]) -> list[dict[str, Any]]:
 
 
 def _calls(recordings: Sequence[Recording]) -> list[dict[str, Any]]:
-    """Returns the trace events of the hosts' work, the shortest last."""
+    """Returns the entries of a trace that show the work of the hosts; the shortest come last."""
     first = _first(recordings)
     found = [(_host_pid(recording), call) for recording in recordings for call in recording.calls]
     found.sort(key=lambda pair: pair[1].begin - pair[1].end)
@@ -135,9 +148,9 @@ def _calls(recordings: Sequence[Recording]) -> list[dict[str, Any]]:
 def _timed(
     recordings: Sequence[Recording],
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Returns the trace events of operations, and those that name the operations' tracks.
+    """Returns the entries of a trace that show operations, and the entries that name their tracks.
 
-    The shortest operations come last.
+    The first list has the shortest operations last.
     """
     found: list[tuple[int, dict[str, Any]]] = []
     tracks: list[dict[str, Any]] = []
@@ -166,9 +179,10 @@ def _timed(
 
 
 def _lane(ends: list[int], event: Event) -> int:
-    """Returns the number of the track that shows an event: the first that is free when it begins.
+    """Chooses the track that shows an event; returns its number, from 0.
 
-    `ends` has the time until which each track is in use, and is updated.
+    It is the first track that is free when the event begins. `ends` has the time until which each
+    track is in use, and is updated.
     """
     for lane, end in enumerate(ends):
         if end <= event.begin:
@@ -179,7 +193,11 @@ def _lane(ends: list[int], event: Event) -> int:
 
 
 def _tid(kind: str, lane: int) -> int:
-    """Returns a track's number in a trace: collectives have tracks after those of operations."""
+    """Returns the number that a trace has for a track of a core.
+
+    `kind` is "compute" or "collective", and `lane` is the number of the track among the core's
+    tracks of this kind. Tracks of collectives have higher numbers than all others.
+    """
     return lane + (_COLLECTIVES if kind == "collective" else _COMPUTE)
 
 
@@ -201,9 +219,9 @@ def _slice(pid: int, tid: int, name: str, begin: int, end: int, first: int) -> d
 
 
 def _microseconds(nanoseconds: int) -> float:
-    """Returns nanoseconds as microseconds, for a trace.
+    """Returns a time in nanoseconds as microseconds, for a trace.
 
-    A reader that rounds the result down to whole nanoseconds gets the same number again.
+    A program that rounds the result down to whole nanoseconds gets the same number again.
     """
     number = nanoseconds / 1000
     return number if int(1000 * number) == nanoseconds else math.nextafter(number, math.inf)
@@ -272,9 +290,11 @@ class Timeline:
     def __init__(
         self, recorder: ContextManager[list[Recording]] | None, path: str | Path | None = None
     ):
-        """Takes the context manager that records, and the file to write a trace to.
+        """Takes a context manager that records steps, and the file to write a trace to.
 
-        The context manager gives a list, which has the recordings after the block.
+        `recorder` gives an empty list, to which it adds the recordings at the end of its block; it
+        is None for a timeline of recordings that were made before. If `path` is None, no file is
+        written.
         """
         self._recorder, self._path = recorder, path
         self._running: ContextManager[list[Recording]] | None = None
@@ -357,7 +377,7 @@ class Timeline:
         return tuple(self._recordings)
 
     def table(self) -> Table:
-        """Returns the table of where the time went.
+        """Computes the table of where the time of the recorded steps went.
 
         Returns:
           The table; ``print`` shows it, and ``to_json`` gives it to other programs.
@@ -388,7 +408,11 @@ class Timeline:
 
 
 def _recording(session: Any, lowering: Any) -> ContextManager[list[Recording]]:
-    """Returns a context manager that records the steps of a session, by its type."""
+    """Returns the context manager that records steps on the runtime of a session.
+
+    It gives an empty list, to which it adds the recordings at the end of the block. `session` and
+    `lowering` are the arguments of `timeline`. Raises a TypeError if `session` is no session.
+    """
     # Not above: programs that record nothing need not wait for these.
     from mtf_gradsync.runtimes.sessions import ProgramSession
     from mtf_gradsync.runtimes.simd.program import CpuReplicaSession

@@ -49,9 +49,9 @@ _ADVICE = (
 def record_xla(session: XlaSession, lowering: Any) -> Iterator[list[Recording]]:
     """Records the steps of a session on XLA devices: jax profiles the devices inside the block.
 
-    The list that it yields has the recordings of all processes after the block. Each ``dispatch``
-    of the session is noted as a call of the host. `lowering` has the variables, for the names in
-    the recordings.
+    Yields an empty list, to which it adds the recordings of all processes at the end of the block.
+    Each ``dispatch`` of the session is noted as a call of the host. `lowering` is the program's
+    lowering, from which the recordings get the variables' names; it may be None.
     """
     profiler = Profiler()
     pending: list[Dispatched] = []
@@ -99,7 +99,11 @@ def record_xla(session: XlaSession, lowering: Any) -> Iterator[list[Recording]]:
 
 
 def _everywhere(session: XlaSession, work: Callable[[], _Result]) -> _Result:
-    """Calls `work` on every process; if it fails on one, raises on all."""
+    """Calls `work` on this process and returns its result, once all processes have called theirs.
+
+    If it fails on this process, its own error is raised. If it fails on another process of the
+    session, a TimelineError is raised.
+    """
     try:
         return session.cores.together(work)
     except OtherProcessError as error:
@@ -114,7 +118,10 @@ def _start(profiler: Profiler) -> None:
 
 
 def _profile(profiler: Profiler) -> Any:
-    """Ends a profile of jax and returns it, parsed."""
+    """Ends a profile of jax and returns it as a ``jax.profiler.ProfileData``.
+
+    Raises a TimelineError if there is no profile, or if it cannot be read.
+    """
     try:
         profile = profiler.stop()
     except RuntimeError as error:  # jax 0.4 tells only now that another profiler runs
@@ -136,14 +143,14 @@ def _recording(
     ends: list[int],
     calls: Sequence[Call],
 ) -> Recording:
-    """Returns the recording of this process's steps, from a profile of jax.
+    """Makes the recording of this process's steps from a profile of jax.
 
     Args:
       session: the session that made the steps.
-      lowering: has the variables, for the names in the recording.
-      profile: the parsed profile.
-      begin: when the first step began.
-      ends: when the result of each step was there.
+      lowering: the program's lowering, for the variables' names; may be None.
+      profile: the profile, a ``jax.profiler.ProfileData``.
+      begin: when the first step began, in nanoseconds since the epoch.
+      ends: when the host had the result of each step. The profile may know the ends better.
       calls: the work of the host.
     """
     cores = session.cores
@@ -185,13 +192,16 @@ def _recording(
 
 
 def _ordinal(device: Any) -> int:
-    """Returns the number by which a profile names a device."""
+    """Returns the number by which a profile of jax names a jax device."""
     found = getattr(device, "local_hardware_id", None)
     return device.id if found is None or device.platform == "cpu" else found
 
 
 def _gathered(session: XlaSession, recording: Recording) -> list[Recording]:
-    """Exchanges the recordings of all processes, and returns all of them on each process."""
+    """Exchanges the processes' recordings; returns all of them, in the processes' order.
+
+    `recording` is the recording of this process. All processes of the session have to call this.
+    """
     cores = session.cores
     mine = np.frombuffer(recording.to_json().encode(), np.uint8)
     count = len(cores.local)
@@ -218,7 +228,10 @@ _MERGED = re.compile(r"^([^()]*)\(([^()]*)\)$")
 
 
 class Operations(NamedTuple):
-    """The operations of compiled programs, by names in the compiled program unless noted."""
+    """The facts about the operations of compiled programs.
+
+    Operations have their names in the compiled program, except where a field says otherwise.
+    """
 
     name: dict[str, str]  # the name in the model's graph, where it is known
     collective: set[str]
@@ -230,10 +243,10 @@ class Operations(NamedTuple):
 def operations_of(
     programs: Iterable[tuple[bytes, ReplicaProgram]], rows: Sequence[CommunicationRow]
 ) -> Operations:
-    """Returns what compiled programs say of their operations.
+    """Finds the facts about the operations of compiled programs: names, kinds, users, bytes.
 
-    Each of `programs` is a serialized ``HloModuleProto``, with the program of a core that it was
-    compiled from. `rows` lists the collectives.
+    Each of `programs` is a serialized ``HloModuleProto``, and the program of a core that it was
+    compiled from. `rows` lists the collectives of the model's graph, with their variables.
     """
     found = Operations({}, set(), {}, {}, {})
     by_name = {row.name: row for row in rows}
@@ -263,7 +276,12 @@ def operations_of(
 
 
 def _name(name: str, nodes: AbstractSet[str] = frozenset()) -> str:
-    """Returns an operation's name in the model's graph; for merged ones the first, and a count."""
+    """Returns an operation's name in the model's graph, to show to users.
+
+    `name` is the name in the compiled program's metadata, and `nodes` are the names of the graph's
+    nodes. For an operation that the compiler merged from several, the result is as in "x and 2
+    more".
+    """
     names = [model_name(part) for part in _parts(name, nodes)]
     return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
 
@@ -277,7 +295,8 @@ def _parts(name: str, nodes: AbstractSet[str] = frozenset()) -> list[str]:
 def _node(name: str, nodes: AbstractSet[str]) -> str:
     """Returns the node of the graph that a name ends with, after its branches and loops.
 
-    The name cond/cond_1/node gives node.
+    If "node" is one of `nodes`, the names of the graph's nodes, "cond/cond_1/node" gives "node". If
+    the name ends with no node, it is returned unchanged.
     """
     rest = name
     while rest and rest not in nodes:
