@@ -26,7 +26,7 @@ class ComparedStep(NamedTuple):
       optimizers: class names of the optimizers, outermost first.
       description: what the optimizers do in a step (`mtf_gradsync.describe`).
       collectives: the collectives of the SIMD program.
-      part: name of a row of `collectives` -> the part of the step, one of `PARTS`, that it is of.
+      part: the part of the step, one of `PARTS`, of each row of `collectives`, by the row's name.
       transfers: copies between the devices of a placement mesh; None if they were not listed.
     """
 
@@ -75,11 +75,11 @@ class WrapperComparison(NamedTuple):
 def compare_with_bare(
     job: TrainingJob, with_transfers: bool = True, done: Callable[[], Any] = lambda: None
 ) -> WrapperComparison:
-    """Builds a training step with and without wrappers, and lists what each exchanges.
+    """Builds a job's training step with and without wrappers, and lists what each exchanges.
 
-    Nothing is trained and no data is read. With with_transfers each step is also built on a
+    Nothing is trained and no data is read. With `with_transfers` each step is also built on a
     placement mesh, to list the copies between devices; that graph grows with the number of devices.
-    `done` is called after each of the two steps was built.
+    `done` is called, without arguments, after each of the two steps was built.
     """
     # First, so that an error in the config names the config's own optimizer.
     wrapped, is_wrapped = _list(job, with_transfers)
@@ -92,9 +92,10 @@ def compare_with_bare(
 
 
 def innermost_of(optimizer: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a function that makes the innermost optimizer of a stack.
+    """Returns a function that makes the innermost optimizer of a stack alone.
 
-    `optimizer` makes the whole stack, from a learning rate.
+    `optimizer` is called with ``learning_rate=`` and returns the whole stack. The result is called
+    with a learning rate, too.
     """
 
     def make(learning_rate: Any) -> Any:
@@ -107,7 +108,8 @@ def innermost_of(optimizer: Callable[..., Any]) -> Callable[..., Any]:
 def _list(job: TrainingJob, with_transfers: bool) -> tuple[ComparedStep, bool]:
     """Builds a job's training step and lists what it exchanges.
 
-    The second result is whether the step's optimizer is a wrapper.
+    `with_transfers` is whether to list the copies on a placement mesh, too. The second result is
+    whether the step's optimizer is a wrapper.
     """
     with tf.Graph().as_default():
         graph, program = build_simd(job)
@@ -148,9 +150,10 @@ _NOTHING = Total(operations=0, groups=0, runs=0, bytes_per_core=0, is_exact=True
 
 
 def as_text(comparison: WrapperComparison, rows: bool = False) -> str:
-    """Returns tables of the totals and of the gradients' collectives, no wider than a terminal.
+    """Returns, as text, tables of both steps' totals and of the collectives that sum gradients.
 
-    With `rows` all other collectives and transfers are listed, too.
+    With `rows` there are tables of all collectives and transfers of both steps in place of the last
+    one, which is of the wrapped step. The text is no wider than a terminal.
     """
     bare, wrapped = comparison.bare, comparison.wrapped
     head = [f"mesh {comparison.mesh}"]
@@ -190,7 +193,12 @@ def as_text(comparison: WrapperComparison, rows: bool = False) -> str:
 
 
 def _by_label(report: CommunicationReport, parts: dict[str, Total]) -> dict[str, Total]:
-    """Returns a report's totals by the label of their line: for steps, parts, mesh axes."""
+    """Returns a report's totals by the label of their line in the table of `_totals`.
+
+    There is a line for what is in every step, in branches, and in an update step, a line for each
+    part of the step, and one for each group of mesh axes. `parts` has the totals of the parts, by
+    label.
+    """
     return {
         "every step": report.every_step,
         _BRANCHES: report.conditional,
@@ -201,7 +209,7 @@ def _by_label(report: CommunicationReport, parts: dict[str, Total]) -> dict[str,
 
 
 def _totals(sides: Sequence[dict[str, Total]]) -> str:
-    """Returns a table of totals: under each label a line for the bare and the wrapped step.
+    """Returns a table of totals as text: under each label a line for each of the two steps.
 
     `sides` has the totals of the two steps by label; a missing label counts as zeros.
     """
@@ -284,9 +292,10 @@ _Bar = List[Tuple[str, bool, Total]]
 def _bars(
     axes: Iterable[str], sides: Mapping[str, Mapping[str, CommunicationReport]]
 ) -> dict[str, _Bar]:
-    """Returns a stacked bar for each mesh axis and step; the two bars of an axis are neighbours.
+    """Returns the pieces of a stacked bar for each mesh axis and step, by the bar's label.
 
-    `sides` has for each step, by title, the reports that are stacked, by the label of their color.
+    `axes` are the mesh axes, or groups of them. `sides` has for each step, by its title, the
+    reports that are stacked, by the label of their color. The bars of an axis are neighbours.
     """
     bars: dict[str, _Bar] = {}
     for axis in axes:

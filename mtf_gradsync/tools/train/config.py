@@ -15,17 +15,20 @@ from mtf_gradsync.runtimes.sessions import RuntimeName
 
 
 def transformer_utils() -> ModuleType:
-    """Imports ``mesh_tensorflow.transformer.utils``; raises a ConfigError without the extra."""
+    """Returns the module ``mesh_tensorflow.transformer.utils``.
+
+    Raises ConfigError if it cannot be imported, because the extra "train" is not installed.
+    """
     return _import("utils")
 
 
 def transformer_models() -> ModuleType:
-    """Imports ``mesh_tensorflow.transformer.transformer``."""
+    """Returns the module ``mesh_tensorflow.transformer.transformer``; see `transformer_utils`."""
     return _import("transformer")
 
 
 def learning_rate_schedules() -> ModuleType:
-    """Imports ``mesh_tensorflow.transformer.learning_rate_schedules``."""
+    """Returns ``mesh_tensorflow.transformer.learning_rate_schedules``; see `transformer_utils`."""
     return _import("learning_rate_schedules")
 
 
@@ -209,7 +212,10 @@ class RunConfig:
 
 
 def check_schedule(config: RunConfig) -> None:
-    """Raises a ConfigError for a wrong value of a setting that `resolve_job` does not check."""
+    """Checks when a run saves, logs, evaluates, stops early and records, and its hooks.
+
+    Raises ConfigError for a wrong value. `resolve_job` checks the other settings.
+    """
     for name in ("save_checkpoints_steps", "perplexity_eval_steps", "log_steps"):
         check_positive(name, getattr(config, name))
     for name in ("keep_checkpoint_max", "max_steps_without_decrease", "watch_copies_steps"):

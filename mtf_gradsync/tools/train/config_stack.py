@@ -52,9 +52,10 @@ class _Value(NamedTuple):
 
 
 def resolved(key: str, value: Any) -> _Value:
-    """Returns the value that a chain of macros ends in, and the macro that sets it.
+    """Follows a value that gin binds through macros, such as %K, to the value they stand for.
 
-    A value that is no macro is returned with `key`, the name of its parameter.
+    Returns this value, and the name of the macro that has it. A `value` that is no macro is
+    returned with `key`, the name of the parameter that it is bound to.
     """
     while isinstance(value, gin.config.ConfigurableReference) and str(value).startswith("%"):
         key = str(value)[1:]
@@ -63,7 +64,11 @@ def resolved(key: str, value: Any) -> _Value:
 
 
 def bound_to(scope: str, selector: str, parameter: str) -> Any:
-    """Returns what gin binds to a parameter for calls in `scope`; None without a binding."""
+    """Returns the value that gin gives a parameter in calls in `scope`; None without a binding.
+
+    `selector` is the configurable's full name. Bindings in `scope` come before those in the scopes
+    around it, and macros are replaced by their values.
+    """
     there = bindings()
     parts = scope.split("/") if scope else []
     for end in range(len(parts), -1, -1):

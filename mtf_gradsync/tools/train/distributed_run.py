@@ -97,9 +97,10 @@ def run_on_processes(
 
 
 def _chosen(processes: xla.Processes, choose: Callable[[], Start]) -> Start:
-    """Calls `choose` on each process, and returns the checkpoint that it has chosen.
+    """Has all processes choose a checkpoint, and returns the choice of this process.
 
-    Raises ProcessesError if processes have chosen different steps.
+    `choose` is the function that chooses; process 0 calls it first, then the others. Raises
+    ProcessesError if processes have chosen checkpoints of different steps.
     """
     start = processes.in_turn(choose)
     processes.check_equal(
@@ -156,9 +157,10 @@ def run_on_cluster(
 
 
 def _with_devices(config: RunConfig, task: Task) -> tuple[RunConfig, int]:
-    """Returns a config with its mesh on the tasks' devices.
+    """Returns a config whose mesh is on the devices of all tasks of the cluster of `task`.
 
-    The second result is the number of CPU devices that each task needs.
+    Devices that the config names stay. The second result is the number of CPU devices that each
+    task needs. Raises ConfigError if the tasks cannot hold the mesh.
     """
     tasks = task.all_tasks
     mesh = resolve_mesh(

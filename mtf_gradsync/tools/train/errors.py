@@ -14,9 +14,9 @@ from mtf_gradsync.runtimes._common import TrainingError
 def raised_as(
     kind: type[Exception], *errors: type[BaseException], before: str = ""
 ) -> Iterator[None]:
-    """Turns `errors` that the block raises into errors of type `kind` with the same text.
+    """Turns exceptions of the types `errors` that the block raises into exceptions of type `kind`.
 
-    The text `before` is put in front.
+    The new exception has the same text, with the text `before` in front.
     """
     try:
         yield

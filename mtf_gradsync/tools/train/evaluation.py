@@ -110,9 +110,11 @@ class Evaluator:
         config: tf.ConfigProto,
         with_averages: bool = False,
     ):
-        """Builds the graph for at least one batch; `restore` gives the variables their values.
+        """Builds the model's graph and opens a session; `restore` gives the variables values.
 
-        If with_averages is set, `restore` reads moving averages in place of the variables.
+        `batches` are the held-out batches to score, at least one. `config` has the settings of the
+        session. If `with_averages` is set, `restore` reads the moving averages that an optimizer
+        has kept in place of the variables.
         """
         self.settings = settings
         self.batches = batches
@@ -175,9 +177,10 @@ class Evaluator:
 
 
 def unigram_score(train: Batches, held_out: Batches, vocabulary: Any) -> Score:
-    """Scores held-out targets by how often each id occurs in the training targets.
+    """Scores the targets of held-out batches by how often each id occurs in training batches.
 
-    One is added to each count, so that no id has the probability 0.
+    That is the score of a model that gives each id its frequency in `train` as probability. One is
+    added to each count, so that no id has the probability 0.
     """
     vocabulary = transformer_utils().targets_vocabulary(vocabulary)
     size = vocabulary.vocab_size

@@ -23,7 +23,7 @@ def check_library(library: str, work: str) -> None:
 
 
 def check_drawing() -> None:
-    """Raises a ConfigError if pictures cannot be drawn, after importing what draws them."""
+    """Imports matplotlib; raises a ConfigError if that fails, so that pictures cannot be drawn."""
     try:
         importlib.import_module("matplotlib.figure")
     except ImportError as error:
@@ -65,7 +65,10 @@ WIDTH = 5.2
 
 
 def style() -> Any:
-    """Returns a context manager; figures drawn within it can be given to `as_svg`."""
+    """Returns a context manager in which figures get the colors and letters of a run's page.
+
+    Figures for `as_svg` have to be drawn inside it.
+    """
     import matplotlib
 
     return matplotlib.rc_context(
@@ -87,7 +90,10 @@ def style() -> Any:
 
 
 def figure(height: float = 2.7, width: float = WIDTH) -> Any:
-    """Returns an empty figure, as wide as a column by default; sizes in inches."""
+    """Returns an empty figure of matplotlib, by default as wide as a column of the page.
+
+    `height` and `width` are in inches.
+    """
     return new_figure(width, height)
 
 

@@ -85,7 +85,10 @@ def load(
 
 
 def bound_run_config() -> RunConfig:
-    """Returns what gin's configuration binds on ``train.run``."""
+    """Returns the settings that gin's configuration binds on ``train.run``, or their defaults.
+
+    Raises ConfigError if a setting without a default is not bound.
+    """
     required = [f.name for f in dataclasses.fields(RunConfig) if f.default is gin.REQUIRED]
     missing = [f"train.run.{name}" for name in required if not _is_bound(f"{_RUN}.{name}")]
     if missing:
@@ -95,7 +98,11 @@ def bound_run_config() -> RunConfig:
 
 @contextlib.contextmanager
 def bound_to_mesh(mesh_shape: str, layout: Any) -> Iterator[None]:
-    """Binds this mesh and layout in the block for each optimizer that has bindings of them."""
+    """Binds the mesh and layout of optimizers to other values inside the block.
+
+    Only parameters `mesh_shape` and `layout` of this package that gin binds already are bound to
+    the new values. When the block ends, they have their old values again.
+    """
     given = {"mesh_shape": mesh_shape, "layout": layout}
     before = {
         f"{scope}/{selector}.{parameter}".lstrip("/"): (value, given[parameter])
@@ -116,7 +123,7 @@ def bound_to_mesh(mesh_shape: str, layout: Any) -> Iterator[None]:
 
 
 def explain(error: BaseException) -> str:
-    """Returns a message of one line for an error that a gin configurable raised."""
+    """Returns a message of one line for an exception that a function bound by gin raised."""
     text = _one_line(error)
     # The address and path of a function say no more than its name.
     text = re.sub(r" \((<(class|function)[^>]*>|<[^()]* at 0x\w+>)\)", "", text)
@@ -153,7 +160,7 @@ def _parse(parse: Callable[[str], Any], text: str, where: str) -> None:
 
 
 def _with_hint(said: str) -> str:
-    """Returns gin's message `said`, with suggestions for an unknown name or value."""
+    """Returns gin's error text `said`, with names that the user may have meant, if any."""
     missing = re.match(r"Unable to open file: (.*)\. Searched config paths: (\[.*\])", said)
     if missing:
         folders = dict.fromkeys(folder or "." for folder in ast.literal_eval(missing[2]))
@@ -197,9 +204,10 @@ def _no_search_log() -> Iterator[None]:
 
 
 def _take_over_utils_run(overrides: bool = False) -> list[str]:
-    """Moves bindings of ``utils.run`` to ``train.run``; returns texts on those without effect.
+    """Moves bindings of ``utils.run`` to ``train.run``, if that has a parameter of the name.
 
-    A binding of ``train.run`` itself wins, unless `overrides` is set.
+    If ``train.run`` has another binding of the parameter, that one stays, unless `overrides` is
+    set. Returns a text on each binding that has no effect because of that.
     """
     ignored = []
     for name, value in take(_UTILS_RUN).items():

@@ -30,9 +30,9 @@ class Improvement:
     """The lowest held-out loss of a run so far, and the rule that ends a run without a new one."""
 
     def __init__(self, rows: Sequence[Mapping[str, Any]], most_steps: int | None):
-        """Begins with the evaluations that a metrics file already has.
+        """Begins with the held-out losses in `rows`, the lines of a metrics file.
 
-        most_steps is `RunConfig.max_steps_without_decrease`.
+        `most_steps` is `RunConfig.max_steps_without_decrease`: None never ends the run.
         """
         self._most_steps = most_steps
         self.best: float | None = None
@@ -42,7 +42,7 @@ class Improvement:
                 self.add(row["step"], row["held_out_nats"])
 
     def add(self, step: int, nats: float) -> bool:
-        """Adds the loss of a step; returns whether it is lower than all before."""
+        """Adds the held-out loss of a step, in nats; returns whether it is the lowest so far."""
         self._newest = max(step, self._newest)
         if not math.isfinite(nats) or (self.best is not None and nats >= self.best):
             return False
@@ -75,10 +75,11 @@ class HeldOut:
         session: tf.ConfigProto,
         say: Callable[[str], None],
     ):
-        """Begins without held-out data; see `prepare`.
+        """Begins without held-out data, which `prepare` reads.
 
-        Files are written to `directory`. `session` has the settings of the evaluator's session;
-        `say` takes each line of the report.
+        `model` and `config` are the settings of the run. Files are written to `directory`.
+        `session` has the settings of the session that evaluates; `say` is called with each line
+        that the user gets to read.
         """
         self._model, self._config, self._directory = model, config, directory
         self._session, self._say = session, say
@@ -153,7 +154,10 @@ class HeldOut:
                     raise ConfigError(f"{of}: in batch {number}, {wrong}")
 
     def build(self) -> None:
-        """Builds the graph of the evaluation, unless it exists or there are no held-out data."""
+        """Builds the graph of the evaluation, unless it exists or there are no held-out data.
+
+        Raises ConfigError if the model cannot be built for the held-out batches.
+        """
         if not self._held_out or self._evaluator is not None:
             return
         try:
@@ -176,9 +180,10 @@ class HeldOut:
     def point(
         self, path: str, step: int, recorder: MetricsRecorder, progress: Progress
     ) -> Score | None:
-        """Scores a checkpoint while the run goes on, if there are held-out data.
+        """Scores the checkpoint `path` of `step` while the run goes on, and returns the score.
 
-        The recorder gets the loss as "held_out_nats", and the progress shows the perplexity.
+        The recorder gets the loss as "held_out_nats", and the progress shows loss and perplexity.
+        Without held-out data nothing happens, and the result is None.
         """
         if not self._held_out:
             return None
@@ -194,8 +199,8 @@ class HeldOut:
         """Evaluates the finished model; writes samples, and the result file with `result` in it.
 
         `path` is the last checkpoint, and the returned score is the score of this checkpoint.
-        Without held-out data `path` may be None, and None is returned. Without `writes` the scores
-        are only reported.
+        Without held-out data `path` may be None, and None is returned. Unless `writes` is set,
+        scores and samples are only printed. `result` has "step", and the speed if steps were made.
         """
         self.result = dict(result)
         if len(result) > 1:
@@ -236,7 +241,10 @@ class HeldOut:
             return {}
 
     def _score(self, path: str) -> Score:
-        """Scores a checkpoint; afterwards the evaluator holds its variables."""
+        """Returns the score of the checkpoint `path` on all held-out batches.
+
+        Afterwards the evaluator holds the checkpoint's variables.
+        """
         self.build()
         if self._scored is None or self._scored[0] != path:
             assert self._evaluator is not None  # the callers have asked

@@ -25,9 +25,11 @@ from mtf_gradsync.tools.train.config import LearningRate, learning_rate_schedule
 def resolve_learning_rate(
     learning_rate_schedule: LearningRate | list[Any], total_steps: int
 ) -> LearningRate:
-    """Returns a run's learning rate: None, a number, or a function of ``step``.
+    """Returns a run's learning rate, checked: None, a number, or a function called with ``step=``.
 
-    ``step`` is a keyword argument. Schedules get total_steps as the length of the run.
+    `learning_rate_schedule` is the setting of `RunConfig`; for a list the result is a function that
+    multiplies its factors. Schedules get `total_steps` as the length of the run. Raises ConfigError
+    for another value.
     """
     factors = learning_rate_schedule
     for one in factors if isinstance(factors, (list, tuple)) else [factors]:
@@ -67,11 +69,12 @@ def rate_on_mesh(
     mesh: mtf.Mesh,
     stack: Sequence[Any],
 ) -> Any:
-    """Returns the learning rate of a step, from what `resolve_learning_rate` has returned.
+    """Returns the learning rate of a step: None, a number, or a scalar of tf or mtf.
 
-    With schedule_step, schedules get the step that it returns for `mesh`, and the number of updates
-    in the run as its length. That number follows from the optimizers of `stack`, when the graph is
-    lowered.
+    `schedule` is a result of `resolve_learning_rate`, and `step` is the global step. If
+    `schedule_step` is None, a schedule gets `step`. Otherwise it gets the step that `schedule_step`
+    returns for `mesh`, and the number of updates in the run as the run's length. That number
+    follows from the optimizers of `stack`, a list that may be filled until the graph is lowered.
     """
     if schedule_step is None or not isinstance(schedule, functools.partial):
         return rate_of_step(schedule, step)
@@ -84,7 +87,11 @@ def rate_on_mesh(
 
 
 def rate_of_step(learning_rate: LearningRate, step: tf.Tensor) -> Any:
-    """Returns the learning rate of a step: None, a number, or the scalar that a schedule gives."""
+    """Returns the learning rate of a step: None, a number, or the scalar that a schedule gives.
+
+    `learning_rate` is a result of `resolve_learning_rate`. Raises ConfigError if it is a schedule
+    that raises an exception for `step`, or gives no scalar.
+    """
     if not callable(learning_rate):
         return learning_rate
     try:
@@ -107,7 +114,11 @@ def rate_of_step(learning_rate: LearningRate, step: tf.Tensor) -> Any:
 
 
 def _check_schedule(function: Callable[..., Any], by_name: bool) -> None:
-    """Raises ConfigError for a function that does not accept a schedule's arguments."""
+    """Raises ConfigError for a function that does not accept a step and a number of steps.
+
+    With `by_name` it will be called with the keywords ``step`` and ``total_train_steps``, otherwise
+    with both by position.
+    """
     try:
         signature = inspect.signature(function)
         if by_name:
@@ -125,10 +136,10 @@ def _check_schedule(function: Callable[..., Any], by_name: bool) -> None:
 
 @contextlib.contextmanager
 def adafactor_counts(schedule_step: Callable[[Any], Any] | None, mesh: mtf.Mesh) -> Iterator[None]:
-    """Has Adafactors made in the block compute their default decay rate from the schedules' step.
+    """Makes the default decay rate of Adafactors follow the step that schedules get.
 
-    `schedule_step` returns that step on `mesh`. With None the default stays as it is: it uses the
-    global step.
+    This holds for optimizers made inside the block. `schedule_step` is called with `mesh` and
+    returns the step. If it is None, the decay rate follows the global step, as without the block.
     """
     if schedule_step is None:
         yield
@@ -159,7 +170,7 @@ def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 def _updates_in(steps: int, stack: Sequence[Any]) -> int:
-    """Returns how many updates `stack` makes in `steps` steps if none of them is skipped."""
+    """Returns how many updates the optimizers `stack` make in `steps` steps if none is skipped."""
     for one in stack:
         if isinstance(one, GradientAccumulationOptimizer):
             steps, _ = updates_before([steps, None], one.backward_passes_per_step, steps)

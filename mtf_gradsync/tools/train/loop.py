@@ -37,8 +37,9 @@ _STEPS_BEFORE_TIMELINE = 5
 class LoopResult(NamedTuple):
     """The end of a training loop.
 
-    `step` is the last step of the run, and `steps_made` is how many steps this loop has made.
-    `stopped_by` is the signal that ended the loop early; `seconds` is the time spent in steps.
+    `step` is the number of the last step made, and `steps_made` is how many steps this loop has
+    made. `stopped_by` is the signal that ended the loop early, None if none did; `seconds` is the
+    time spent in steps.
     """
 
     step: int
@@ -73,8 +74,9 @@ def train_loop(
         it, if the config asks for a timeline.
 
     Raises:
-      TrainingError: if updates or the loss or the learning rate show that training cannot go on
-        (see `Patience`), or a step or a hook raises an error of its own. Nothing is saved then.
+      TrainingError: if the loss is not finite for too long (see `Patience`), the learning rate is
+        negative or not finite, too many steps make no update, or a step or a hook raises an
+        exception. Nothing is saved then.
       DataError: if there is no batch for a step; the steps before are saved.
     """
     with StopSignal() as stop, runner:
@@ -180,9 +182,11 @@ class _Loop:
     def recorded(
         self, steps: Callable[[], int | None], on_timeline: Callable[[Timeline, int, int], None]
     ) -> int | None:
-        """Calls `steps` and returns its result; gives on_timeline a timeline of the steps it makes.
+        """Calls `steps`, which makes training steps, records them, and returns its result.
 
-        If the recording fails, the progress says so, and the run goes on.
+        The result is the signal that stopped the steps, or None. `on_timeline` is called with the
+        timeline and the numbers of the first and the last step in it. If the recording fails, the
+        progress says so, and the run goes on.
         """
         self._look_at_all()
         timeline = self._runner.timeline()
@@ -211,7 +215,10 @@ class _Loop:
         return "There is no checkpoint yet."
 
     def failure(self, error: BaseException) -> TrainingError:
-        """Returns the error to show the user for an error that a step has raised."""
+        """Returns the TrainingError to raise for an exception that a step has raised.
+
+        Its text also names the newest checkpoint.
+        """
         if isinstance(error, NoUpdateError):
             return self._no_update(error)
         if isinstance(error, CopiesError):
@@ -253,7 +260,11 @@ class _Loop:
         self.is_at_end = self._on_checkpoint(path, self._saved_at, self.progress)
 
     def tell_left_steps(self) -> None:
-        """Logs at the end how many microbatch steps are accumulated, but applied by no update."""
+        """Tells the user after the run's last step how many steps no update has applied.
+
+        These are the newest microbatch steps, whose gradients are accumulated for an update to
+        come. If there are none, nothing is printed.
+        """
         left = self._means.steps_in_no_update
         if left and self.step >= self._config.train_steps:
             steps = "last step is" if left == 1 else f"last {left} steps are"
@@ -321,9 +332,10 @@ _BAD_LOSSES = 100
 
 
 def most_bad_losses(optimizers: Sequence[Any]) -> int:
-    """Returns how many steps in a row may have a loss that is not finite, without any update.
+    """Returns how many losses in a row may be not finite, without an update, before a run ends.
 
-    The result is 0 if no optimizer of the stack skips gradients that are not finite.
+    `optimizers` is a stack. The result is 0 if no optimizer in it skips gradients that are not
+    finite.
     """
     if not stack_skips_not_finite(optimizers):
         return 0
@@ -357,5 +369,5 @@ class Patience:
         return self._bad <= self._most
 
     def since(self) -> str:
-        """Returns words for an error about the bad losses of the steps before, or ""."""
+        """Returns words, for an error's text, on how many steps before had such a loss; or ""."""
         return f", as in the {self._most} steps before, without an update" if self._most else ""

@@ -28,7 +28,7 @@ class MeshSettings(NamedTuple):
     rules: Sequence[tuple[str, str]] = ()
 
     def placement_mesh(self, devices: Sequence[str] | None = None) -> Any:
-        """Makes the placement mesh on `devices`, by default on the devices of the settings."""
+        """Returns a new placement mesh on `devices`, by default on the devices of the settings."""
         return self.mesh_impl(self.shape, self.layout, list(devices or self.devices))
 
     def on_one_process(self) -> MeshSettings:
@@ -63,7 +63,8 @@ class MeshSettings(NamedTuple):
     def check_splits(self, graph: mtf.Graph, inputs: Collection[str]) -> None:
         """Checks the layout against the dimensions of a model's tensors.
 
-        `inputs` are the names of the dimensions of the model's inputs.
+        `graph` is the model's mtf graph, and `inputs` are the names of the dimensions of its input
+        features.
 
         Raises ConfigError for a dimension that the mesh cannot split evenly. It also raises
         ConfigError for a mesh dimension over which no rule splits a variable or an input: the
@@ -163,10 +164,12 @@ def _convert(convert: Callable[[Any], Any], name: str, value: Any, example: str)
 
 
 def _check_rules(rules: Sequence[tuple[str, str]], mesh_shape: Any) -> None:
-    """Raises an error for a rule with a misspelt mesh dimension; allows rules for other meshes.
+    """Raises ConfigError for a rule with a misspelt mesh dimension; allows rules for other meshes.
 
-    T5's layouts have rules for other meshes ("ensemble:ensemble"), which Mesh-TensorFlow ignores;
-    so one counts as misspelt only if the mesh has a dimension without any rule.
+    `rules` are pairs (tensor dimension, mesh dimension), and `mesh_shape` is an mtf.Shape. T5's
+    layouts have rules for other meshes ("ensemble:ensemble"), which Mesh-TensorFlow ignores. So a
+    mesh dimension that the mesh lacks counts as misspelt only if no rule names another dimension
+    that the mesh does have; otherwise the rule is logged.
     """
     names = [dim.name for dim in mesh_shape.dims]
     absent = [(tensor_dim, mesh_dim) for tensor_dim, mesh_dim in rules if mesh_dim not in names]
@@ -188,9 +191,10 @@ def _check_rules(rules: Sequence[tuple[str, str]], mesh_shape: Any) -> None:
 
 
 def _layout_pairs(layout_rules: Any) -> list[tuple[str, str]]:
-    """Returns the pairs of names in layout rules.
+    """Returns layout rules as pairs (tensor dimension, mesh dimension) of names.
 
-    The result is empty for an mtf.LayoutRules, which has no public list of its rules.
+    `layout_rules` is a text such as "batch:batch;heads:model", or has such pairs. The result is
+    empty for an mtf.LayoutRules, which has no public list of its rules.
     """
     if isinstance(layout_rules, mtf.LayoutRules):
         return []

@@ -36,7 +36,11 @@ class Progress:
         stream: TextIO | None = None,
         seconds_between_lines: float = 10.0,
     ):
-        """Begins to show a run from first_step to train_steps, on `stream` or standard error."""
+        """Begins to show a run from first_step to train_steps, on `stream` or standard error.
+
+        `tokens_per_step` is for the tokens per second. Where there is no terminal, at least
+        `seconds_between_lines` pass between two lines.
+        """
         self._stream = stream or sys.stderr
         self._total = train_steps
         self._tokens_per_step = tokens_per_step
@@ -57,7 +61,7 @@ class Progress:
             )
 
     def update(self, step: int, loss: float, fields: dict[str, Any]) -> None:
-        """Shows the loss of a step, and more fields by name."""
+        """Shows the loss of a step; `fields` are more values to show, by name."""
         self._rate.update(step)
         rate = self._rate.tokens_per_second()
         shown = {"loss": f"{loss:.3f}", "tokens/s": f"{rate:,.0f}" if rate else "-"}
@@ -75,7 +79,10 @@ class Progress:
             print(f"step {step}/{self._total}  {text}", file=self._stream, flush=True)
 
     def tokens_per_second(self) -> float:
-        """Returns the tokens per second since the last call, without pauses; 0 for no time."""
+        """Returns the tokens per second since the last call of this method, without pauses.
+
+        The result is 0 if no steps were timed since then.
+        """
         return self._rate.since_last_asked()
 
     def message(self, text: str) -> None:
@@ -144,7 +151,7 @@ class _Rate:
         return steps * self._tokens_per_step / seconds if seconds else 0.0
 
     def time_left(self, steps: int) -> str:
-        """Returns how long more steps will take, such as "02:05"; "-" if that is not known yet."""
+        """Returns how long `steps` steps will take, as "02:05"; "-" if that is not known yet."""
         if self._began is None or self._step == self._began[1] or self._last is None:
             return "-"
         began, first = self._began
@@ -152,7 +159,10 @@ class _Rate:
 
 
 def _bar_width(stream: TextIO) -> dict[str, Any]:
-    """Returns arguments that make the bar as wide as the terminal, or 80 columns wide."""
+    """Returns arguments of tqdm that make its bar as wide as the terminal of `stream`.
+
+    If the terminal's width is not known, the bar is 80 columns wide.
+    """
     try:
         known = os.get_terminal_size(stream.fileno()).columns > 0
     except (OSError, ValueError):
@@ -161,7 +171,10 @@ def _bar_width(stream: TextIO) -> dict[str, Any]:
 
 
 def _short(value: Any) -> str:
-    """Returns a short text for a field: a number, a few numbers, or a range for many numbers."""
+    """Returns a short text for a number, or an array of numbers.
+
+    An array of many numbers is shown as a range, "1 to 5".
+    """
     shape = getattr(value, "shape", ())
     if shape:
         if value.size > _MOST_NUMBERS and value.dtype.kind in "iuf":
@@ -179,10 +192,10 @@ class MetricsFile:
     """A file with a JSON object per line: ``step``, and measurements at that step."""
 
     def __init__(self, path: Path, first_step: int):
-        """Opens the file, to append to the lines of the first_step steps before.
+        """Opens the file for a session that begins after `first_step` steps of the run.
 
-        Lines of later steps are deleted: the run goes on from a checkpoint and makes those steps
-        again.
+        Lines of these steps stay. Lines of later steps are deleted: the run goes on from a
+        checkpoint and makes those steps again.
         """
         self._path = path
         kept = [row for row in read_metrics(path) if row["step"] <= first_step]
@@ -195,15 +208,16 @@ class MetricsFile:
         write_text(path, "".join(json.dumps(row) + "\n" for row in kept))
 
     def write(self, step: int, **values: Any) -> None:
-        """Appends a line with the measurements `values` of a step."""
+        """Appends a line with the measurements `values` of a step, which JSON can hold."""
         with self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps({"step": step, **values}) + "\n")
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Reads the lines of a metrics file.
+    """Returns the lines of a metrics file: for each the step and its measurements, by name.
 
-    Incomplete lines are skipped: a process that was killed while it wrote may have left one.
+    Incomplete lines are skipped: a process that was killed while it wrote may have left one. The
+    result is empty if there is no file.
     """
     rows = []
     if path.exists():
@@ -246,7 +260,10 @@ class EventFile:
         self._add(tf.Event(wall_time=now, step=first_step + 1, session_log=start))
 
     def write(self, step: int, scalars: Mapping[str, Any]) -> None:
-        """Adds the numbers of a step, by tag; numbers that are not finite are left out."""
+        """Adds scalar summaries of a step; numbers that are not finite are left out.
+
+        `scalars` are the numbers, by TensorBoard's tag.
+        """
         values = [
             tf.Summary.Value(tag=tag, simple_value=float(value))
             for tag, value in scalars.items()
@@ -296,7 +313,7 @@ class MetricsRecorder:
     def __init__(self, directory: Path, metrics_file: str, first_step: int):
         """Begins a session (one start) of a run, after first_step steps.
 
-        The files are in `directory`.
+        The files are in `directory`; `metrics_file` is the name of the metrics file there.
         """
         self._metrics = MetricsFile(directory / metrics_file, first_step)
         self.left_means = self._metrics.left_means
@@ -323,9 +340,10 @@ class MetricsRecorder:
         self._metrics.write(step, **line)
 
     def leave_means(self, step: int, means: StepMeans) -> None:
-        """Writes the sums behind unfinished means when a checkpoint is saved.
+        """Writes what is summed up so far for the means over steps of the next line.
 
-        The next session of the run goes on with these sums.
+        It is called when a checkpoint of `step` is saved. A session that goes on from there takes
+        these sums up, so that its first means are those of a run that was not stopped.
         """
         state = means.state()
         if state is not None:
@@ -341,9 +359,9 @@ class MetricsRecorder:
 
 
 def _plain(value: Any) -> Any:
-    """Returns a value for JSON: a number, or a list with a number for each shard.
+    """Converts a number or an array to a number or a list that JSON can hold.
 
-    A number that is not finite becomes None.
+    Floats are rounded to 6 digits. The result is None if any number is not finite.
     """
     array = np.asarray(value)
     if not np.all(np.isfinite(array)):

@@ -33,8 +33,9 @@ MODEL_TYPES = get_args(ModelType)
 class ModelSettings(NamedTuple):
     """The settings that a run's graphs, for training and for scoring, are built from.
 
-    They are the settings of `RunConfig`, resolved: `batch_size` counts the sequences of a global
-    batch. If `outer_batch_size` is 0, tensors have no such dimension.
+    They are checked settings of `RunConfig` in one form: `batch_size` is the number of sequences in
+    a global batch, and `sequence_length` has a length for each feature. If `outer_batch_size` is 0,
+    tensors have no such dimension.
     """
 
     model_type: ModelType
@@ -47,7 +48,10 @@ class ModelSettings(NamedTuple):
     seed: int
 
     def feature_length(self, name: str) -> int:
-        """Returns the length of the sequences of a feature."""
+        """Returns the length of the sequences of the feature `name`, such as "targets_position".
+
+        Raises ConfigError if the settings give it no length.
+        """
         # "targets_position" is as long as "targets".
         feature = name.split("_")[0]
         if feature not in self.sequence_length:
@@ -58,7 +62,7 @@ class ModelSettings(NamedTuple):
         return self.sequence_length[feature]
 
     def reads(self, name: str) -> bool:
-        """Returns whether the model reads a feature of the data."""
+        """Returns whether the model reads the feature `name` of the data."""
         return self.model_type != "lm" or not name.startswith("inputs")
 
     @property
@@ -71,7 +75,11 @@ class ModelSettings(NamedTuple):
         }
 
     def check_features(self, features: Collection[str], of: str) -> None:
-        """Raises ConfigError if the model reads a feature that the data set `of` does not have."""
+        """Raises ConfigError if the model reads a feature that a data set does not have.
+
+        `features` are the names of the data set's features, and `of` is the setting that gives the
+        data set, for the error.
+        """
         needed = ["targets"] if self.model_type == "lm" else ["inputs", "targets"]
         missing = [name for name in needed if name not in features]
         if missing:
@@ -85,7 +93,10 @@ class MeshModel:
     """A model in an mtf graph of its own; calling it adds the model's operations to that graph."""
 
     def __init__(self, settings: ModelSettings, mesh_impl: Any = None):
-        """Begins an mtf graph; a mesh_impl of None lowers on the settings' placement mesh."""
+        """Makes the model's layers, and an mtf graph without operations.
+
+        `mesh_impl` is what the graph will be lowered on; None is the placement mesh of `settings`.
+        """
         if settings.model_type not in MODEL_TYPES:
             raise ConfigError(
                 f"train.run.model_type must be one of {', '.join(MODEL_TYPES)}; "
@@ -142,8 +153,8 @@ class MeshModel:
     def import_features(self, features: dict[str, tf.Tensor]) -> dict[str, Any]:
         """Imports int tensors ``[batch_size, length]``, by feature name, into the mtf graph.
 
-        Returns int32 mtf tensors ``[batch, length]`` or ``[outer_batch, batch, length]`` of those
-        that the model reads.
+        Returns int32 mtf tensors ``[batch, length]`` or ``[outer_batch, batch, length]``, by name,
+        of the features that the model reads.
         """
         settings = self.settings
         settings.check_features(features, "The data set")
@@ -165,7 +176,9 @@ class MeshModel:
     def __call__(self, features: dict[str, Any], mode: str, num_microbatches: int = 1) -> Any:
         """Adds the model in the mode "train" or "eval", and returns its logits and loss.
 
-        Logits are ``[batch..., length, vocab]``; the loss is a scalar.
+        `features` is a result of `import_features`. `num_microbatches` is how many microbatches
+        the batch is divided into; `features` have one of them. Logits are an mtf tensor
+        ``[batch..., length, vocab]``; the loss is an mtf scalar.
         """
         targets = features["targets"]
         if self.settings.model_type == "lm":
@@ -244,7 +257,10 @@ class TrainingJob(NamedTuple):
         return self.model.batch_size * self.model.sequence_length["targets"]
 
     def batches(self) -> TrainingBatches:
-        """Returns the training batches; their data set is in a graph of its own."""
+        """Returns the training batches, to be used as a context manager.
+
+        Their data set is made in a graph of its own.
+        """
         dataset = functools.partial(
             self.train_dataset_fn,
             sequence_length=self.model.sequence_length,
@@ -263,7 +279,10 @@ class TrainingJob(NamedTuple):
 
 
 def resolve_job(config: RunConfig) -> TrainingJob:
-    """Returns the training job of a config, after checking the settings that define its step."""
+    """Returns the training job of a config, after checking the settings that define its step.
+
+    Raises ConfigError for a setting that cannot work.
+    """
     check_flags_and_seed(config)
     check_positive("train_steps", config.train_steps)
     check_positive("outer_batch_size", config.outer_batch_size, optional=True)
@@ -301,7 +320,10 @@ def resolve_job(config: RunConfig) -> TrainingJob:
 
 
 def resolve_sequence_length(sequence_length: SequenceLength) -> dict[str, int]:
-    """Returns the length of every feature, by its name."""
+    """Returns the length of every feature, by its name.
+
+    A number is the length of both "inputs" and "targets". Raises ConfigError for other values.
+    """
     if is_whole_number(sequence_length):
         return {"inputs": sequence_length, "targets": sequence_length}
     if (
@@ -322,11 +344,11 @@ def resolve_batch_size(
     mesh: MeshSettings,
     outer_batch_size: int,
 ) -> int:
-    """Returns the number of sequences in a global batch, which the mesh can split evenly.
+    """Returns the number of sequences in a global batch.
 
-    A (method, value) pair means what it means for
-    ``mesh_tensorflow.transformer.utils.compute_batch_size``. With an outer_batch_size of 0 there is
-    no outer batch dimension.
+    `batch_size` is that number, or a (method, value) pair, which means what it means for
+    ``mesh_tensorflow.transformer.utils.compute_batch_size``. An `outer_batch_size` of 0 is no outer
+    batch dimension. Raises ConfigError if the mesh cannot split the batch evenly.
     """
     given = batch_size
     if is_whole_number(given):

@@ -53,7 +53,7 @@ def write_page(
     recorded: RecordedSteps | None = None,
     islands: Status | None = None,
 ) -> Path:
-    """Writes the page of a run to its directory, from the `rows` of its metrics file.
+    """Writes the page of a run to its directory, and returns the page's path.
 
     Args:
       directory: the run's directory.
@@ -109,7 +109,7 @@ def write_page(
 
 
 def printable(text: str) -> str:
-    """Returns a text in which characters that a page may not have are replaced."""
+    """Returns `text` with U+FFFD in place of characters that a page may not have."""
     return _UNPRINTABLE.sub("\ufffd", text.replace("\r\n", "\n"))
 
 

@@ -31,9 +31,10 @@ class Series(NamedTuple):
 
 
 def series_of(rows: Sequence[dict[str, Any]], name: str) -> Series | None:
-    """Returns the values of `name` in a metrics file's lines; None if none is finite.
+    """Returns the measurement `name` of a metrics file's lines; None if no value is finite.
 
-    If the number of shards has changed, only the lines with the newest number are used.
+    `rows` are the lines. Lines without this measurement, or with one that is not finite, are left
+    out. If the number of shards has changed, only the lines with the newest number are used.
     """
     found = [(row["step"], np.asarray(row[name], float)) for row in rows if name in row]
     found = [(step, value) for step, value in found if np.all(np.isfinite(value))]
@@ -45,9 +46,9 @@ def series_of(rows: Sequence[dict[str, Any]], name: str) -> Series | None:
 
 
 def thinned(series: Series, is_count: bool = False) -> Series:
-    """Returns a series with fewer points.
+    """Returns a series of at most 400 points, as many as a plot can show.
 
-    A point is the mean of neighbours, or, with is_count, every n-th value is kept.
+    If there are more, a new point is the mean of neighbours, or, with `is_count`, the last of them.
     """
     size = -(-len(series.steps) // _MOST_POINTS)
     if size == 1:
@@ -185,9 +186,10 @@ _LOSS = _OverSteps(
 
 
 def draw_plots(rows: Rows, unigram_nats: float | None) -> list[Plot]:
-    """Draws each plot for which the lines of a metrics file have data.
+    """Draws and returns each plot for which the lines `rows` of a metrics file have data.
 
-    unigram_nats, the loss of the baseline, is a horizontal line beside the losses.
+    `unigram_nats`, the loss of the baseline, is a horizontal line in the plot of the losses; None
+    draws no such line.
     """
     others = []
     for plot in _PLOTS:
@@ -201,10 +203,10 @@ def draw_plots(rows: Rows, unigram_nats: float | None) -> list[Plot]:
 
 
 def training_losses(rows: Rows) -> Series | None:
-    """Returns the training losses of a metrics file, in the unit of held-out losses.
+    """Returns the training losses of a metrics file in nats per token, the unit of held-out losses.
 
     An older file does not have them. For such a file the result is the model's own losses, which
-    are means over positions.
+    are means over positions. The result is None if there are no losses.
     """
     return series_of(rows, "nats_per_token") or series_of(rows, "loss")
 
@@ -215,7 +217,7 @@ def kilobytes(size: int) -> str:
 
 
 def draw_islands(status: Status) -> Plot | None:
-    """Draws the history of islands, a line for each; None if no island has joined."""
+    """Draws the history of islands over time, a row for each; None if no island has joined."""
     if not status.rows:
         return None
     with figures.style():
@@ -231,7 +233,7 @@ def draw_islands(status: Status) -> Plot | None:
 
 
 def draw_traffic(traffic: Traffic) -> Plot | None:
-    """Draws the mesh traffic of an update step; None if the step sends nothing."""
+    """Draws the mesh traffic of an update step as bars; None if the step sends nothing."""
     present = [row for row in traffic.rows if row.bytes_per_core]
     if not present:
         return None
@@ -272,7 +274,11 @@ def _of_lines(
     level: float | None = None,
     is_wide: bool = False,
 ) -> Plot | None:
-    """Draws a line for each label that has a series, and a horizontal line at `level`."""
+    """Draws a line for each label that has a series; None if no label has one.
+
+    `found` has the series by label. `level`, unless it is None, is the height of a horizontal line
+    for the baseline. `is_wide` is whether the plot is also drawn as wide as two columns.
+    """
     present = {label: series for label, series in found.items() if series is not None}
     if not present:
         return None
@@ -311,7 +317,10 @@ def _of_lines(
 
 
 def _by_shard(plot: _OverSteps, series: Series | None) -> Plot | None:
-    """Draws a line for each shard; if there are many, the range and median over the shards."""
+    """Draws a line for each shard; if there are many, the range and median over the shards.
+
+    The result is None if there is no series, or none with a value for each shard.
+    """
     if series is None or series.values.ndim != 2:
         return None
     points = thinned(series, plot.is_count)

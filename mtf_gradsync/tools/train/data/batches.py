@@ -137,7 +137,7 @@ class TrainingBatches:
         return self._feeds
 
     def begin(self, step: int, examples: int) -> None:
-        """Sets the numbers of steps and examples of the run's earlier sessions."""
+        """Sets how many steps and examples the run has used before; the next batch follows them."""
         self._first = self._step = step
         self._examples = examples
         self._begun = False
@@ -166,7 +166,11 @@ class TrainingBatches:
         return {feed: features[name].astype(np.int32) for name, feed in self._feeds.items()}
 
     def _after_skipped(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
-        """Returns the examples after those to skip; a variable counts all that are drawn."""
+        """Returns a data set without the first examples, which the run has used before.
+
+        Their number is fed when a session begins. A variable counts all examples that are drawn,
+        also those that are skipped.
+        """
         self._drawn = drawn = tf.get_variable(
             "mtf_gradsync/drawn",
             [],
@@ -183,9 +187,9 @@ class TrainingBatches:
         return mapped(dataset, counted).skip(self._skipped)
 
     def _first_of_session(self) -> Any:
-        """Draws the session's first batch.
+        """Draws and returns the session's first batch, in the form that `_draw` returns.
 
-        If that takes long, it shows how many examples are skipped so far.
+        If that takes long, a progress bar shows how many examples are skipped so far.
         """
         if self._drawn is None or not self._examples:
             return self._session.run(self._next)
@@ -217,7 +221,11 @@ class TrainingBatches:
         return self._first_examples
 
     def _draw(self) -> Any:
-        """Returns the features of the next batch, and their shapes before padding or trimming."""
+        """Returns the features of the next batch, and their shapes before padding or cutting.
+
+        Both are numpy arrays by feature name. Shapes are there only for features whose shape the
+        data set does not declare; see `_example`.
+        """
         if self._begun:
             return self._session.run(self._next)
         self._session.run(self._initialize, {self._skipped: self._examples})
@@ -230,7 +238,12 @@ class TrainingBatches:
     def _example(
         self, example: dict[str, tf.Tensor], specs: dict[str, Any]
     ) -> tuple[dict[str, tf.Tensor], dict[str, tf.Tensor]]:
-        """Returns features in the shapes that the model wants, and their original shapes."""
+        """Returns the features of an example as vectors of the model's lengths, and their shapes.
+
+        `specs` are the specs of `example`. Only features of unknown shape are padded or cut, and
+        only these have an entry in the second result: their rank and first three dimensions before,
+        -1 for a dimension that is not there.
+        """
         features, shapes = {}, {}
         for name, spec in specs.items():
             x = example[name]
@@ -275,7 +288,10 @@ _HASHED = 8
 
 
 def _hashes(features: Mapping[str, np.ndarray]) -> list[str]:
-    """Returns a short hash of each of the first examples of a batch."""
+    """Returns a short hash, as text, of each of the first 8 examples of a batch.
+
+    `features` are arrays ``[batch_size, length]`` by feature name.
+    """
     hashes = []
     for example in zip(*(features[name][:_HASHED] for name in sorted(features))):
         content = hashlib.sha256()
@@ -286,7 +302,10 @@ def _hashes(features: Mapping[str, np.ndarray]) -> list[str]:
 
 
 def wrong_id(name: str, ids: np.ndarray, size: int) -> str:
-    """Returns an error text for wrong ids ``[batch, length]`` of a feature; "" if all are right."""
+    """Returns an error text for wrong ids ``[batch, length]`` of a feature; "" if all are right.
+
+    `name` is the feature, and `size` the number of ids in its vocabulary.
+    """
     # Mesh-TensorFlow gives a negative target no loss, and still reads its id.
     low = 1 - size if name == "targets" else 0
     if ids.min() >= low and ids.max() < size:
@@ -301,7 +320,11 @@ def wrong_id(name: str, ids: np.ndarray, size: int) -> str:
 
 
 def _specs(dataset: Any, wanted: Callable[[str], bool]) -> dict[str, Any]:
-    """Returns the specs of the features of single examples, by name."""
+    """Returns the `tf.TensorSpec` of each feature that the model reads, by name.
+
+    `wanted` returns whether the model reads a feature. Raises ConfigError unless `dataset` is a
+    tf.data.Dataset of dicts of integer tensors.
+    """
     if not isinstance(dataset, tf.data.Dataset):
         raise ConfigError(f"{_FUNCTION} must return a tf.data.Dataset; got {dataset!r}")
     spec = dataset.element_spec

@@ -116,12 +116,13 @@ def text_windows(
     part: int = 0,
     parts: int = 1,
 ) -> tf.data.Dataset:
-    """Cuts documents into examples ``{"targets": int32[length]}``.
+    """Returns a data set of windows of documents, examples ``{"targets": int32[length]}``.
 
     The length is that of "targets" in sequence_length. An end-of-document id follows each document.
-    The split "train" has random windows without end: the windows of number `part`, `part + parts`
-    and so on, from the one at `start` on. Any other split has all windows once, side by side.
-    Documents are UTF-8; the vocabulary encodes long documents piece by piece, cut behind lines.
+    The split "train" has random windows without end; the n-th one follows from `seed` and n. Of
+    these the result has the windows `part`, `part + parts`, `part + 2 * parts` and so on, without
+    the first `start` of them. Any other split has all windows once, side by side. Documents are
+    UTF-8; the vocabulary encodes long documents piece by piece, cut behind lines.
     """
     length = sequence_length["targets"]
     ids = _ids(documents, vocabulary)
@@ -140,9 +141,10 @@ _IN_A_FILE = 4 << 20
 
 
 def _ids(documents: Sequence[bytes], vocabulary: Any) -> np.ndarray:
-    """Returns the ids of all documents, in the smallest type that holds the vocabulary's.
+    """Returns the ids of all documents in one vector, each followed by an end-of-document id.
 
-    A large array is a memory-mapped file, which is deleted together with the array.
+    The dtype is the smallest that holds all ids of the vocabulary. A large array is a memory-mapped
+    file, which is deleted together with the array.
     """
     dtype = np.min_scalar_type(vocabulary.vocab_size - 1)
 
@@ -181,9 +183,10 @@ def _ids(documents: Sequence[bytes], vocabulary: Any) -> np.ndarray:
 
 
 def _reader(ids: np.ndarray, length: int) -> Callable[[tf.Tensor], tf.Tensor]:
-    """Returns a function that takes the place where a window begins and returns its `length` ids.
+    """Returns a function that takes the place where a window begins and returns its ids.
 
-    A window that goes beyond the last id is padded.
+    The place is an integer tf scalar, an index into `ids`; the result is int32 ``[length]``. A
+    window that goes beyond the last id is padded.
     """
 
     def of_file(begin: int) -> np.ndarray:
@@ -218,7 +221,7 @@ def _random_windows(
 
 
 def mapped(dataset: tf.data.Dataset, function: Callable[..., Any]) -> tf.data.Dataset:
-    """Returns `dataset.map` of a function, without AutoGraph, which would take half a second."""
+    """Returns `dataset.map(function)`, without AutoGraph, which would take half a second."""
     return dataset.map(tf.autograph.experimental.do_not_convert(function))
 
 
@@ -228,10 +231,11 @@ def read_batches(
     max_batches: int | None,
     name: str = "the data set",
 ) -> list[dict[str, np.ndarray]]:
-    """Reads a data set of single examples as batches of arrays ``[batch_size, length]``.
+    """Reads the first batches of a data set, as arrays ``[batch_size, length]`` by feature name.
 
-    The last batch is filled up with padding. If max_batches is None, it reads to the end of the
-    data. `name` is what error messages call the data set: the binding that gives it.
+    `make_dataset` is called in a graph of its own and returns a data set of single examples. The
+    last batch is filled up with padding. If `max_batches` is None, all data are read. `name` is
+    what errors call the data set: the binding that gives it.
     """
     batches: list[dict[str, np.ndarray]] = []
     with tf.Graph().as_default():

@@ -90,7 +90,10 @@ def _beginning_of_character(text: bytes, at: int) -> int:
 
 
 def check_length(documents: Mapping[str, bytes], held_out_every: int, sequence_length: int) -> None:
-    """Raises a ConfigError unless each split of the documents has enough for one sequence."""
+    """Raises a ConfigError unless each split of the documents has enough for one sequence.
+
+    A byte counts as a token. For `held_out_every` see `split_documents`.
+    """
     for split in ("train", "validation"):
         texts = split_documents(documents, split, held_out_every)
         tokens = sum(len(text) + 1 for text in texts)  # 1: the end of a document
@@ -180,7 +183,11 @@ _Part = Tuple[bytes, int, int]
 def _divided(
     documents: Mapping[str, bytes], held_out_every: int
 ) -> tuple[list[_Part], list[_Part]]:
-    """Returns the texts to train on, and the texts that are held out."""
+    """Divides documents into parts to train on and parts that are held out, and returns both.
+
+    A part is a tuple (text, begin, end): a document, and where the part begins and ends in it. For
+    `held_out_every` see `split_documents`.
+    """
     names = sorted(documents)
     chosen = {name for name in names if zlib.crc32(name.encode()) % held_out_every == 0}
     share, total = 1 / held_out_every, sum(map(len, documents.values()))
@@ -195,7 +202,7 @@ def _divided(
 
 
 def _cut_of(text: bytes, held_out_every: int) -> int:
-    """Returns where the last part of a text begins, the part that is held out.
+    """Returns at which byte the last part of a text begins, the part that is held out.
 
     That part is ``1 / held_out_every`` of the text, or up to half more or less, so that it begins
     with a paragraph, or at least with a line.
@@ -221,7 +228,11 @@ def _paragraphs(text: bytes, begin: int, end: int) -> Iterator[_Part]:
 
 
 def _paragraph_key(text: bytes, begin: int, end: int) -> bytes:
-    """Returns a key that equal paragraphs share, b"" for a paragraph too short to matter."""
+    """Returns a hash of the paragraph from `begin` to `end` in a text.
+
+    Paragraphs that differ only in white space have the same hash. It is b"" for a paragraph that is
+    too short to tell one text from another.
+    """
     digest, length = hashlib.blake2b(digest_size=16), 0
     for piece in pieces_of(text, begin, end):
         words = " ".join(piece.decode("utf-8").split())
