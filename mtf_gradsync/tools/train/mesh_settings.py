@@ -168,8 +168,8 @@ def _check_rules(rules: Sequence[tuple[str, str]], mesh_shape: Any) -> None:
 
     `rules` are pairs (tensor dimension, mesh dimension), and `mesh_shape` is an mtf.Shape. T5's
     layouts have rules for other meshes ("ensemble:ensemble"), which Mesh-TensorFlow ignores. So a
-    mesh dimension that the mesh lacks counts as misspelt only if no rule names another dimension
-    that the mesh does have; otherwise the rule is logged.
+    rule for a dimension that the mesh lacks counts as misspelt only if the mesh has a dimension
+    larger than 1 without any rule; otherwise the rule is logged.
     """
     names = [dim.name for dim in mesh_shape.dims]
     absent = [(tensor_dim, mesh_dim) for tensor_dim, mesh_dim in rules if mesh_dim not in names]

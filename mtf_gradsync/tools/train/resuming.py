@@ -20,11 +20,11 @@ _MOST = 12
 
 
 def changed_settings(directory: Path) -> dict[str, str]:
-    """Compares gin's configuration with the one that a run has left in its directory.
+    """Returns which bindings differ between gin's configuration and a run's former configuration.
 
-    Returns a text with both values for each binding that differs, by the binding's name. Bindings
-    that only one of the two has are left out. If the directory has no configuration, the result is
-    empty.
+    `directory` is the run's directory, in which the run has left its configuration. The result has
+    a text with both values, by the binding's name. Bindings that only one of the two has are left
+    out. If the directory has no configuration, the result is empty.
     """
     there, here = _there(directory), _here()
     return {
@@ -40,11 +40,12 @@ def _difference(name: str, there: Mapping[str, str], here: Mapping[str, str]) ->
 
 
 def adapted(start: Start, accept: bool, say: Callable[[str], None], words: str) -> Start:
-    """Returns a start from a checkpoint that differs from the default graph.
+    """Compares the checkpoint of a start with the default graph, and returns the start to use.
 
-    Variables that the checkpoint does not have are marked to begin with new values. `accept` says
-    whether the user accepts a checkpoint of another configuration; `say` takes lines that list the
-    differences, and `words` begin that list.
+    In the result `new` has the names of the variables that the checkpoint lacks, which then begin
+    as in a new run. `accept` is whether the user accepts a checkpoint of another configuration;
+    without it, differences raise a ConfigError. Variables of another shape or type always do. `say`
+    is called with a list of the differences, which begins with `words`, such as "going on from x,".
     """
     assert start.path is not None  # the callers have asked
     variables, counts = tf.global_variables(), True
@@ -67,7 +68,10 @@ def adapted(start: Start, accept: bool, say: Callable[[str], None], words: str) 
 
 
 def say_changes(directory: Path, say: Callable[[str], None]) -> None:
-    """Logs which settings are not those that the run in a directory had before."""
+    """Tells the user, by `say`, which settings differ from those that a run had before.
+
+    `directory` is the run's directory. If no settings differ, `say` is not called.
+    """
     lines = [f"\n  {line}" for line in changed_settings(directory).values()]
     if lines:
         changed = some_lines(lines, _MOST)
@@ -122,7 +126,11 @@ _OF_DATA = ("run.train_dataset_fn", "run.vocabulary")
 
 
 def _names_of_data(bindings: Mapping[str, str]) -> set[str]:
-    """Returns the names of the bindings that define the examples, macros included."""
+    """Returns the names of the bindings that define the examples of a run.
+
+    `bindings` has all values, as text, by name. The result has the data set function and the
+    vocabulary, the parameters of functions that these refer to, and macros.
+    """
     found, todo = set[str](), [name for name in bindings if name.endswith(_OF_DATA)]
     while todo:
         name = todo.pop()
@@ -140,7 +148,10 @@ def _names_of_data(bindings: Mapping[str, str]) -> set[str]:
 
 
 def _configurable(name: str) -> str:
-    """Returns the configurable in a name of a binding: text_files in text_files.files."""
+    """Returns which configurable a binding is of: "text_files" for "text_files.files".
+
+    A scope and modules are left out; the result is "" for a macro.
+    """
     return name.split("/")[-1].rpartition(".")[0].split(".")[-1]
 
 

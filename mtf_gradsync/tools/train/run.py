@@ -59,9 +59,10 @@ from mtf_gradsync.tools.train.train_graph import EXAMPLES, TrainGraph
 
 
 class RunResult(NamedTuple):
-    """The result of a run: the steps it has made, its held-out score, and the baseline's score.
+    """The result of a run: the number of its last step, its score, and the baseline's score.
 
-    `stopped_by` is the signal that stopped the run early; such a run has no scores.
+    `stopped_by` is the signal that stopped the run early, None if none did. The scores are None for
+    a run that was stopped, and for one without held-out data.
     """
 
     step: int
@@ -88,7 +89,8 @@ class RunRole(NamedTuple):
     """The role of this process in a run of several processes.
 
     Attributes:
-      target: the server of a cluster's chief, which builds and writes for all tasks; "" for none.
+      target: the address of the server of a cluster's chief, which builds and writes for all tasks;
+        "" without a cluster.
       checkpoint_dir: the directory of checkpoints, if another process writes them; None for
         model_dir.
       chosen: calls a function that chooses a checkpoint and returns its result. The process that
@@ -114,7 +116,14 @@ def run(
 
     A run goes on from the newest checkpoint in model_dir; a finished one is only evaluated. Which
     data a step sees follows from the step, so a run that was stopped takes the same steps as one
-    that was not. `say` is called with each line about the run's progress.
+    that was not.
+
+    Args:
+      config: the settings of the run.
+      model_dir: the run's directory, for checkpoints and all other files.
+      say: called with each line about the run's progress.
+      accepted: which unusual checkpoints the run may go on from.
+      role: what this process does in a run of several processes.
 
     Raises:
       ConfigError: if a setting cannot work, another run writes to the directory, or its newest
@@ -128,7 +137,7 @@ def run(
 
 
 class _Lines(logging.Handler):
-    """A log handler that passes each different message of the training package to `say` once."""
+    """A handler of log records that calls `say` with each different message once."""
 
     def __init__(self, say: Callable[[str], None]):
         super().__init__()
@@ -167,7 +176,10 @@ class _Run:
         accepted: Accepted,
         role: RunRole,
     ):
-        """Checks as many settings as can be checked before anything is read or written."""
+        """Checks as many settings as can be checked before anything is read or written.
+
+        The arguments are the arguments of `run`.
+        """
         check_schedule(config)
         check_pages_installed()
         self._config, self._say, self._accepted, self._role = config, say, accepted, role
@@ -211,7 +223,10 @@ class _Run:
         return RunResult(result.step, result.stopped_by, None, None)
 
     def _train(self, start: Start) -> LoopResult:
-        """Makes the steps that follow a checkpoint, or all steps if there is none."""
+        """Builds the training graph and makes the steps that follow the checkpoint of `start`.
+
+        If all steps are made already, it builds and makes nothing.
+        """
         config, directory, say = self._config, self.directory, self._say
         accept, step = self._accepted.differences, start.step
         is_finished = step >= config.train_steps
@@ -303,10 +318,17 @@ class _Run:
         improvement: Improvement,
         on_first_step: Callable[[], None],
     ) -> LoopResult:
-        """Makes the steps, scores each checkpoint, and keeps the best one and the timeline."""
+        """Makes the steps, scores each checkpoint, and keeps the best one and the timeline.
+
+        `improvement` holds the lowest held-out loss so far. `on_first_step` is called once, after
+        the first step.
+        """
 
         def on_checkpoint(saved: str, at: int, progress: Progress) -> bool:
-            """Scores a checkpoint, and keeps it if it is the best; returns whether to end."""
+            """Scores the checkpoint `saved` of the step `at`, and keeps it if it is the best.
+
+            Returns whether the run ends there, by train.run.max_steps_without_decrease.
+            """
             score = self.evaluation.point(saved, at, recorder, progress)
             recorder.flush()
             if score is None:
@@ -335,7 +357,11 @@ class _Run:
         )
 
     def _evaluate(self, result: LoopResult, newest: str | None) -> RunResult:
-        """Evaluates the newest checkpoint, and writes the report."""
+        """Evaluates the newest checkpoint, and writes the report.
+
+        `result` is the result of the training loop, and `newest` is the path of the checkpoint,
+        None if there is none.
+        """
         evaluation, step = self.evaluation, result.step
         speed = {}
         if result.steps_made:
@@ -400,7 +426,11 @@ def _read_islands() -> Status | None:
 
 
 def _say_what_checkpoints_round(lowering: Any, say: Callable[[str], None]) -> None:
-    """Logs which variables checkpoints round, to a type with fewer bits than in the steps."""
+    """Tells the user which variables are rounded in checkpoints.
+
+    These are the variables of `lowering`, an mtf.Lowering, whose masters have a dtype of fewer bits
+    than the slices that steps use.
+    """
     narrow: dict[str, list[str]] = {}
     for variable in lowering.variables:
         master, used = variable.master_dtype, variable.slice_dtype
@@ -416,13 +446,13 @@ def _say_what_checkpoints_round(lowering: Any, say: Callable[[str], None]) -> No
 
 
 def _errors_of_islands() -> ContextManager[None]:
-    """Returns a context manager that turns errors of islands into a ConfigError."""
+    """Returns a context manager that turns exceptions from `ElasticIslands` into a ConfigError."""
     errors = (ImportError, OSError, ValueError, IslandError)
     return raised_as(ConfigError, *errors, before="ElasticIslands: ")
 
 
 def _unread_bindings() -> str:
-    """Returns a line about bindings that nothing has read yet; "" if all were read.
+    """Returns a line for the user on gin bindings that no call has read; "" if all were read.
 
     Bindings of ``utils.run`` and macros are left out, because the command names them itself.
     """

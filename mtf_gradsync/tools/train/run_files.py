@@ -90,7 +90,7 @@ def read_facts(directory: Path) -> RunFacts | None:
 
 
 class RecordedSteps(NamedTuple):
-    """The steps that were recorded, their mesh, and where their time went."""
+    """The steps from number `first` to `last`, recorded on `mesh`: `table` says where time went."""
 
     first: int
     last: int
@@ -124,9 +124,9 @@ def forget_recorded(directory: Path, step: int) -> None:
 
 
 def keep_best(path: str, directory: Path) -> None:
-    """Stores a checkpoint as the best one of a run, in `BEST_DIR` of its directory.
+    """Copies the checkpoint `path` to `BEST_DIR` in a run's directory, in place of the one there.
 
-    Files are links if the file system has links. The state file, written last, names the new
+    Copies are hard links if the file system has them. The file "checkpoint" there names the new
     checkpoint before the old one is removed.
     """
     best = directory / BEST_DIR

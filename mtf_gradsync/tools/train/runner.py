@@ -42,7 +42,8 @@ _OF_PLACEMENT_MESHES = ("mesh_devices", "mesh_impl", "hooks")
 def choose_runtime(config: RunConfig, target: str = "") -> Runtime:
     """Returns the runtime that a config names, or the fastest that this environment has.
 
-    If the mesh is over the tasks of a cluster, `target` is the server of the chief; otherwise "".
+    If the mesh is over the tasks of a cluster, `target` is the address of the chief's server;
+    otherwise it is "". Raises ConfigError if the runtime does not fit other settings.
     """
     asked = config.runtime
     bound = [name for name in _OF_PLACEMENT_MESHES if getattr(config, name)]
@@ -72,9 +73,9 @@ def choose_runtime(config: RunConfig, target: str = "") -> Runtime:
 
 
 def prepare(config: RunConfig, target: str) -> tuple[Runtime, TrainingJob, tf.ConfigProto]:
-    """Checks a config; returns its runtime, its job, and the settings of sessions.
+    """Checks a config; returns its runtime, its training job, and the settings of its sessions.
 
-    For `target` see `choose_runtime`.
+    For `target` see `choose_runtime`. Raises ConfigError for a setting that cannot work.
     """
     runtime = choose_runtime(config, target)
     job = resolve_job(config)._replace(reports=config.reports, noise_scale=config.noise_scale)
@@ -86,10 +87,11 @@ def prepare(config: RunConfig, target: str) -> tuple[Runtime, TrainingJob, tf.Co
 def training_graph(
     job: TrainingJob, batches: TrainingBatches, runtime: Runtime, session: tf.ConfigProto
 ) -> tuple[TrainGraph, simd.Program | None, Callable[..., Runner]]:
-    """Builds the training step for a runtime.
+    """Adds a job's training step for a runtime to the default graph.
 
-    Returns the graph of the step, its SIMD program (None on a placement mesh), and a function that
-    makes the runner.
+    `batches` will feed the step, and `session` has the settings of its sessions. Returns the graph
+    of the step, its SIMD program (None on a placement mesh), and a function that makes the runner
+    from a directory for checkpoints, a `Start`, the config, and the run's `Island`, if any.
     """
     features = batches.placeholders()
     mesh = job.model.mesh
@@ -108,14 +110,22 @@ def training_graph(
 
 
 def stack_skips_not_finite(optimizers: Sequence[Any]) -> bool:
-    """Returns whether an optimizer of a stack skips, or has to see, values that are not finite."""
+    """Returns whether gradients that are not finite are nothing unusual for a stack of optimizers.
+
+    So it is if one of `optimizers` skips steps, shards or islands that are not finite, or needs to
+    see such gradients, as LossScaleOptimizer does.
+    """
     stacks = map(stages_of, optimizers)
     by_stages = any(skips_not_finite(some) or needs_not_finite(some) for some in stacks)
     return by_stages or any(map(skips_islands, optimizers))
 
 
 def skips_islands(opt: Any) -> bool:
-    """Returns whether an optimizer leaves out islands with gradients that are not finite."""
+    """Returns whether an optimizer leaves out islands of DiLoCo that are not finite.
+
+    These are islands with a loss, values or slots that are not finite. The optimizer is then an
+    OuterOptimizer.
+    """
     return isinstance(opt, OuterOptimizer) and opt.leave_out_not_finite
 
 
@@ -191,18 +201,21 @@ class Runner(abc.ABC):
 
     @abc.abstractmethod
     def _scaffold(self) -> tf.train.Scaffold:
-        """Returns the scaffold of the sessions."""
+        """Returns the tf.train.Scaffold of the sessions: how they begin and save."""
 
     @abc.abstractmethod
     def _raw(self, use: Callable[[Any], Any]) -> Any:
-        """Calls `use` with the plain session, so that the hooks of the session do not run."""
+        """Calls `use` with the session, and returns its result; no hook of the session runs."""
 
     @abc.abstractmethod
     def _dispatched(self, batch: dict[tf.Tensor, np.ndarray]) -> Callable[[], dict[str, Any]]:
-        """Begins a step on the feed dict `batch`; returns a function that waits for its values."""
+        """Begins a step on the feed dict `batch`; returns a function that waits for its values.
+
+        The function returns the values as `dispatch` does, but without "tokens".
+        """
 
     def dispatch(self) -> Callable[[], dict[str, Any]]:
-        """Begins a step; returns a function that waits for its values by name.
+        """Begins a step on the next batch; returns a function that waits for its values by name.
 
         The values are "step", "loss", "fields" and "reported" of `TrainGraph`, "update_step" and
         "in_sums" if the optimizers have them, and "tokens": how many targets of the batch are not
@@ -215,10 +228,11 @@ class Runner(abc.ABC):
 
     @abc.abstractmethod
     def begin_save(self, step: int) -> Future[str]:
-        """Takes the values of a checkpoint, and writes them while the next steps run.
+        """Begins to save a checkpoint of `step`, which is written while the next steps run.
 
-        Returns a future of the path. The results of all steps must have been read, and the
-        checkpoint before must have been written.
+        The values of all variables are read before this returns. Returns a future of the
+        checkpoint's path. The results of all steps must have been read, and the checkpoint before
+        must have been written.
         """
 
     def timeline(self) -> Timeline:
@@ -226,7 +240,7 @@ class Runner(abc.ABC):
         return timeline(self._session, lowering=self._lowering)
 
     def waits_too_long(self) -> Exception | None:
-        """Returns an error if there were too many steps without an update, or None."""
+        """Returns the exception to raise if too many steps made no update, or else None."""
         found = self._raw(lambda session: [watch.ask(session) for watch in self._watches])
         return next((one for one in found if isinstance(one, Exception)), None)
 
@@ -288,7 +302,10 @@ class Runner(abc.ABC):
             self._island.save(f"{self._prefix}-{step}")
 
     def _leave(self, error: Any) -> None:
-        """Has a stopped island contribute what it has learned, unless there was an error."""
+        """Has a stopped island contribute what it has learned, unless an exception ended the run.
+
+        `error` is the type of that exception, or None. A run that is no island does nothing.
+        """
         island = self._island
         if island is None:
             return
@@ -396,7 +413,10 @@ class SimdProgramRunner(Runner):
 
     @contextlib.contextmanager
     def _naming_another_runtime(self) -> Iterator[None]:
-        """Turns a runtime error into a TrainingError that names a runtime for every model."""
+        """Turns an exception of the block that is due to the runtime into a TrainingError.
+
+        Its text also names the runtime "placement_mesh", which runs every model.
+        """
         try:
             yield
         except (xla.DevicesError, xla.XlaMissingError, simd.UnsupportedProgramError) as error:

@@ -90,9 +90,11 @@ _SEEDS = 2**32
 
 
 def sample(evaluator: Evaluator, settings: Sampling) -> list[Sample]:
-    """Continues the beginnings of held-out sequences.
+    """Continues the beginnings of held-out sequences by the evaluator's model.
 
-    `evaluator` must have restored the variables of the model.
+    The sequences are spread over the evaluator's first batch. Returns fewer than
+    ``settings.num_samples`` samples if the batch has fewer. `evaluator` must have restored the
+    variables of the model.
     """
     vocabulary = transformer_utils().targets_vocabulary(evaluator.settings.vocabulary)
     # Decided before writing, because a full sequence has no place for a continuation.
@@ -120,8 +122,9 @@ def sample_after(
 ) -> list[Sample]:
     """Continues the text `prompt` by the model of a checkpoint, whatever runtime has made it.
 
-    If the prompt is longer than the model's sequence, only its end is used. If with_averages is
-    set, the checkpoint's moving averages replace the variables.
+    `checkpoint` is the checkpoint's path. Returns ``settings.num_samples`` samples with this
+    prompt. If the prompt is longer than the model's sequence, only its end is used. If
+    `with_averages` is set, the checkpoint's moving averages replace the variables.
     """
     if model.model_type != "lm":
         raise ConfigError(

@@ -22,9 +22,9 @@ _SKIP_SETTING = f"`mtf-gradsync train {SKIP_FLAG}`"
 
 
 class TimedRun:
-    """A recorder of some steps of a run; it is called as `run` is.
+    """A recorder of `steps` training steps; it is called as the function `run` is.
 
-    Before it records, it makes at least one `warm_up` step, because the first step compiles.
+    Before it records, it makes `warm_up` steps, at least one, because the first step compiles.
     """
 
     def __init__(self, steps: int, warm_up: int):
@@ -38,9 +38,10 @@ class TimedRun:
         accepted: Accepted = NOTHING,
         role: RunRole = ALONE,
     ) -> Timeline:
-        """Records steps after the newest checkpoint of model_dir.
+        """Makes steps after the newest checkpoint of model_dir, and returns a timeline of them.
 
-        If model_dir is None, the steps begin with new values.
+        If model_dir is None, the steps begin with new values. The other arguments are the arguments
+        of `run`. Nothing in model_dir changes.
 
         Raises:
           ConfigError: if a setting cannot work, or the checkpoint is damaged or not accepted.
@@ -70,7 +71,11 @@ class TimedRun:
 
 
 def _make(runner: Runner, count: int, stop: Interruption) -> list[int]:
-    """Makes `count` steps as training does; returns the update count after each, if counted."""
+    """Makes `count` steps as training does; returns how many updates were made after each.
+
+    The result is empty if no optimizer counts updates. `stop` is asked before each step, and raises
+    KeyboardInterrupt after a signal.
+    """
     pending: collections.deque[Callable[[], dict[str, Any]]] = collections.deque()
     made = []
     for _ in range(count):

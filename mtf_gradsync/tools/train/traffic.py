@@ -27,9 +27,10 @@ _CHANGES = _MOVES | {"Mul", "Neg", "RealDiv", "Select", "SelectV2"}
 
 
 def part_of_each(graph: TrainGraph, report: CommunicationReport) -> dict[str, str]:
-    """Returns for each collective of a training step the part of the step, one of `PARTS`.
+    """Returns which part of a training step each of its collectives belongs to, one of `PARTS`.
 
-    The keys are the names of the rows of `report`.
+    `report` lists the collectives of the step `graph`. The result has a part for each row of
+    `report`, by the row's name.
     """
     partial, reduced = [], []
     for grad in graph.gradients:
@@ -52,9 +53,11 @@ def part_of_each(graph: TrainGraph, report: CommunicationReport) -> dict[str, st
 
 
 def _after(tensors: Iterable[tf.Tensor], names: set[str]) -> set[str]:
-    """Returns the names of the operations that add up partial sums.
+    """Returns the names of the operations that reduce gradients, given the gradients of cores.
 
-    These are the collectives, given by `names`, that `tensors` reach, and the operations between.
+    `tensors` are the gradients before any sum, and `names` are the names of all collectives. The
+    result has the collectives that `tensors` reach through operations that only move, scale or skip
+    values, or accumulate them in a variable, and these operations.
     """
     seen: set[str] = set()
     pending = list(tensors)
@@ -71,7 +74,10 @@ def _after(tensors: Iterable[tf.Tensor], names: set[str]) -> set[str]:
 
 
 def _reads(handle: tf.Tensor) -> list[tf.Tensor]:
-    """Returns the tensors that are read from the variable of `handle`, also inside branches."""
+    """Returns the tensors that are read from a resource variable, also inside branches.
+
+    `handle` is the variable's handle, or a copy of it in a branch.
+    """
     while handle.op.type in _PASSES_HANDLES:
         handle = handle.op.inputs[0]
     handles, values = [handle], []
@@ -85,9 +91,10 @@ def _reads(handle: tf.Tensor) -> list[tf.Tensor]:
 
 
 def _before(tensors: Iterable[tf.Tensor], passes: Callable[[tf.Operation], bool]) -> set[str]:
-    """Returns the names of the operations that tensors depend on.
+    """Returns the names of the operations that make `tensors`, directly or by their inputs.
 
-    Inputs of an operation for which `passes` returns false are not followed.
+    `passes` is called with each operation; if it returns False, the operation's inputs are not
+    followed.
     """
     seen: set[str] = set()
     pending = [tensor.op for tensor in tensors]
@@ -162,7 +169,11 @@ def list_traffic(graph: TrainGraph, program: simd.Program | None) -> Traffic | N
 def _totals(
     report: simd.CommunicationReport, parts: dict[str, str], is_complete: bool = True
 ) -> Traffic:
-    """Returns the totals of a report, the largest first. `parts` has the part of each row."""
+    """Returns the `Traffic` of a report: a row for each kind of collectives, the largest first.
+
+    `parts` has the label of each row's part of the step, by the row's name, and may be empty.
+    `is_complete` is whether the report has all that the step exchanges.
+    """
     kinds: dict[tuple[str, str, str, bool], list[simd.CommunicationRow]] = {}
     for row in report.rows:
         key = (row.operation, row.group, parts.get(row.name, ""), row.is_conditional)

@@ -187,8 +187,10 @@ def model_and_optimizer(
 ) -> tuple[mtf.Tensor, list[tuple[mtf.Tensor, mtf.Variable]], Any, Any]:
     """Adds a job's model and gradients to the model's graph, and makes the optimizer.
 
-    Returns the loss, a list of pairs (gradient, variable) for the variables that train, the
-    optimizer, and the learning rate of the step. The rate is None if the optimizer has its own.
+    `features` are int tf tensors ``[batch_size, length]`` by feature name, and `step` is the global
+    step, an int64 tf scalar. Returns the loss, a list of pairs (gradient, variable) for the
+    variables that train, the optimizer, and the learning rate of the step. The rate is None if the
+    optimizer has its own.
     """
     loss, grads = _loss_and_gradients(model, features)
     job.model.mesh.check_splits(model.graph, model.input_dims)
@@ -207,7 +209,11 @@ def model_and_optimizer(
 
 
 def optimizer_and_rate(job: TrainingJob, step: tf.Tensor, mesh: mtf.Mesh) -> tuple[Any, Any]:
-    """Makes a job's optimizer, and its learning rate: None if the optimizer has its own."""
+    """Makes a job's optimizer and the learning rate of the step, and returns both.
+
+    `step` is the global step, an int64 tf scalar. The rate is a number or a scalar of tf or mtf, or
+    None if the optimizer has its own.
+    """
     stack: list[Any] = []  # filled once the optimizer exists, which is made with the rate
     rate = rate_on_mesh(job.learning_rate, step, job.schedule_step, mesh, stack)
     with adafactor_counts(job.schedule_step, mesh):
@@ -217,7 +223,10 @@ def optimizer_and_rate(job: TrainingJob, step: tf.Tensor, mesh: mtf.Mesh) -> tup
 
 
 def build_simd(job: TrainingJob) -> tuple[TrainGraph, simd.Program]:
-    """Adds a job's training step, with placeholders, as a SIMD program to the default graph."""
+    """Adds a job's training step, with placeholders, as a SIMD program to the default graph.
+
+    Returns the graph of the step and the program.
+    """
     place = OnCores("cpu_replicas", job.model.mesh.shape, job.model.mesh.layout)
     graph = build_train_graph(place, job)
     assert place.program is not None  # just built
@@ -225,17 +234,19 @@ def build_simd(job: TrainingJob) -> tuple[TrainGraph, simd.Program]:
 
 
 def forward_loss(job: TrainingJob) -> mtf.Tensor:
-    """Adds a job's model, without gradients and in one microbatch, to the default graph."""
+    """Adds a job's model without gradients to a new mtf graph, and returns its loss, a scalar.
+
+    The whole batch is one microbatch. Placeholders for it are in the default graph.
+    """
     model = MeshModel(job.model)
     return model(model.import_features(placeholders(job)), "train")[1]
 
 
 def steps_per_update(optimizers: Sequence[Any]) -> int:
-    """Returns after how many steps the kinds of steps that a stack makes repeat.
+    """Returns how many steps a stack makes for an update, or between two outer steps.
 
-    These are the microbatch steps of an update, or the inner steps of an outer update. The result
-    is 1 if their number changes during training. It is also 1 if a stack has both, since it then
-    makes more than two kinds of steps.
+    `optimizers` is the stack. The result is 1 if each step is an update, if the number changes
+    during training, or if the stack has both microbatch steps and outer steps.
     """
     periods = []
     for one in optimizers:
@@ -263,7 +274,12 @@ def _noise_scale(opt: Any, batch_size: int) -> Any:
 
 
 def _loss_and_gradients(model: MeshModel, features: dict[str, tf.Tensor]) -> tuple[Any, list[Any]]:
-    """Returns the loss and its gradients; they are computed in microbatches if gin binds that."""
+    """Adds the model and its gradients to its mtf graph; returns the loss and the gradients.
+
+    `features` are int tf tensors ``[batch_size, length]`` by feature name. The gradients are in the
+    order of the graph's trainable variables. They are computed in microbatches, inside the step, if
+    gin binds a size for these.
+    """
     settings = model.settings
     mtf_features = model.import_features(features)
     batch_dim = mtf_features["targets"].shape.dims[-2]
@@ -299,7 +315,11 @@ def _make_optimizer(optimizer: Callable[..., Any], rate: Any) -> Any:
 
 
 def _facts(stack: tuple[Any, ...]) -> tuple[dict[str, Any], Any]:
-    """Returns the values to show beside the loss, and the number of updates made."""
+    """Returns the values that a stack of optimizers shows beside the loss, and its update counter.
+
+    The values are tensors of tf or mtf, by name. The counter is a scalar, the number of updates
+    made by the end of the step; None if no optimizer counts.
+    """
     fields: dict[str, Any] = {}
     update_step = None
     # An outer optimizer's fields replace those of the same name.

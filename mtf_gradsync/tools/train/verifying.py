@@ -39,8 +39,19 @@ def verify_config(
 ) -> Verification:
     """Verifies the training step that gin's configuration describes, on its training data.
 
-    The arguments are the arguments of `mtf_gradsync.verify`. Raises ConfigError for a wrong
-    configuration or argument.
+    Args:
+      meshes: mesh shapes to try; None for the default divisions.
+      steps: number of updates.
+      divisions: kinds of default divisions, such as "batch"; None for all, or none with `meshes`.
+      without: what to remove from the model first: "dropout", "random", "capacity".
+      runtime: the runtime of divisions.
+      own_values: whether variables begin with the config's own initial values.
+
+    Returns:
+      The result of `mtf_gradsync.verify`, which has more on these arguments.
+
+    Raises:
+      ConfigError: the configuration or an argument is wrong.
     """
     config = gin_files.bound_run_config()
     job = resolve_job(config)
@@ -90,7 +101,10 @@ def verify_config(
 
 
 def job_on(config: RunConfig, mesh_shape: str, layout: str, batch_size: int) -> TrainingJob:
-    """Returns the job of a config, with the mesh and the batch replaced by others."""
+    """Returns the training job of a config on another mesh, on virtual CPU devices.
+
+    `layout` are the layout rules of that mesh, and `batch_size` replaces the config's batch size.
+    """
     return resolve_job(
         dataclasses.replace(
             config,
@@ -104,7 +118,10 @@ def job_on(config: RunConfig, mesh_shape: str, layout: str, batch_size: int) -> 
 
 
 def _batches(job: TrainingJob) -> Generator[dict[str, np.ndarray], None, None]:
-    """Yields the training batches of a job, as arrays by feature name."""
+    """Yields a job's training batches from the first on, as arrays ``[batch_size, length]``.
+
+    A batch has an array for each feature, by the feature's name.
+    """
     with job.batches() as source:
         with tf.Graph().as_default():
             feeds = source.placeholders()
