@@ -98,6 +98,7 @@ __all__ = [
     "warn_once",
     "weight_now",
     "why_not",
+    "without_frozen",
 ]
 
 if TYPE_CHECKING:
@@ -153,6 +154,7 @@ if TYPE_CHECKING:
     from mtf_gradsync.optimizers.description import Description, describe
     from mtf_gradsync.optimizers.interface import TrainOptimizerInterface
     from mtf_gradsync.optimizers.outer_values import HeldSlices
+    from mtf_gradsync.optimizers.pipeline.forms import without_frozen
     from mtf_gradsync.optimizers.pipeline.order import (
         averages,
         keeps_outer_values,
@@ -211,6 +213,7 @@ else:
         "mtf_gradsync.optimizers.description",
         "mtf_gradsync.optimizers.interface",
         "mtf_gradsync.optimizers.outer_values",
+        "mtf_gradsync.optimizers.pipeline.forms",
         "mtf_gradsync.optimizers.pipeline.order",
         "mtf_gradsync.optimizers.pipeline.stack",
         "mtf_gradsync.optimizers.pipeline.weights",

@@ -9,7 +9,14 @@ import math
 import types
 from typing import Any, Callable, Iterator, Sequence
 
-from mtf_gradsync.extension import Wrapper, describe, mtf, settings_by_global_step, tf
+from mtf_gradsync.extension import (
+    Wrapper,
+    describe,
+    mtf,
+    settings_by_global_step,
+    tf,
+    without_frozen,
+)
 from mtf_gradsync.runtimes import simd
 from mtf_gradsync.runtimes._common import ConfigError
 from mtf_gradsync.runtimes.simd.program import compiled_only
@@ -159,7 +166,9 @@ class BestDivision:
                 loss, pairs, opt, _ = model_and_optimizer(job, model, features, step)
                 grads, variables = [g for g, _ in pairs], [v for _, v in pairs]
                 opt.apply_grads(grads, variables)
-                return read_costs(loss, grads, variables, _BATCH, self._batch), variables
+                inner = opt.innermost() if isinstance(opt, Wrapper) else opt
+                trained = without_frozen(inner, grads, variables)
+                return read_costs(loss, trained, variables, _BATCH, self._batch), variables
 
     def choices(
         self,

@@ -27,6 +27,7 @@ from mtf_gradsync.extension import (
     stages_of,
     tf,
     why_not,
+    without_frozen,
 )
 from mtf_gradsync.tools.verification.causes import random_operations
 
@@ -240,10 +241,7 @@ class RecordedProgram:
             return operations
         self.innermost = opt
         self.slots += [x for x in variables[0].graph.name_to_variable if x not in before]
-        of = getattr(opt, "optimizer_of", None)
-        if of is not None:  # wrappers do not reduce gradients of variables that stay as they are
-            grads = [None if of(v) is None else g for g, v in zip(grads, variables)]
-        return [*operations, *self._note(grads, variables)]
+        return [*operations, *self._note(without_frozen(opt, list(grads), variables), variables)]
 
     def _in_order(
         self,

@@ -68,6 +68,16 @@ def variables():
     return loaded().costs()[1]
 
 
+def test_frozen_variables_cost_no_gradients():
+    groups = "train.run.optimizer = @CrossShardOptimizer", "CrossShardOptimizer.opt = @ByVariable"
+    frozen = 'ByVariable.groups = [("embedding", None)]', "ByVariable.opt = @AdafactorOptimizer"
+    whole, some = loaded().costs(), loaded(*groups, *frozen).costs()
+    names = [v.name for v in some[1]]
+    assert len(names) == len(whole[1])
+    kept = sum("embedding" not in name for name in names)
+    assert sum(some[0].gradients.values()) == kept < sum(whole[0].gradients.values())
+
+
 @pytest.mark.mostly_slow
 @pytest.mark.parametrize(
     ("stack", "clipped"),
