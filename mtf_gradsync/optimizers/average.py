@@ -156,7 +156,7 @@ class MoveAverages(Stage):
     """The stage that makes `average -= weight * (average - variable)` after each update.
 
     Attributes:
-      rule: the settings, from which the weight follows.
+      rule: the settings: decay and how it changes, from which the weight follows.
       variables: the variables to average; None for all with a gradient.
       slots: records the averages.
       name: the wrapper's name.

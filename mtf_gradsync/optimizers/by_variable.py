@@ -165,7 +165,7 @@ class ByVariable(mtf.optimize.Optimizer):
         return updates
 
     def apply_grad(self, grad: mtf.Tensor | None, var: mtf.Variable) -> list[mtf.Operation]:
-        """Makes the update of one variable, as `apply_grads` does.
+        """Makes the update of one variable, as `apply_grads` does; returns its mtf operations.
 
         Raises ValueError for a variable of a group with "clip_norm", because the norm is over all
         gradients of the group together.

@@ -48,7 +48,7 @@ class TrainOptimizerInterface:
     _stack_shard_names: Callable[[], tuple[str, ...]]
 
     def _check_variables(self, variables: Sequence[mtf.Variable]) -> None:
-        """Raises ValueError for variables that cannot be updated."""
+        """Raises ValueError for variables that the wrapper cannot update; here, for none."""
 
     def _check_step(self, global_step: Any, name: Any) -> None:
         """Raises TypeError or ValueError for a wrong argument of `apply_gradients`.
@@ -360,7 +360,10 @@ class _Pairs(DeferredUpdate):
         )
 
     def add(self, grad: mtf.Tensor | None, variable: mtf.Variable) -> list[mtf.Operation]:
-        """Adds a pair to the step; returns, as a list, the operation that stands for the step."""
+        """Adds a pair to the step; returns a list of the operation that stands for the whole step.
+
+        The list is empty if the gradient is None.
+        """
         self._pairs[variable] = grad
         if grad is None:
             return []
@@ -368,7 +371,10 @@ class _Pairs(DeferredUpdate):
         return [self.stand_ins[-1]]
 
     def build_if_here(self) -> None:
-        """Builds the step if its pairs were given in the tf graph and branch that are open now."""
+        """Builds the step if its pairs were given in the tf graph and branch that are open now.
+
+        Otherwise, and if the step is built already, nothing happens.
+        """
         if self.is_waiting and self._where == self._here():
             self.build()
 

@@ -808,7 +808,7 @@ def weights_of_shards_after_a_loop(two):
 @pytest.mark.parametrize(
     ("program", "match"),
     [
-        (two_weights, "that of 'v' was computed with weights=.* of 'w'. Give each loss an opt"),
+        (two_weights, "gradient of 'v' was computed with weights=.* of 'w'. Give each loss an opt"),
         (two_weights_in_one_gradient, "The gradients of a step have one weight"),
         (weights_of_one, "'v' was computed without weights, that of 'w' with weights="),
         (other_weights_later, "'w' was computed with weights="),

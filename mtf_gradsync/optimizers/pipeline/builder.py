@@ -345,9 +345,10 @@ class StepBuilder(StepConditions):
         return self.stack.axes_now(self._number, grads)
 
     def shards_to_name(self, grads: Sequence[mtf.Tensor]) -> tuple[ReplicaAxes | None, bool]:
-        """Returns how the log numbers shards, for the stage that is being built.
+        """Returns how the log numbers shards, for the stage that is being built, as two values.
 
-        The two values are those of `Stack.shards_to_name`: replica axes or None, and a boolean.
+        The first are the replica axes that number all shards of the mesh; None if they are not
+        known. The second is false if each shard is an island (see `Stack.shards_to_name`).
         """
         return self.stack.shards_to_name(self._number, grads)
 
@@ -443,7 +444,7 @@ class StepBuilder(StepConditions):
         They are not divided and not cast yet.
 
         Args:
-          gradients: what to reduce.
+          gradients: gradients in any form, of variables or of pieces of variables.
           reduction: the settings of the reduction.
           extra: whether `gradients` holds other values than the step's gradients. A strategy may
             keep state for both, under different names.
@@ -497,7 +498,7 @@ class StepBuilder(StepConditions):
         """Returns gradients with one gradient per shard, as `Form.PER_SHARD`.
 
         `request` says what to do about gradients in which shards are mixed. `reduction` has the
-        replica axes, and the strategy for what is to be reduced nevertheless.
+        replica axes, and the strategy by which such gradients are reduced if `request` says so.
         """
         grads, axes = gradients.grads, reduction.axes
         assert axes is not None  # wrappers with such stages know the mesh

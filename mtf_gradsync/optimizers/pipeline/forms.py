@@ -82,8 +82,8 @@ class Partition(NamedTuple):
     Attributes:
       axes: the replica axes.
       strategy: the strategy that reduces gradients to parts.
-      shapes_of: a function of the variables that get gradients in one step. It returns the shapes
-        of the parts of those that are split.
+      shapes_of: a function that takes all variables that get gradients in one step. It returns, for
+        each variable that is split, the shape of a replica's part.
       name: the wrapper's name.
     """
 
@@ -151,7 +151,7 @@ class Weights(NamedTuple):
     of_shards: mtf.Tensor | None = None
 
     def by_shard(self, axes: ReplicaAxes) -> mtf.Tensor:
-        """Returns the weight of each shard, `[shard dims...]`."""
+        """Returns the weight of each shard, float32 `[shard dims...]`, for these replica axes."""
         if self.of_shards is not None:
             return self.of_shards
         return mtf.broadcast(self.total * (1.0 / axes.num_shards), mtf.Shape(list(axes.shard_dims)))
@@ -165,8 +165,8 @@ class OnlyWhen(NamedTuple):
       gate: the gate (which holds back writes) that the branch waits for; None inside another
         branch.
       behind: operations of the step that the branch waits for, too.
-      first: a function of the set of gradients that makes the gradients in the branch; None if they
-        are those of the step.
+      first: a function that takes the set of gradients of the step, and returns the set for the
+        branch; None if the branch gets the set of the step.
       last: a function that makes the last operations of the branch. They run even if the condition
         of a branch inside this one does not hold.
     """
@@ -345,7 +345,7 @@ def _inner_dtype(dtype: tf.DType, opt: Any) -> tf.DType:
 
 
 def in_dtypes_of(opt: Any, gradients: GradientSet) -> GradientSet:
-    """Returns gradients in the dtypes that the optimizer `opt` needs, which is no wrapper.
+    """Returns gradients in the dtypes that `opt` needs, an optimizer that is no wrapper.
 
     Mesh-TF's MomentumOptimizer needs the dtypes of the variables' values. Other optimizers get the
     gradients as they are. Raises ValueError for variables whose values are narrower than float32 if

@@ -58,7 +58,10 @@ def averages(stages: Stages) -> bool:
 
 
 def keeps_outer_values(stages: Stages) -> bool:
-    """Returns whether these stages train other values than the variables that programs see."""
+    """Returns whether these stages train copies of variables apart from the values programs see.
+
+    `OuterOptimizer` does: the programs see the outer values.
+    """
     return any(s._keeps_outer_values for s in stages)
 
 
@@ -68,7 +71,7 @@ def makes_islands(stages: Stages) -> bool:
 
 
 def counts_shards(stages: Stages) -> bool:
-    """Returns whether these stages count contributing shards, to decide on updates."""
+    """Returns whether these stages count contributing shards, and update when there are enough."""
     return any(s._counts_shards for s in stages)
 
 
@@ -97,8 +100,9 @@ RULES = (
             or (counts_shards(outer) and makes_islands(inner))
         ),
         "{outer} cannot be around {inner}: islands update in lock step, but the shards of one "
-        "could have contributed enough when those of another have not. To accumulate, and to skip "
-        "what is not finite, use OuterOptimizer(GradientAccumulationOptimizer(opt, passes, "
+        "island could have contributed enough when the shards of another island have not. To "
+        "accumulate, and to skip what is not finite, use "
+        "OuterOptimizer(GradientAccumulationOptimizer(opt, passes, "
         "should_skip_update_fn=skip_not_finite), ..., leave_out_not_finite=True).",
     ),
     OrderRule(
@@ -124,7 +128,7 @@ RULES = (
     OrderRule(
         lambda outer, inner: schedules_updates(outer) and schedules_updates(inner),
         "{inner} cannot be inside {outer}: each decides by itself when there is an update, so "
-        "that one would count the updates of the other as steps. Use one: "
+        "that {inner} would count the updates of {outer} as steps. Use one: "
         "GradientAccumulationOptimizer with the product of both backward_passes_per_step, or "
         "SyncReplicasOptimizer with replicas_to_aggregate=K * num_shards.",
     ),

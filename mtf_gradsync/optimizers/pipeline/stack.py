@@ -110,7 +110,9 @@ class Stage:
     _one_mesh: str = ""
 
     def within(self, inside: Sequence[Stage], others: Sequence[Stage]) -> Stage:
-        """Returns this stage with what it has to know of the stages inside it.
+        """Returns this stage, or a changed copy if its work depends on the stages inside it.
+
+        The base class returns the stage itself.
 
         Args:
           inside: the stages of all wrappers inside this stage's wrapper.
@@ -169,7 +171,7 @@ class Program(NamedTuple):
 
     @classmethod
     def of(cls, grads: Sequence[mtf.Tensor]) -> Program:
-        """Returns the facts of the program that computed these gradients."""
+        """Returns the facts of the program that computed these gradients, which are not None."""
         return cls(lambda names: find_axes(grads, names), len({g.mesh for g in grads}))
 
 
@@ -250,12 +252,12 @@ class Stack(NamedTuple):
     def shards_to_name(
         self, number: int, grads: Sequence[mtf.Tensor]
     ) -> tuple[ReplicaAxes | None, bool]:
-        """Returns two values by which the log of wrapper `number` names shards by their numbers.
+        """Returns how the log of wrapper `number` numbers shards, as two values.
 
-        The first value are the replica axes that number the shards; None if they are not known.
-        Inside islands they number all shards of the mesh. The second value is the argument
-        `of_shards_only` of `not_finite_flags`: true, unless each shard is an island, because even a
-        reduced gradient then belongs to a single shard. The other arguments are as for `axes_now`.
+        The first are the replica axes that number all shards of the mesh, also inside islands; None
+        if they are not known. The second is false if each shard is an island, because a reduced
+        gradient then belongs to a single shard; it is the argument `of_shards_only` of
+        `not_finite_flags`. `number` and `grads` are as for `axes_now`.
         """
         around = self.segments[number].islands
         if around is None or around.inside is None:
@@ -353,7 +355,7 @@ def completed(
 
     Args:
       wrappers: the wrappers around the first optimizer that is no wrapper, the outermost first.
-      inside: this optimizer, and the optimizers inside it, the outermost first.
+      inside: the first optimizer that is no wrapper, and all optimizers inside it, in this order.
       program: what is known of the program; None if nothing is known.
       islands: the islands of an `OuterOptimizer` around the wrappers; None if there is none.
     """
@@ -465,7 +467,7 @@ ONE_FOR_EACH_MESH = "Make one for the variables of each mesh, each with a name= 
 def check_meshes(
     stack: Stack, grads: Sequence[mtf.Tensor | None], variables: Sequence[mtf.Variable]
 ) -> None:
-    """Raises ValueError if gradients are on several meshes and a wrapper of `stack` needs one."""
+    """Raises ValueError if gradients are on several meshes and a wrapper needs a single one."""
     first: dict[mtf.Mesh, mtf.Variable] = {}
     for grad, variable in zip(grads, variables):
         if grad is not None:

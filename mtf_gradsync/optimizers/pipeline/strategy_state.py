@@ -47,7 +47,11 @@ class VariablePiece:
 
     @property
     def shape(self) -> mtf.Shape:
-        """The piece's mesh shape: dims that the layout splits, then the numbers of a slice."""
+        """The piece's mtf shape: the variable's split dims, then the piece's numbers in a slice.
+
+        A split dim has the number of its slices as its size. The numbers in a slice are one dim, or
+        two (rows and columns) if the piece consists of whole rows of the slice.
+        """
         dims = zip(self.variable.shape.dims, self.slice_shape)
         split = [mtf.Dimension(d.name, d.size // n) for d, n in dims]
         size, columns = self.stop - self.start, self.slice_shape[-1] if self.slice_shape else 1
@@ -268,8 +272,8 @@ def reduce_by_strategy(
 
     With them come the new values of the strategy's state, which the caller writes.
 
-    On a mesh of one shard all gradients pass through it, although there is nothing to reduce: the
-    strategy's state then exists there, too, and checkpoints can be moved to such a mesh and back.
+    On a mesh of one shard all gradients pass through the strategy, although there is nothing to
+    reduce: its state then exists there, too, and checkpoints can be moved to such a mesh and back.
 
     Args:
       gradients: the gradients, not reduced yet.

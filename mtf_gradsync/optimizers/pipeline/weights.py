@@ -129,8 +129,8 @@ def agreed_weights(
         (one, name) = other[-1]
         before = f"{weights!r}" if weights is not None else f"{other[0][0]!r}, of {other[0][1]!r}"
         raise ValueError(
-            f"The gradients of a step have one weight, but that of {name!r} was computed with "
-            f"weights={one!r}, and there is {before}. Give each loss an optimizer of its own."
+            f"The gradients of a step have one weight, but the gradient of {name!r} was computed "
+            f"with weights={one!r}, and there is {before}. Give each loss an optimizer of its own."
         )
     if weights is None:
         weights = other[0][0] if other else None
@@ -215,7 +215,8 @@ def _by_shard(weights: mtf.Tensor, axes: ReplicaAxes) -> mtf.Tensor:
 
     If `weights` is longer than the number of shards along a dimension, it has one weight for each
     example, and those of a shard are added up. A weight that several shards have in common, because
-    `weights` lacks a shard dim, is divided among them. Raises ValueError if lengths do not divide.
+    `weights` lacks a shard dim, is divided among them. Raises ValueError if a length is no multiple
+    of the number of shards.
     """
     by_name = {d.name: d for d in weights.shape.dims}
     kept = [d for d in axes.shard_dims if d.name in by_name]
