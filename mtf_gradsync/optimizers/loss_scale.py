@@ -37,7 +37,16 @@ from mtf_gradsync.step import Gate, StepPlan, values_after
 
 
 class ScaleRule(NamedTuple):
-    """The settings by which a loss scale changes; see the arguments of `LossScaleOptimizer`."""
+    """The settings by which a loss scale changes; see the arguments of `LossScaleOptimizer`.
+
+    Attributes:
+      is_dynamic: whether the scale changes at all.
+      initial: the first value of the scale, or the fixed scale.
+      growth_steps: the number of updates in a row without a skipped step after which it grows.
+      multiplier: the factor by which it grows and shrinks.
+      lowest: its smallest value.
+      highest: its largest value.
+    """
 
     is_dynamic: bool
     initial: float
@@ -151,9 +160,8 @@ class LossScaleOptimizer(ReportsSkips):
     Put it outside of wrappers that reduce and clip: `LossScaleOptimizer(CrossShardOptimizer(opt))`.
     Inside `GradientAccumulationOptimizer` it skips whole updates, with all of their microbatch
     steps. If an optimizer inside skips gradients that are not finite (`SyncReplicasOptimizer`;
-    accumulation with `skip_not_finite`), this wrapper only changes the scale. A gradient that is
-    not finite does not change it if `SyncReplicasOptimizer` skips that shard and another shard
-    contributes.
+    accumulation with `skip_not_finite`), this wrapper only changes the scale. Such a gradient does
+    not change the scale if `SyncReplicasOptimizer` skips its shard and another shard contributes.
 
     State, by name: `<name>/scale`, `<name>/good_steps`, `<name>/skipped`, and with
     max_steps_without_update `<name>/waiting`.
@@ -243,14 +251,17 @@ class LossScaleOptimizer(ReportsSkips):
 
     @property
     def scale(self) -> mtf.Variable | float | None:
-        """The scale, a number if it is fixed; None before gradients were computed or applied."""
+        """The scale: an mtf variable, or a number if it is fixed.
+
+        A scale that is not fixed is None before gradients were computed or applied.
+        """
         if not self._rule.is_dynamic:
             return self._rule.initial
         return self.state and self.state.scale
 
     @property
     def good_steps(self) -> mtf.Variable | None:
-        """The number of updates since the scale changed, int32.
+        """The number of updates in a row since the scale changed: an int32 mtf variable.
 
         None if the scale is fixed, or before gradients were computed or applied.
         """
@@ -258,7 +269,10 @@ class LossScaleOptimizer(ReportsSkips):
 
     @property
     def skipped(self) -> mtf.Variable | None:
-        """The number of skipped steps (int32); None before gradients were computed or applied."""
+        """The number of skipped steps: an int32 mtf variable.
+
+        None before gradients were computed or applied.
+        """
         return self.state and self.state.skipped
 
     def reported(self) -> dict[str, mtf.Tensor]:
@@ -270,7 +284,10 @@ class LossScaleOptimizer(ReportsSkips):
         }
 
     def _values_now(self) -> LossScaleState | None:
-        """Returns the scale and its counters after a step; None before there is a step."""
+        """Returns the values of the scale and its counters after a step, as mtf scalars.
+
+        They exist outside of the branches of the step, too. None before there is a step.
+        """
         if self._now is None and self.state is not None and self._writes:
             # A branch of the step writes the values, which have to be read outside of it.
             values = iter(values_after(self.state.present, self._writes))
@@ -332,7 +349,10 @@ class _SkipNotFinite(Stage):
 
     @property
     def _is_beside(self) -> bool:
-        """Whether a stage inside skips gradients that are not finite, so that this one does not."""
+        """Whether a stage inside skips gradients that are not finite.
+
+        This stage then skips no step, and only changes the scale.
+        """
         return any(stage.finite == "skips" for stage in self.inside)
 
     @property

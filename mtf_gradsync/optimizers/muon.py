@@ -38,8 +38,8 @@ class MuonOptimizer(InnerOptimizer):
     number several matrices (experts), each of which is made orthogonal by itself. Vectors, scalars,
     embeddings and the last layer need another optimizer: see `ByVariable`. Arithmetic is in float32
     at least. A matrix that the mesh splits is gathered once for all Newton-Schulz steps. It stays
-    split if it is split along its longer side only and the products x x^T of all steps are fewer
-    bytes.
+    split if it is split along its longer side only and the products x x^T of all steps together
+    have fewer bytes than the matrix.
 
     State, by name: `<variable>/muon_m`, laid out like the variable and at least float32 (or as
     `slot_dtype` says). With rounding="stochastic", if the variable or its slot is rounded, also

@@ -230,8 +230,10 @@ class StepsOfIslands:
     ) -> list[mtf.Operation]:
         """Makes the outer steps, which run in a branch after `updates` when they are due.
 
-        `updates` are the operations of the inner optimizer's update. Also gives slots a value for
-        each island, and counts the update. All operations are added to `step`; returns [].
+        `updates` are the operations of the inner optimizer's update. Each fragment has its outer
+        step in every `inner_steps`-th update, and no two fragments have it in the same update. Also
+        gives slots a value for each island, and counts the update. All operations are added to
+        `step`, so that the returned list is empty.
         """
         settings, graph = self._settings, step.plan.graph
         made = [v for v in graph.all_variables if v not in self._made_before]
@@ -460,10 +462,15 @@ class StepsOfIslands:
     ) -> None:
         """Gives skipped islands the outer values and slots of zeros; counts and reports the skips.
 
-        `skip`, `[islands...]`, is true for skipped islands. `skipped` is 1 for them, else 0, with
-        the numbers of all islands on each processor. `found` are the flags of values that are not
-        finite. `variables` are the variables to set to their outer values, which are read after
-        `writes`.
+        Args:
+          skip: boolean `[islands...]`, true for skipped islands.
+          skipped: float32 `[islands...]`, 1 for skipped islands, else 0. Each processor has the
+            numbers of all islands.
+          found: the flags of values that are not finite, from `_not_finite`.
+          variables: the variables that are set to their outer values. Those of the fragment have
+            the new outer values already.
+          writes: the operations after which variables, outer values and slots are read.
+          step: the step that is being built.
         """
         with step.branch_when(mtf.greater(mtf.reduce_sum(skipped), 0.0), None):
             before = self._state.skipped

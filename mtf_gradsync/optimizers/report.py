@@ -48,10 +48,10 @@ def norms_of_shards(
     """Returns the norms of each shard's gradients, before and after clipping by shard.
 
     `grads` are pending or per shard. Each result is an mtf tensor `[shards...]`, the same on all
-    processors: the norm over all gradients, of the shard's term in their sums. The second is None
-    if gradients were not clipped by shard. Both are None if the gradients are on several meshes, or
-    if each shard's term of a gradient cannot be recovered, or only by sending more numbers than the
-    gradients have.
+    processors: for each shard one norm over all gradients, of the terms that the shard adds to
+    their sums. The second is None if gradients were not clipped by shard. Both are None if the
+    gradients are on several meshes, or if each shard's term of a gradient cannot be recovered, or
+    only by sending more numbers than the gradients have.
     """
     if len({g.mesh for g in grads}) > 1:
         return None, None
@@ -165,10 +165,10 @@ class NoiseScale(NamedTuple):
     """The gradient noise scale of a training step.
 
     Attributes:
-      value: float32 mtf scalar, in the unit of the batch size, after the step that it is fetched
-        with. NaN before the first step.
+      value: float32 mtf scalar, the noise scale after the fetched step, in the unit of the batch
+        size. NaN before the first step.
       updates: mtf operations that update the moving averages, to run together with the optimizer's
-        operations. None if the optimizer's operations include them.
+        operations. The list is empty if the optimizer's operations include them.
     """
 
     value: mtf.Tensor
@@ -198,16 +198,16 @@ def gradient_noise_scale(
     Args:
       opt: a wrapper that has applied gradients, of a loss that is a mean or a sum over a batch that
         is split equally.
-      batch_size: the number of examples (or another unit, which is then that of the noise scale) in
-        the gradients that the optimizer reduces at once: a global batch, or with local accumulation
-        all microbatches of an update.
+      batch_size: the number of examples in the gradients that the optimizer reduces at once: in a
+        global batch, or with local accumulation in all microbatches of an update. If it counts
+        something else, such as tokens, so does the noise scale.
       decay: decay of the moving averages, at least 0 and less than 1.
       axes: the replica axes, if no wrapper was given them; None takes those of the mesh that the
         program has made for this graph.
       name: prefix of the variables' names.
 
     Returns:
-      The noise scale.
+      The noise scale, and the operations that update its moving averages.
 
     Raises:
       TypeError: opt is not a wrapper, or axes are no `ReplicaAxes`.
@@ -303,9 +303,11 @@ def _what_was_reduced(opt: Any, axes: ReplicaAxes | None) -> tuple[Reduced, Repl
 def _estimates(
     parts: mtf.Tensor, total: mtf.Tensor, num_shards: int, batch_size: float
 ) -> list[mtf.Tensor]:
-    """Returns unbiased estimates of tr(Sigma) and |G|^2 from one step, two scalars.
+    """Returns unbiased estimates of tr(Sigma) and |G|^2 from one step, two float32 mtf scalars.
 
-    `parts`, `[shards...]`, are norms of each shard's term of the sum; `total` is the sum's norm.
+    G is the gradient of all data, and Sigma the covariance of the gradients of single examples.
+    `parts`, `[shards...]`, are the norms of each shard's term of the summed gradient, and `total`
+    is the norm of the sum. `batch_size` is the number of examples of all shards.
     """
     small, big = batch_size / num_shards, batch_size
     # A shard's own gradient is num_shards times its term.
@@ -354,7 +356,8 @@ def reported(opt: AppliesGradients, axes: ReplicaAxes | None = None) -> dict[str
     - `compression/rate`: bytes of the gradients, divided by those that a strategy sends in their
       place (`QuantizedAllReduce`, `LowRankAllReduce`). `compression/whole`: the number of gradients
       that it does not compress; the log names them.
-    - `update_step`: updates made. `updates_without_data`: those skipped as their weights are 0.
+    - `update_step`: updates made. `updates_without_data`: updates skipped because their weights
+      were 0.
     - `accumulation/micro_step`: microbatch steps in the sum so far. `accumulation/skipped`:
       microbatch steps skipped so far.
     - `sync_replicas/contributions`, `sync_replicas/dropped`: `[shards...]`, contributions that each
@@ -362,9 +365,10 @@ def reported(opt: AppliesGradients, axes: ReplicaAxes | None = None) -> dict[str
       `sync_replicas/waiting_contributions`: contributions since the last update.
       `sync_replicas/steps_without_update`: steps since the last update.
 
-    Counts are those after the step. Norms of shards are of the step (a microbatch step). Norms of
-    reduced gradients inside an optimizer that skips updates are of the last update: they keep their
-    values on steps without one, and are NaN before the first update of a session.
+    Counts are those after the step. Norms of shards belong to the fetched step (a microbatch step).
+    Norms of reduced gradients inside an optimizer that skips updates belong to the last update:
+    they keep their values on steps without an update, and are NaN before the first update of a
+    session.
 
     With several wrappers of a kind the outermost has the plain names; the others' names end with
     "/" and the wrapper's name.

@@ -127,8 +127,8 @@ def rate_at(schedule: Schedule, update_step: mtf.Tensor, updates: Callable[[], A
     Args:
       schedule: a function of `step` and `total_train_steps` that returns a number or tf scalar.
       update_step: the number of updates so far, an mtf scalar.
-      updates: a function that returns how many updates the run makes, which is total_train_steps
-        of the schedule. It is called when the graph is lowered.
+      updates: a function that returns how many updates the run makes. The schedule gets this number
+        as `total_train_steps`. It is called when the graph is lowered.
     """
 
     def evaluate(step: tf.Tensor) -> tf.Tensor:

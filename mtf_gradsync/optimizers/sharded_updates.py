@@ -200,8 +200,8 @@ class ShardedUpdateOptimizer(Wrapper):
     Variables that are small, or have no such dimension, are not split.
 
     The wrapper adds no variables. Slots keep the inner optimizer's names and, in checkpoints, their
-    full shapes. So a run with sharded updates can continue from a checkpoint without them, on any
-    mesh, and the reverse.
+    full shapes. So a run with sharded updates can continue from a checkpoint of a run without them,
+    on any mesh, and the reverse.
 
     References:
       Xu et al., "Automatic Cross-Replica Sharding of Weight Update in Data-Parallel Training",
@@ -287,8 +287,8 @@ class ShardedUpdateOptimizer(Wrapper):
             gradients of all trainable variables of the graph.
 
         Returns:
-          The variable's shape with other names for the dimensions that are split over the replicas:
-          those of batch dimensions. None for a variable that is not split.
+          The variable's shape, in which the dimensions that are split over the replicas have the
+          names of batch dimensions. None for a variable that is not split.
         """
         together = dict.fromkeys([*var.graph.trainable_variables, var])
         return self._shapes_of_parts(list(together), self.axes).get(var)
@@ -313,10 +313,10 @@ class ShardedUpdateOptimizer(Wrapper):
         return [_UpdateParts(self, axes, Partition(axes, self.reducer, shapes_of, self.name))]
 
     def _part(self, variable: mtf.Variable, shape: mtf.Shape) -> PartOfVariable:
-        """Returns a variable's part, by which the inner optimizer's slots are found.
+        """Returns a variable's part, which the inner optimizer is given in the variable's place.
 
-        `shape` is the part's shape. If the variable has a part from an earlier step, this object is
-        returned, with the attributes of a new one.
+        `shape` is the part's shape. Slots are found by the part. So if the variable has a part from
+        an earlier step, the same object is returned, with the attributes of a new one.
         """
         new = PartOfVariable(variable, shape)
         part = self._parts.get(variable) or new

@@ -144,9 +144,9 @@ def saves_tiles(full: Sequence[int], part: Sequence[int]) -> bool:
     """Returns whether a part saves over two thirds of what it would save without padding.
 
     `full` is the shape of a core's slice of a variable, and `part` the shape of the core's part of
-    that slice. Savings are counted in a TPU's tiles. If a part leaves most of its tiles empty, it
-    takes about as much memory and time as the full slice, and the compiler copies the slice to
-    another layout and back.
+    that slice. Savings are counted in a TPU's tiles, which are padded if they are not full. If a
+    part leaves most of its tiles empty, it takes about as much memory and time as the full slice,
+    and the compiler copies the slice to another layout and back.
     """
     of_full, of_part = tiles(full, part)
     numbers, numbers_of_part = math.prod(full), math.prod(part)
@@ -355,7 +355,7 @@ class NewValues(GradientOperation):
         self.set_outputs(lowering, results)
 
     def _is_only_writer(self) -> bool:
-        """Returns whether no other assignment writes one of the variables."""
+        """Returns whether no assignment of the graph but the update writes one of its variables."""
         others = (
             getattr(v, "original_names", [v.name])
             for op in self.graph.operations

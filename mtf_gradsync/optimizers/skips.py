@@ -76,12 +76,18 @@ def check_limit(limit: Any, least: int = 1, why: str = "") -> int | None:
 
 
 def waiting_state(mesh: mtf.Mesh, name: str, limit: int | None) -> mtf.Variable | None:
-    """Returns `<name>/waiting`, the counter of steps in a row without update; None if no limit."""
+    """Returns `<name>/waiting`, the counter of steps in a row without an update.
+
+    `limit` is max_steps_without_update; if it is None, nothing is counted, and the result is None.
+    """
     return named_state(mesh, f"{name}/waiting") if limit else None
 
 
 def now_waiting(waiting: mtf.Variable, updated: mtf.Tensor) -> mtf.Tensor:
-    """Returns the value of `waiting` after a step; `updated` is 1 if it made an update, else 0."""
+    """Returns the value of the counter `waiting` after a step, an int32 mtf scalar.
+
+    `updated` is 1 if the step made an update, else 0, also an int32 mtf scalar.
+    """
     return (waiting.value + 1) * (1 - on_mesh(updated, waiting.mesh))
 
 
@@ -225,7 +231,10 @@ class Skips:
 
     @property
     def looked_at(self) -> list[mtf.Variable]:
-        """The variables whose values show whether a step has something to report."""
+        """The variables whose values show whether a step has something to report.
+
+        They are those in `counts`, those in `waiting`, and last the loss scale if there is one.
+        """
         return [*self.counts, *self.waiting, *([] if self.floor is None else [self.floor[0]])]
 
     # Texts, as operations of TensorFlow; `_on_host` runs them if the step cannot.

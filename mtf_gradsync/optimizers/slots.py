@@ -29,7 +29,10 @@ class SlotBook:
     def record(
         self, created: Sequence[mtf.Variable], variables: Sequence[mtf.Variable], scope: str = ""
     ) -> None:
-        """Adds the variables that an update of `variables` created in variable scope `scope`."""
+        """Adds the variables that an update of `variables` created in variable scope `scope`.
+
+        Those of `created` that are recorded already are left as they are.
+        """
         owners = {v.name: v for v in variables}
         for variable in created:
             if variable in self._variables:
@@ -192,7 +195,9 @@ def note_slots(written: Sequence[mtf.Variable], variables: Sequence[mtf.Variable
 def tell_of_names_and_dtypes(optimizer: Any, variables: Sequence[mtf.Variable]) -> None:
     """Warns once of an optimizer's patterns that match no variable, and of narrow variables.
 
-    Variables stored in a dtype narrower than float32 lose small updates.
+    Patterns are arguments such as exclude_from_weight_decay: regular expressions that are looked
+    for in names of variables. `variables` are those that the optimizer updates. Variables stored in
+    a dtype narrower than float32 lose small updates.
     """
     names = {v.name for v in (*variables, *variables[0].graph.trainable_variables)}
     for argument, patterns in patterns_of(optimizer).items():

@@ -61,16 +61,16 @@ class skip_spikes:
     above the mean of the last `window` norms. Norms of skipped steps are not among these. In the
     first `window / 8` steps, but at least two, norms are collected, and only steps that are not
     finite are skipped. After as many spikes in a row the norms are taken for the new scale of the
-    training: the mean then begins anew. A deviation of less than 1e-4 of the mean counts as that,
-    so that rounding makes no spike.
+    training: the mean then begins anew. A deviation of less than 1e-4 of the mean counts as 1e-4 of
+    the mean, so that rounding makes no spike.
 
     With `of="loss"` the same holds for losses. With `of=("norm", "loss")` it holds for each of the
     two by its own mean, and a spike of either is skipped.
 
-    The norm is that of one microbatch step's gradients; if they are per shard, as for
-    `skip_large_updates`. If a wrapper around the accumulation clips them, it is their norm before
-    the clip. The loss is the one that `mtf.gradients` was given for the microbatch step, or the sum
-    if there were several, of the whole batch and without a loss scale.
+    The norm is that of one microbatch step's gradients. If these are per shard, it is the norm that
+    `skip_large_updates` uses. If a wrapper around the accumulation clips them, it is their norm
+    before the clip. The loss is the one that `mtf.gradients` was given for the microbatch step, or
+    the sum if there were several: a loss of the whole batch, without a loss scale.
 
     Each island of `OuterOptimizer` has means of its own, and norms of its own gradients; the loss
     is that of all islands. A step that is a spike for one island is skipped by all.
@@ -104,8 +104,8 @@ class skip_spikes:
         Args:
           deviations: how many standard deviations above the mean a value may be, greater than 0.
           window: the number of values in the mean and the deviation, 8 or more.
-          of: the values: "norm" for norms of gradients, "loss", or ("norm", "loss") for both. A
-            loss is found by the gradients, which `mtf.gradients` has to compute from it.
+          of: the values: "norm" for norms of gradients, "loss", or ("norm", "loss") for both. The
+            loss is found by the gradients, so that `mtf.gradients` has to compute them from it.
 
         Raises:
           ValueError: an argument is out of range.

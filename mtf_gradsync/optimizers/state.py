@@ -55,7 +55,7 @@ def check_mesh(mesh: Any) -> None:
 
 
 class Ring(NamedTuple):
-    """Two variables that keep the last `size` values of a series, the newest over the oldest.
+    """Two variables that keep the last `size` values of a series; each new one replaces the oldest.
 
     Attributes:
       values: the name of the variable with the values, `[size]`.
@@ -79,7 +79,7 @@ class StateNote(NamedTuple):
       held: the name of another variable, if this one holds that variable's value on each island;
         else None.
       is_share: whether each shard's value is 1/num_shards of what the shard would have by itself,
-        as a shard's term in the gradient of a mean over all shards is. Not so in sums with weights.
+        as a shard's term in the gradient of a mean over all shards is. False for sums with weights.
       is_total: whether the values of islands add up to the value for the whole batch.
       is_mean: whether the mean of the shards' values is kept if the number of shards changes, and
         not their sum.
@@ -96,9 +96,9 @@ class StateNote(NamedTuple):
         does not have the counter, its sum belongs to another wrapper and is not used.
       weight: the name of the variable with the total weight of the additions to this sum, if they
         have weights.
-      ring: the ring of last values of which this is one of the two variables, or None. If the size
-        of the ring changes, the newest values are kept; if the number of islands changes, none. Any
-        other variable with this note begins at zero then.
+      ring: the ring of last values to which this variable belongs, or None. If the size of the ring
+        changes, the newest values are kept. If the number of islands changes, no values are kept. A
+        variable with this note that is neither of the ring's two begins at zero in both cases.
     """
 
     name: str

@@ -268,7 +268,10 @@ class SyncReplicasOptimizer(SessionInterface, KeepsAverages):
 
 @dataclasses.dataclass(frozen=True)
 class _AggregateReplicas(Stage):
-    """The stage that adds up contributions of replicas, and passes on the average of enough."""
+    """The stage that adds up contributions of replicas, and passes on the average of enough.
+
+    Later stages, with the update, run only in steps in which contributions are enough.
+    """
 
     wrapper: SyncReplicasOptimizer
     axes: ReplicaAxes

@@ -249,11 +249,18 @@ class Wrapper(TrainOptimizerInterface, mtf.optimize.Optimizer):
         return grads
 
     def reported(self) -> dict[str, mtf.Tensor]:
-        """Returns this wrapper's values for `mtf_gradsync.reported`, by name."""
+        """Returns this wrapper's values for `mtf_gradsync.reported`, by name.
+
+        They are mtf tensors, the same on every processor, as they are after the fetched step. Empty
+        before there is a step, and if a subclass has no such method.
+        """
         return {}
 
     def progress_fields(self) -> dict[str, mtf.Tensor]:
-        """Returns the values that training shows next to the loss, by the names in `shown`."""
+        """Returns the values that training shows next to the loss, by the names in `shown`.
+
+        They are values of `reported`; names for which there is no value are left out.
+        """
         values = self.reported() if self.shown else {}
         return {name: values[tag] for name, tag in self.shown if tag in values}
 
@@ -428,7 +435,10 @@ class Wrapper(TrainOptimizerInterface, mtf.optimize.Optimizer):
         self.step = step
 
     def _check_applied(self, before: str) -> None:
-        """Raises ValueError if no gradients were applied yet; `before` says what needs them."""
+        """Raises ValueError if no gradients were applied yet.
+
+        `before` says, for the error, what needs applied gradients, such as "its hook is used".
+        """
         if self.step is None:
             raise ValueError(
                 f"{type(self).__name__} has no step yet: call apply_gradients (or apply_grads) "
@@ -573,7 +583,11 @@ class Wrapper(TrainOptimizerInterface, mtf.optimize.Optimizer):
 
 
 def _warn_of_positional_rate(opt: Any) -> None:
-    """Warns once of an Adafactor whose first argument, a boolean, was given something else."""
+    """Warns once if `opt` is an Adafactor whose first argument was given something else.
+
+    This argument is the boolean multiply_by_parameter_scale, and a learning rate that is given by
+    position takes its place.
+    """
     given = scale_setting(opt)
     if not isinstance(given, (bool, np.bool_)):
         warn_once(
