@@ -160,8 +160,8 @@ def differing_variables(
     """Returns those variables among `candidates` to which islands assign different values.
 
     They are in the order of `candidates`. `sources` are tensors whose values differ between
-    islands. So do tensors that are computed from them, except flags for all islands. `operations`
-    are all operations of the graph, in order.
+    islands. So do tensors that are computed from them, except the outputs of `Agreed` and
+    `NotFinite`. `operations` are all operations of the graph, in order.
     """
     differs: set[mtf.Tensor] = set(sources)
     found: set[mtf.Variable] = set()

@@ -170,9 +170,9 @@ def check_tensor_mesh(name: str, value: Any, mesh: mtf.Mesh) -> None:
 def steps_of_gradients(local_steps: Any, variable: mtf.Variable, axes: ReplicaAxes) -> mtf.Tensor:
     """Returns the update step for which each replica computed its gradient.
 
-    `local_steps` is the argument of `SyncReplicasOptimizer`; if it is None, the result is the value
-    of `variable`, the counter `ReplicaState.local_step`. The result is an int32 mtf tensor of the
-    shape of `variable`, the same on every processor.
+    `local_steps` is the argument of `SyncReplicasOptimizer`, a whole number for each replica. If it
+    is None, the result is the value of `variable`, the counter `ReplicaState.local_step`. The
+    result is an int32 mtf tensor of the shape of `variable`, the same on every processor.
     """
     if local_steps is None:
         return variable.value
@@ -233,7 +233,7 @@ def _on_mesh(value: Any, mesh: mtf.Mesh, shape: mtf.Shape, to: mtf.Shape) -> mtf
     """Returns one value per replica, `value`, as an int32 mtf tensor of shape `to`.
 
     `value` are whole numbers or booleans (1 for True) that have passed `check_of_replicas`. `shape`
-    has the shard dims, in the order that numbers the replicas, and `to` has the same sizes.
+    has the shard dims, in the order that numbers the replicas, and `to` has dims of the same sizes.
     """
     value = value.value if isinstance(value, mtf.Variable) else value
     if isinstance(value, mtf.Tensor):

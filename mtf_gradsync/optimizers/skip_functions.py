@@ -48,8 +48,8 @@ class skip_large_updates:
 
     With gradients per shard (accumulate="local") the norm is the square root of the sum of squares
     over all shards' gradients, so that only a scalar is reduced. With reduced gradients it is the
-    norm of the sum. This is at most sqrt(num_shards) times as large, and smaller if the shards'
-    gradients cancel: choose max_norm for the way in which gradients accumulate.
+    norm of the sum. The norm of the sum is at most sqrt(num_shards) times as large, and smaller if
+    the shards' gradients cancel: choose max_norm for the way in which gradients accumulate.
 
     References:
       optax.skip_large_updates

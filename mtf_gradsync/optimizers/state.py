@@ -520,7 +520,10 @@ class Beginnings:
     """
 
     def __init__(self, graph: tf.Graph):
-        """Adds the operations of `are_equal` to the default graph, whose mtf graph is lowered."""
+        """Adds the operations of `are_equal` to the default graph, whose mtf graph is lowered.
+
+        `graph` is the same tf graph, in which derived variables are looked for.
+        """
         self._found: dict[str, Beginning] = {x.name: x for x in graph.get_collection(_BEGINNINGS)}
         self.are_equal: dict[str, tf.Tensor] = {}
         for one in self._found.values():
@@ -531,9 +534,10 @@ class Beginnings:
     def marks(self, are_equal: Mapping[str, Any], written: Iterable[str]) -> dict[str, np.ndarray]:
         """Returns the marks to write into masters of derived variables, by name.
 
-        With them the variables begin with their sources' new values when slices are copied.
-        `are_equal` are the values of the tensors in the attribute `are_equal`, and `written` are
-        the names of the variables that the session sets.
+        With the marks, the variables begin with their sources' new values when masters are copied
+        to slices. `are_equal` has, by name, the values in a session of the tensors in the attribute
+        `are_equal`, and `written` are the names of the variables that the session sets. The result
+        has an array for each derived variable whose source is set and which is equal to it so far.
         """
         written = set(written)
         return {
@@ -560,8 +564,8 @@ def is_marked(value: np.ndarray) -> bool:
 def begin_anew(graph: tf.Graph) -> set[str]:
     """Returns the names of wrappers' variables that a new run never takes from another run.
 
-    They are variables of `graph`, which is built. Slots of the inner optimizer, and counters that
-    belong to them, are not among these: a new run may take them from another run.
+    `graph` is the tf graph of the new run. Slots of the inner optimizer, and counters that belong
+    to them, are not among these variables: a new run may take them from another run.
     """
     notes: Iterable[StateNote] = graph.get_collection(STATE_COLLECTION)
     derived = graph.get_collection(_DERIVED)
