@@ -17,9 +17,10 @@ from mtf_gradsync.compat_v1.rules import AllReduceFn, OffMesh, Reduction
 
 
 class _State(NamedTuple):
-    """The local variables of one training operation: the number of steps, and the sums.
+    """The local variables of one training operation.
 
-    There is a sum for each gradient that is not None.
+    `count` is the number of microbatch steps since the last update. `sums` are the sums of their
+    gradients, one for each gradient that is not None.
     """
 
     count: tf.Variable
@@ -145,7 +146,7 @@ class GradientAccumulationOptimizer(OffMesh, tf.train.Optimizer):
         return step
 
     def get_slot(self, var: Any, name: str) -> Any:
-        """Returns a slot of the inner optimizer, or None."""
+        """Returns the inner optimizer's slot `name` of the variable `var`, or None."""
         return self.opt.get_slot(var, name)
 
     def get_slot_names(self) -> list[str]:
@@ -153,7 +154,10 @@ class GradientAccumulationOptimizer(OffMesh, tf.train.Optimizer):
         return self.opt.get_slot_names()
 
     def described(self) -> list[tuple[str, Any]]:
-        """Returns its work for `mtf_gradsync.describe`: what it does, once in how many steps."""
+        """Returns the optimizer's work for `mtf_gradsync.describe`.
+
+        The result is a list of pairs: a text, and the number of steps in which that is done once.
+        """
         reduces = ["call allreduce_fn"] * (self._allreduce is not None)
         if self._passes == 1:
             return [(what, 1) for what in reduces]
@@ -161,7 +165,7 @@ class GradientAccumulationOptimizer(OffMesh, tf.train.Optimizer):
         return [("add up gradients on this worker", 1), ("; ".join(what), self._passes)]
 
     def variables(self) -> list[Any]:
-        """Returns the variables of the inner optimizer, then the counters and sums."""
+        """Returns the inner optimizer's variables, then the counters and sums of this graph."""
         own = [v for state in self._states for v in (state.count, *state.sums)]
         here = tf.get_default_graph()
         return [*self.opt.variables(), *(v for v in own if v.graph is here)]
@@ -226,7 +230,13 @@ class GradientAccumulationOptimizer(OffMesh, tf.train.Optimizer):
     def _apply(
         self, sums: Sequence[Any], grads: Sequence[Any], variables: list[Any], global_step: Any
     ) -> tf.Operation:
-        """Applies sums by the inner optimizer, in the order and dtypes of the gradients `grads`."""
+        """Returns the operation by which the inner optimizer applies sums of gradients.
+
+        Before that, `allreduce_fn` is called, and sums are divided if averages are wanted. `grads`
+        are the gradients of this microbatch step, one or None for each variable; they only tell
+        which variables have sums, and which dtypes the inner optimizer gets. `global_step` is the
+        variable to add one to, or None.
+        """
         present = [s for s in sums if s is not None]
         owners = [v for g, v in zip(grads, variables) if g is not None]
         if self._allreduce is not None:
@@ -299,7 +309,10 @@ class CrossShardOptimizer(OffMesh, tf.tpu.CrossShardOptimizer):
         self.opt = opt
 
     def described(self) -> list[tuple[str, Any]]:
-        """Returns its work for `mtf_gradsync.describe`: what it does, once in how many steps."""
+        """Returns the optimizer's work for `mtf_gradsync.describe`.
+
+        The result is a list of pairs: a text, and the number of steps in which that is done once.
+        """
         return [("sum over the shards of a TPU program, if this is one", 1)]
 
     def apply_gradients(

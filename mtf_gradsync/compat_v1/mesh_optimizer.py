@@ -30,9 +30,10 @@ from mtf_gradsync.step import StepPlan, gated_update
 
 
 class _MeshState(NamedTuple):
-    """The variables of an optimizer in one mtf graph: slots, and scalars by name.
+    """The variables of an optimizer in one mtf graph.
 
-    The key of a slot is the pair of the updated variable and `Slot.key`.
+    `slots` has a slot for each pair of an updated variable and a `Slot.key`. `powers` has the
+    scalar variables of `Rule.powers` by name.
     """
 
     slots: dict[tuple[mtf.Variable, str], mtf.Variable]
@@ -103,10 +104,10 @@ class MeshOptimizer(mtf.optimize.Optimizer):
     def apply_grads(
         self, grads: Sequence[mtf.Tensor | None], variables: Sequence[mtf.Variable]
     ) -> list[mtf.Operation]:
-        """Updates variables.
+        """Updates variables by the rule of the optimizer of TensorFlow.
 
         Args:
-          grads: a gradient or None for each variable.
+          grads: a gradient for each variable, or None for a variable that is not updated.
           variables: mesh variables.
 
         Returns:
@@ -235,7 +236,10 @@ class MeshOptimizer(mtf.optimize.Optimizer):
 
 
 def _scalar(mesh: mtf.Mesh, value: Any, dtype: tf.DType = tf.float32) -> Any:
-    """Returns a number as it is, and a tensor or variable (tf or mtf) as an mtf scalar."""
+    """Returns a hyperparameter as an mtf scalar on `mesh`, of the dtype `dtype`.
+
+    `value` is a tf or mtf tensor or variable. A Python number is returned as it is.
+    """
     if isinstance(value, (int, float)):
         return value
     if isinstance(value, mtf.Variable):
@@ -258,13 +262,19 @@ def _free_slot_name(variable: mtf.Variable, name: str) -> str:
 
 
 def _first_free(name: str, is_taken: Callable[[str], bool]) -> str:
-    """Returns the first of name, name_1, name_2, ... that is not taken, as TensorFlow does."""
+    """Returns the first of name, name_1, name_2, ... for which `is_taken` returns False.
+
+    TensorFlow chooses names in the same way.
+    """
     names = itertools.chain([name], (f"{name}_{number}" for number in itertools.count(1)))
     return next(n for n in names if not is_taken(n))
 
 
 def _make_power(mesh: mtf.Mesh, name: str, value: Any) -> mtf.Variable:
-    """Returns a new scalar variable that begins with `value`; takes the next free name."""
+    """Returns a new scalar mesh variable that begins with `value`.
+
+    Its name is `name`, or the next free name, in the current name scope.
+    """
     graph = tf.get_default_graph()
     scope = graph.get_name_scope()
     reuses = bool(tf.get_variable_scope().reuse)
@@ -285,7 +295,10 @@ def _make_power(mesh: mtf.Mesh, name: str, value: Any) -> mtf.Variable:
 
 
 def _make(mesh: mtf.Mesh, name: str, shape: mtf.Shape, dtype: tf.DType, value: Any) -> mtf.Variable:
-    """Returns a new variable, all of whose elements begin with `value`."""
+    """Returns a new mesh variable that is not trained; all of its elements begin with `value`.
+
+    `value` is a number or a tf scalar.
+    """
     if isinstance(value, tf.Tensor):
         # A TPU program is initialized outside of it, where the tensor may not exist.
         known = tf.get_static_value(value)
@@ -309,8 +322,14 @@ def _update(
 ) -> list[mtf.Operation]:
     """Returns the assignments of an update to one variable and its slots.
 
-    `scalars` are the hyperparameters by name. `draw` is the number of the update, from which
-    stochastic rounding draws; None for rounding to nearest.
+    Args:
+      rule: the update rule.
+      grad: the gradient.
+      variable: the variable.
+      slots: the variable's slots, in the order of `rule.slots`.
+      scalars: the hyperparameters by name, numbers or mtf scalars.
+      draw: the number of earlier updates of the variable, an mtf scalar, from which stochastic
+        rounding draws random numbers; None rounds to nearest.
     """
     dtype = variable.master_dtype if variable.master_dtype.size >= 4 else tf.float32
     tensors = {name: value for name, value in scalars.items() if isinstance(value, mtf.Tensor)}
@@ -393,8 +412,8 @@ class Rule(NamedTuple):
 def rule_of(optimizer: tf.train.Optimizer, call: bool = True) -> Rule:
     """Returns the update rule of an optimizer whose class is in `RULES`.
 
-    `call` says whether hyperparameters that are functions are called, so that the rule has their
-    values.
+    If `call` is True, hyperparameters that are functions are called, and the rule has their values.
+    If it is False, the rule has the functions, which suffices to read its slots.
     """
     # TensorFlow makes float32 of them before it computes, 1 - beta for example.
     given = {

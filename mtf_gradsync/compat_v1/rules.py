@@ -21,17 +21,20 @@ class AppliesGradients(Protocol):
     """An optimizer that updates mesh variables, such as one of `mtf.optimize`."""
 
     def apply_grads(self, grads: Any, variables: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """Updates each variable by its gradient; returns a list of mtf operations."""
+        """Updates each of `variables` by the gradient at the same place in `grads`.
+
+        Returns a list of mtf operations.
+        """
 
 
 class V1Optimizer(Protocol):
     """The methods of an optimizer of `tf.compat.v1.train` that wrappers call."""
 
     def compute_gradients(self, loss: Any, /) -> Any:
-        """Returns gradients of a loss, with their variables."""
+        """Returns pairs (gradient, variable) for a loss, a tf scalar."""
 
     def apply_gradients(self, grads_and_vars: Any, /) -> Any:
-        """Updates variables; returns a tf operation."""
+        """Updates the variable of each pair (gradient, variable); returns a tf operation."""
 
 
 #: What a user gives a wrapper: an optimizer, or a class or factory of one.
@@ -143,14 +146,20 @@ class OffMesh:
     """
 
     def compute_gradients(self, loss: Any, *args: Any, **kwargs: Any) -> list[Any]:
-        """Returns gradients by the inner optimizer; see `tf.compat.v1.train.Optimizer`."""
+        """Returns pairs (gradient, variable); see `tf.compat.v1.train.Optimizer`.
+
+        Raises TypeError if the loss or a variable is one of Mesh-TensorFlow.
+        """
         self._refuse_mesh(loss, args, kwargs)
         return super().compute_gradients(loss, *args, **kwargs)  # type: ignore[misc] # TensorFlow's
 
     def apply_gradients(
         self, grads_and_vars: Iterable[Any], *args: Any, **kwargs: Any
     ) -> tf.Operation:
-        """Applies gradients; see `tf.compat.v1.train.Optimizer`."""
+        """Returns the operation of an update; see `tf.compat.v1.train.Optimizer`.
+
+        Raises TypeError if a gradient or variable is one of Mesh-TensorFlow.
+        """
         pairs = list(grads_and_vars)
         self._refuse_mesh(pairs, args, kwargs)
         return super().apply_gradients(pairs, *args, **kwargs)  # type: ignore[misc] # TensorFlow's

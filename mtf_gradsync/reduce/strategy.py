@@ -93,7 +93,10 @@ class StateMaker(abc.ABC):
 
     @abc.abstractmethod
     def report(self, compression: Compression) -> None:
-        """Records how many bytes the strategy saves; a strategy calls it once per optimizer."""
+        """Records how many bytes the strategy sends, for the log and for `reported`.
+
+        A strategy that compresses calls it once for each optimizer, in `gradient_state`.
+        """
 
 
 #: A nested structure (NamedTuple, tuple, list or dict) of variables or Nones; while a graph is

@@ -10,9 +10,10 @@ if TYPE_CHECKING:
 
 
 class ConfigError(ValueError):
-    """The error of a setting that cannot work; the message names it and a remedy.
+    """The error of a setting that cannot work.
 
-    The command line prints the message without a traceback and exits with code 2.
+    The message names the setting and a remedy. The command line prints the message without a
+    traceback and exits with code 2.
     """
 
 
@@ -21,7 +22,7 @@ class TrainingError(RuntimeError):
 
 
 def first_line(error: BaseException) -> str:
-    """Returns the first line of an error's message; without a message, the error's type."""
+    """Returns the first line of an exception's message, or its type's name if there is none."""
     # TensorFlow's sessions raise a second error, with many lines on where an operation was made.
     if type(error.__context__) is type(error):
         error = error.__context__

@@ -63,13 +63,16 @@ class Interruption(StopSignal):
         super().__init__(_interrupt)
 
     def check(self) -> None:
-        """Raises the KeyboardInterrupt if a signal came."""
+        """Raises the KeyboardInterrupt if a signal has come since the context began."""
         if self.received is not None:
             _interrupt(self.received)
 
 
 def signal_of(error: KeyboardInterrupt) -> int:
-    """Returns the number of the signal that caused an error."""
+    """Returns the number of the signal that caused a KeyboardInterrupt.
+
+    It is SIGINT if the exception does not tell.
+    """
     return error.args[0] if error.args else signal.SIGINT
 
 
@@ -77,8 +80,8 @@ def signal_of(error: KeyboardInterrupt) -> int:
 def handler_kept(number: int) -> Iterator[None]:
     """Restores a signal's handler at the end of the block, even a handler that C code had set.
 
-    Python can restore only handlers that Python set; faulthandler and some libraries set theirs in
-    C.
+    `number` is the signal's number. Python itself can restore only handlers that Python set, but
+    faulthandler and some libraries set theirs in C.
     """
     action = ctypes.create_string_buffer(_MOST_OF_SIGACTION)
     try:

@@ -17,15 +17,18 @@ _PIECES = re.compile(r"[^ /+;>]*[ /+;>]+|[^ /+;>]+")
 
 
 def terminal_width() -> int:
-    """Returns the characters per line: COLUMNS, the terminal's width, or else `WIDE`."""
+    """Returns the number of characters in a line of output.
+
+    It is the environment variable COLUMNS, else the terminal's width, else `WIDE`.
+    """
     return shutil.get_terminal_size((WIDE, 24)).columns
 
 
 def wrapped(lines: Sequence[str], width: int | None = None) -> list[str]:
-    """Returns lines of text, the long ones broken between words.
+    """Returns lines of text, of which those longer than `width` are broken between words.
 
-    A continuation has the indentation of the line it continues. `width` is the longest line, in
-    characters; None stands for `terminal_width`.
+    A continuation has the indentation of the line that it continues. `width` is a number of
+    characters; None takes `terminal_width()`.
     """
     width = width or terminal_width()
     short: list[str] = []
@@ -95,7 +98,10 @@ class _Column(NamedTuple):
 
 
 def _broken(lines: Sequence[str], width: int, indent: str = " ") -> list[str]:
-    """Returns lines of at most `width` characters; `indent` begins each continuation."""
+    """Returns the lines of a cell, broken into lines of at most `width` characters.
+
+    `indent` begins each continuation.
+    """
     made = []
     for line in lines:
         pieces, current = _PIECES.findall(line), ""
@@ -137,7 +143,10 @@ def _bands(columns: list[_Column], keys: int, width: int) -> list[list[_Column]]
 
 
 def _fitted(columns: Sequence[_Column], width: int) -> list[_Column]:
-    """Returns the columns, with the widest columns of text narrowed to fit the width."""
+    """Returns the columns, whose widest columns of text are narrowed until all fit into `width`.
+
+    If they do not fit then, they are returned as narrow as they can be.
+    """
     fitted = list(columns)
     while _width(fitted) > width:
         left = [n for n, c in enumerate(fitted) if c.is_text and _narrowest(c).width < c.width]

@@ -46,9 +46,10 @@ def reshard(value: np.ndarray, num_shard_dims: int, new_shape: Sequence[int]) ->
     values of consecutive shards. If T is greater, some new shards get zeros, and no value is
     changed, so that nothing is rounded.
 
-    `value` has the shape `[shard dims...] + rest`; a reduced sum has no shard dims. `new_shape` has
-    shard dims of any number and sizes, and the same rest; otherwise it is a ValueError. The dtype
-    does not change.
+    `value` has the shape `[shard dims...] + rest`, of which the first `num_shard_dims` dims are
+    shard dims; a reduced sum has none. `new_shape` is the shape of the result: shard dims of any
+    number and sizes, and the same rest. The dtype does not change. Raises ValueError if the rest
+    differs.
     """
     value, new_shape = np.asarray(value), tuple(new_shape)
     rest = value.shape[num_shard_dims:]
@@ -130,16 +131,20 @@ class Saved:
             self.islands = of_islands[: len(of_islands) - len(self.shapes[name])]
 
     def find(self, name: str | None, of_islands: bool = False) -> str | None:
-        """Returns the name of a variable in the checkpoint; None if it is missing.
+        """Returns the name that a variable has in the checkpoint; None if it is missing.
 
-        It may be `<name>/island`, with a value for each island. `of_islands` says whether this name
-        is preferred if the checkpoint has both.
+        It is `name`, or `<name>/island` for a variable with a value for each island. If the
+        checkpoint has both, `of_islands` says whether the second name is returned.
         """
         names = [name, f"{name}/{ISLAND}"]
         return next((n for n in names[:: -1 if of_islands else 1] if n in self.shapes), None)
 
     def unlike(self, variable: Any) -> str:
-        """Returns how the checkpoint's variable of the same name differs; "" if it does not."""
+        """Returns a sentence on how the checkpoint's variable of the same name differs.
+
+        `variable` is a tf variable, which the checkpoint must have. The result is "" if shape and
+        dtype are the same.
+        """
         name, shape, dtype = variable.op.name, variable.shape.as_list(), variable.dtype.base_dtype
         if list(self.shapes[name]) != shape:
             return f"{name} has the shape {list(self.shapes[name])} there and {shape} here"
@@ -203,7 +208,10 @@ class Saved:
         return {*self._new_slots, *counts}
 
     def _change(self, variable: Any, note: StateNote) -> Change | None:
-        """Returns how the checkpoint's variable differs from the graph's; None if it does not."""
+        """Returns how the checkpoint's variable differs from the graph's; None if it does not.
+
+        `variable` is the graph's tf variable, and `note` says how its value is to be read.
+        """
         name, shape = variable.op.name, tuple(variable.shape.as_list())
         dtype = variable.dtype.base_dtype
         source = self._find_noted(note.held or name, note)
@@ -231,10 +239,12 @@ class Saved:
         return self.find(name, of_islands=note.held is not None)
 
     def _of_ring(self, name: str, change: Change) -> np.ndarray:
-        """Returns a variable of a ring that has another size, or other islands, in the checkpoint.
+        """Returns the value for the graph's variable `name`, which belongs to a ring of values.
 
-        The newest values come first, the oldest of them at the beginning. For other islands, whose
-        values are of another kind, the ring has no values.
+        A ring is a buffer of the newest values, and a count of them. In the checkpoint it has
+        another size, or is of other islands. The result has the newest values that the ring has
+        room for, from the oldest to the newest, or their count. If islands differ, all is 0,
+        because values of other islands mean something else.
         """
         note, ring = change.note, change.note.ring
         assert ring is not None
@@ -252,12 +262,19 @@ class Saved:
         return np.reshape(found, change.shape).astype(change.dtype.as_numpy_dtype)
 
     def _islands_of(self, name: str, note: StateNote | None = None) -> tuple[int, ...]:
-        """Returns the sizes of those first dims of a saved variable that number islands."""
+        """Returns the sizes of the first dims of a saved variable, which number islands.
+
+        `name` is the variable's name in the checkpoint. `note` is the graph's note on it, if there
+        is one. The result is () if the variable has no such dims.
+        """
         is_own = note is not None and note.held is None and note.num_island_dims > 0
         return self.islands if is_own or name.endswith(f"/{ISLAND}") else ()
 
     def _had_weights(self, note: StateNote) -> bool:
-        """Returns whether the saved values of islands add up, as sums with weights do."""
+        """Returns whether the saved values of islands are to be added up, not averaged.
+
+        Sums of gradients times weights are added up. `note` is the graph's note on the variable.
+        """
         return note.is_total if note.weight is None else self.find(note.weight) is not None
 
     def _total(self, name: str | None) -> float:
@@ -266,7 +283,11 @@ class Saved:
         return float(np.sum(self.read(found), dtype=np.float64)) if found else 0.0
 
     def _weights(self, name: str | None, islands: int) -> np.ndarray | None:
-        """Returns the saved weights of islands; None if there is not one for each, or all are 0."""
+        """Returns the saved weights of islands, a float64 vector with one for each.
+
+        `name` is the name of the weights' variable, and `islands` the number of islands. The result
+        is None if the checkpoint does not have one weight for each island, or if all are 0.
+        """
         if name not in self.shapes or math.prod(self.shapes[name]) != islands:
             return None
         weights = self.read(name).reshape(islands).astype(np.float64)
@@ -301,9 +322,10 @@ class Saved:
         return np.broadcast_to(np.asarray(value).astype(change.dtype.as_numpy_dtype), change.shape)
 
     def _value_of(self, name: str) -> Any:
-        """Returns the value for the graph of a variable that a note names; 0 if it is missing.
+        """Returns the value, converted for the graph, of a variable that a note names.
 
-        For "global_step" it is the number of updates, or None if nothing counts them.
+        It is the mean over islands if the variable has a value for each of them, and 0 if it is
+        missing. For "global_step" it is the number of updates, or None if nothing counts them.
         """
         if name == "global_step":
             return self._updates()
@@ -352,7 +374,11 @@ class Saved:
         return np.broadcast_to(values, (new, *of_island)).reshape(change.shape)
 
     def sums_lost(self) -> dict[str, tuple[int, str]]:
-        """Returns counts and remedies, by counter, of sums that the graph has no place for."""
+        """Returns the sums of gradients in the checkpoint that the graph has no accumulators for.
+
+        The result has, by the name of the sums' counter, the number of microbatch steps in the sums
+        and a sentence with a remedy. Counters that are 0 are left out.
+        """
         noted = self._graph.get_collection(SUMS_NOT_KEPT)
         counts = {c: (int(self.read(c)), remedy) for c, remedy in noted if c in self.shapes}
         return {counter: found for counter, found in counts.items() if found[0]}
@@ -367,10 +393,10 @@ class Saved:
             )
 
     def warn_of_changes(self) -> None:
-        """Warns of missing state, and of values of islands that the graph drops.
+        """Logs warnings about state that the checkpoint lacks, and about values of islands.
 
-        A graph without islands begins with the outer values, so that updates of islands since the
-        last outer step are lost.
+        A graph without islands begins with the variables' values of the last outer step, so that
+        what islands have learned since then is lost.
         """
         new = [
             name
@@ -417,7 +443,10 @@ class Saved:
 
 
 def _begins_with(variable: Any) -> float | None:
-    """Returns the number that all elements of a variable begin with; None if they differ."""
+    """Returns the number that all elements of a variable begin with.
+
+    The result is None if elements begin with different numbers, or if the graph does not tell.
+    """
     value = variable.initial_value
     while value.op.type in _COPIES:
         value = value.op.inputs[_COPIES[value.op.type]]
@@ -509,9 +538,13 @@ def adapt_checkpoint(path: str, directory: str, drop_sums: bool = False) -> str:
 def write_changed(
     path: str, target: str, new: Mapping[str, np.ndarray], only: Iterable[str] | None = None
 ) -> None:
-    """Writes a copy of a checkpoint to `target`, in which `new` has some values, by name.
+    """Writes a copy of a checkpoint, in which some variables have other values.
 
-    All other values are copied; if `only` is given, only the values of these names.
+    Args:
+      path: the path of the checkpoint.
+      target: the path of the copy.
+      new: the other values by the variables' names; variables may be new, too.
+      only: the names of the variables that are copied besides; None copies all.
     """
     dtypes = tf.train.load_checkpoint(path).get_variable_to_dtype_map()
     copied = sorted(set(dtypes if only is None else only) - set(new))

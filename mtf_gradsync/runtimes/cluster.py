@@ -27,9 +27,11 @@ _EXAMPLE = '"worker=host1:2222,host2:2222" or {"worker": ["host1:2222", "host2:2
 
 
 class Task(NamedTuple):
-    """A task of a cluster: its job, its number in the job, and the addresses of all jobs' tasks.
+    """A task of a cluster.
 
-    The chief's job comes first, then workers, parameter servers, and other jobs by name.
+    `job` is the name of the task's job, and `index` the task's number in the job. `jobs` has the
+    addresses "host:port" of all tasks, by job: first the chief's job, then workers, parameter
+    servers, and other jobs by name.
     """
 
     jobs: dict[str, list[str]]
@@ -71,7 +73,10 @@ class Task(NamedTuple):
         ]
 
     def free_port(self) -> int:
-        """Returns the first port number after the chief's that is no task's port."""
+        """Returns the first port number after the chief's that is no task's port.
+
+        Raises ValueError if there is none.
+        """
         taken = {
             _host_and_port(address, job)[1] for job, tasks in self.jobs.items() for address in tasks
         }
@@ -326,7 +331,9 @@ def join_cluster(
 def _keep_others_out(me: Member, task: Task) -> None:
     """Closes a server's port to other machines, if all tasks of the cluster are on this machine.
 
-    Called before the server starts.
+    It has to be called before the server starts. `me` and `task` are this process. If the cluster
+    has other machines, a warning is logged instead. Raises ProcessesError if the system cannot
+    close the port.
     """
     addresses = [_host_and_port(a, job) for job, tasks in task.jobs.items() for a in tasks]
     what = (

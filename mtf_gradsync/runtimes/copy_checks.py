@@ -124,7 +124,7 @@ class CopiesHook(tf.train.SessionRunHook):
         self._attach(session)
 
     def after_run(self, run_context: Any, run_values: Any) -> None:
-        """Counts a step, and compares the copies in every `every`-th step."""
+        """Counts a step of a session with hooks; compares the copies in every `every`-th step."""
         del run_values
         self.after_step(run_context.session)
 
@@ -182,7 +182,10 @@ class CopiesHook(tf.train.SessionRunHook):
         )
 
     def _compared(self, session: Any) -> Iterator[tuple[_Copies, Sequence[bytes]]]:
-        """Yields the copies of each slice, and the checksum of each copy."""
+        """Yields, for each slice that several cores hold, its copies and the checksum of each copy.
+
+        Checksums are bytes, in the order of the copies.
+        """
         on_cores = _replica_session(session)
         checksums = None if on_cores is None else on_cores.checksums()
         if checksums is None:
@@ -232,7 +235,11 @@ class _Copies(NamedTuple):
 
 
 def _copies_of(lowering: mtf.Lowering, variable: mtf.Variable) -> dict[_Copies, list[Any]]:
-    """Returns, for each slice of a variable that several cores hold, their tf variables."""
+    """Returns the tf variables that hold the copies of each slice of a variable.
+
+    Only slices that several cores hold are in the result. The variables are in the order of
+    `_Copies.cores`.
+    """
     laid_out = lowering.variables[variable]
     if isinstance(laid_out, HeldSlices):  # the holder's slices
         return {}
@@ -257,12 +264,15 @@ def _copies_of(lowering: mtf.Lowering, variable: mtf.Variable) -> dict[_Copies, 
 
 
 def _bits(value: np.ndarray) -> np.ndarray:
-    """Returns the bytes of each number of an array, in the shape ``[numbers, bytes]``."""
+    """Returns the bytes of each number of an array: uint8 of shape ``[numbers, bytes]``."""
     return np.ascontiguousarray(value).reshape(-1).view(np.uint8).reshape(value.size, -1)
 
 
 def _minority(copies: Sequence[bytes]) -> tuple[list[int], list[int]]:
-    """Returns the indices of the copies that differ from the commonest copy, and of all others."""
+    """Returns two lists: indices of copies that differ from the commonest one, and of all others.
+
+    `copies` are checksums.
+    """
     most = collections.Counter(copies).most_common(1)[0][0]
     alike = [number for number, x in enumerate(copies) if x == most]
     return [number for number, x in enumerate(copies) if x != most], alike
@@ -271,7 +281,11 @@ def _minority(copies: Sequence[bytes]) -> tuple[list[int], list[int]]:
 def _different(
     copies: _Copies, values: Sequence[np.ndarray], one: int, other: int
 ) -> tuple[str, str]:
-    """Returns the variable's name, and a sentence on where copies `one` and `other` differ."""
+    """Returns the variable's name, and a sentence on where two copies of a slice differ.
+
+    `values` are the values of all copies, and `one` and `other` the indices of the two. If the
+    variable is a stack, the name is that of the first stacked variable that differs.
+    """
     value = values[one]
     numbers = np.flatnonzero((_bits(value) != _bits(values[other])).any(1))
     if not len(numbers):
@@ -291,7 +305,10 @@ _INTEGERS = {1: tf.int8, 2: tf.int16, 4: tf.int32, 8: tf.int64}
 
 
 def _checksum(value: tf.Tensor) -> tf.Tensor:
-    """Returns a checksum of a tensor's bits, as 8 bytes, computed on the current device."""
+    """Returns a checksum of a tensor's bits, a uint8 tensor of 8 bytes.
+
+    It is computed on the current device.
+    """
     # Slices of a TPU's program are read by its host.
     if tf.DeviceSpec.from_string(value.device).device_type != "GPU":
         return tf.fingerprint(tf.reshape(value, [1, -1]))[0]
@@ -310,7 +327,10 @@ def _checksum(value: tf.Tensor) -> tf.Tensor:
 
 
 def _replica_session(session: Any) -> ReplicaSession | None:
-    """Returns the session on a SIMD program's cores: `session`, or one inside it."""
+    """Returns the session on a SIMD program's cores: `session`, or the one that it wraps.
+
+    The result is None if the session runs no SIMD program.
+    """
     inside = getattr(session, "session", session)
     return inside if isinstance(inside, ReplicaSession) else None
 

@@ -77,10 +77,14 @@ def restore_checked(
 ) -> None:
     """Restores as `tf.train.Saver` does; errors name a remedy if wrappers' state does not fit.
 
-    `restore` is TensorFlow's function, in whose place this one is called. It raises ValueError if
-    sums of gradients in the checkpoint would be lost, or if state of other islands or shards would
-    be restored as it is. It raises a NotFoundError of this package, in place of TensorFlow's, if
-    the checkpoint lacks state of a wrapper.
+    This function is called in place of TensorFlow's, which is `restore`. The other arguments are
+    those of `tf.train.Saver.restore`.
+
+    Raises:
+      ValueError: sums of gradients in the checkpoint would be lost, or state of other islands or
+        shards would be restored as it is.
+      NotFoundError: TensorFlow's error, but with this package's text if the checkpoint lacks state
+        of a wrapper.
     """
     graph = getattr(sess, "graph", None)  # None where TensorFlow is eager
     if graph is None or not _is_checkpoint(save_path):
@@ -120,13 +124,13 @@ def restore_checked(
 def copy_masters_to_slices(
     copy: Callable[[mtf.Lowering], tf.Operation], self: mtf.Lowering
 ) -> tf.Operation:
-    """Copies masters to slices; makes Mesh-TF's programs restore by `ReshardingSaver`.
+    """Returns the operation that copies masters to slices; makes programs use `ReshardingSaver`.
 
-    Mesh-TF's training programs make a plain saver and add it to the collection of savers, or leave
-    this to the session. Masters are copied to slices after the saver has restored them; this copy
-    is where plain savers are replaced, if the graph has wrappers' state. Such programs also advance
-    the global step while others read it: the increment is made to wait for the reads. `copy` is
-    Mesh-TF's function, in whose place this one is called.
+    This function is called in place of Mesh-TF's `Lowering.copy_masters_to_slices`, which is
+    `copy`; `self` is the lowering. Mesh-TF's training programs call it after they have made a plain
+    saver, or have left that to the session. If the graph has state of wrappers, this function turns
+    plain savers of the graph into `ReshardingSaver`s. Mesh-TF's programs also advance the global
+    step while other operations read it. Here the increment is made to wait for the reads.
     """
     graph, plan = tf.get_default_graph(), StepPlan.of_graph(self.graph)
     is_ours = graph.get_collection(STATE_COLLECTION) or (plan and plan.has_lowered(self))
@@ -148,9 +152,10 @@ def copy_masters_to_slices(
 
 
 def _checks_of_shapes() -> list[tf.Operation]:
-    """Returns operations that fail if a plain saver has restored sums of another mesh.
+    """Returns operations that fail if a plain saver has restored wrappers' state of another mesh.
 
-    Such sums have another shape, and TensorFlow does not compare the shapes of resource variables.
+    Such state, accumulated sums for example, has another shape there. TensorFlow does not compare
+    the shapes of resource variables when it restores them.
     """
     graph = tf.get_default_graph()
     notes = graph.get_collection(STATE_COLLECTION)
@@ -175,8 +180,9 @@ def _checks_of_shapes() -> list[tf.Operation]:
 def init_from_checkpoint(initialize: Callable[..., None], *args: Any, **kwargs: Any) -> None:
     """Initializes variables from a checkpoint, but leaves wrappers' state as it is.
 
-    `initialize` is TensorFlow's function, in whose place this one is called, also by
-    `tf.train.warm_start`.
+    This function is called in place of TensorFlow's `init_from_checkpoint`, which is `initialize`,
+    also by `tf.train.warm_start`. The other arguments are those of TensorFlow's function. A warning
+    names the variables that were left as they are.
     """
     anew = begin_anew(tf.get_default_graph())
     variables = [v for v in tf.global_variables() if v.op.name in anew] if anew else []

@@ -51,10 +51,11 @@ class Differences(NamedTuple):
 
 
 def differences(path: str, variables: Sequence[Any]) -> Differences:
-    """Returns how a checkpoint differs from variables of the default graph.
+    """Returns how the checkpoint `path` differs from variables of the default graph.
 
-    A wrapper's state for another number of shards or islands is no difference: restoring converts
-    it to the new number.
+    `variables` are the tf variables that are compared. A wrapper's state for another number of
+    shards or islands is no difference, because it is converted to the new number when it is
+    restored. Raises a ConfigError if the checkpoint cannot be read.
     """
     try:
         saved = Saved(path)
@@ -86,7 +87,8 @@ def initialize_from(init_checkpoint: str, variables: Sequence[Any]) -> str:
 
     Other variables, and wrappers' state, keep their own initial values. Returns text for the log
     that names the replaced and the other variables. `init_checkpoint` may be a directory, which
-    stands for its newest checkpoint.
+    stands for its newest checkpoint. Raises a ConfigError if the checkpoint is damaged or missing,
+    or has no value for any of the variables.
     """
     try:
         path = init_checkpoint
@@ -136,10 +138,10 @@ def initialize_from(init_checkpoint: str, variables: Sequence[Any]) -> str:
 
 
 def _initialize_counts(saved: Saved, chosen: Collection[str]) -> list[str]:
-    """Initializes update counters that a checkpoint lacks with its number of updates.
+    """Lets update counters that a checkpoint lacks begin with its number of updates.
 
-    These are the counters that belong to slots in `chosen`, which begin as in the checkpoint.
-    Returns the counters' names.
+    Only counters that belong to slots in `chosen` are changed; `chosen` are the names of variables
+    that begin as in the checkpoint. Returns the names of the changed counters.
     """
     found = []
     for variable in tf.global_variables():
@@ -153,7 +155,11 @@ def _initialize_counts(saved: Saved, chosen: Collection[str]) -> list[str]:
 
 
 def _groups(names: Iterable[str], trained: Sequence[str]) -> list[str]:
-    """Returns lines that count trained variables and kinds of slots, and name other variables."""
+    """Returns lines for the log about the variables `names`.
+
+    They count the trained variables, and the slots of each kind, and name all others. `trained` are
+    the names of all trained variables.
+    """
     groups: dict[str, int] = {}
     own = [name for name in names if name in trained]
     for name in sorted(set(names) - set(own)):
@@ -171,9 +177,13 @@ def check_configuration(
 ) -> Differences:
     """Returns how a checkpoint and a graph differ; raises a ConfigError if that is not accepted.
 
-    If `accept` is True, the checkpoint and the graph may each have variables that the other lacks.
-    Shapes and types may never differ. `changed` are lines about settings that differ from those
-    that made the checkpoint; the error quotes them.
+    Args:
+      path: the checkpoint.
+      variables: the tf variables of the default graph that are to be restored.
+      accept: whether the checkpoint and the graph may each have variables that the other lacks.
+        Shapes and types may never differ.
+      changed: lines about settings that differ from those that made the checkpoint, which the error
+        quotes.
     """
     found = differences(path, variables)
     parts = _lines(found)
@@ -203,7 +213,11 @@ def check_configuration(
 
 
 def check_has(path: str, variables: Sequence[Any], model_dir: str) -> None:
-    """Raises a ConfigError if a checkpoint lacks variables that wrappers cannot derive from it."""
+    """Raises a ConfigError if a checkpoint does not have all of `variables`, in their shapes.
+
+    It may lack state that wrappers derive from its other values, and slots that begin anew.
+    `model_dir` is the run's directory, which the error names.
+    """
     found = differences(path, variables)
     made = {*found.adapted, *found.slots}
     missing = [f"{name} is not in the checkpoint" for name in found.new if name not in made]
@@ -249,7 +263,11 @@ def _listed(lines: Sequence[str]) -> list[str]:
 
 
 class _TakenValues(session_interface()):  # type: ignore[misc]  # found when it is called
-    """The values of a checkpoint, read ahead, as a session for `tf.train.Saver.save` to write."""
+    """Values of variables that are to be saved, in the form of a session.
+
+    A saver's `save` with this session writes these values, and not those that the variables have
+    by then.
+    """
 
     def __init__(self, sess: Any, saver_def: Any):
         """Reads the values of all variables that a saver saves, in one run of a session."""
@@ -274,7 +292,7 @@ class _TakenValues(session_interface()):  # type: ignore[misc]  # found when it 
         return self._session.graph
 
     def run(self, fetches: Any, feed_dict: Any = None, *unused: Any, **unused_named: Any) -> str:
-        """Writes the values to the file that a saver feeds; returns its name."""
+        """Writes the values to the file whose name a saver feeds; returns this name."""
         prefix = feed_dict[self._filename]
         self._session.run(self._write, {self._prefix: prefix, **self._values})
         return prefix
@@ -303,7 +321,7 @@ class RunSaver(ReshardingSaver):
     def save(
         self, sess: Any, save_path: str, global_step: Any = None, *args: Any, **kwargs: Any
     ) -> str:
-        """Writes a checkpoint; see `tf.train.Saver.save`."""
+        """Writes a checkpoint, and returns its path; see `tf.train.Saver.save`."""
         if self._to_masters and not isinstance(sess, _TakenValues):
             sess.run(self._to_masters)
         self._check_masters(sess, global_step)
@@ -335,7 +353,10 @@ class RunSaver(ReshardingSaver):
             sess.run(added)
 
     def _check_masters(self, sess: Any, global_step: Any) -> None:
-        """Raises an error if the masters must not be saved; this class accepts all values."""
+        """Raises an error if the masters' values must not be saved.
+
+        This class accepts all values. `global_step` is the step of the checkpoint, for errors.
+        """
 
 
 class TrainingSaver(RunSaver):
@@ -364,7 +385,7 @@ class TrainingSaver(RunSaver):
     def save(
         self, sess: Any, save_path: str, global_step: Any = None, *args: Any, **kwargs: Any
     ) -> str:
-        """Writes a checkpoint; see `tf.train.Saver.save`.
+        """Writes a checkpoint, and returns its path; see `tf.train.Saver.save`.
 
         Raises a TrainingError, with the previous checkpoint untouched, if files cannot be written,
         or a trained variable or a sum of gradients is not finite.

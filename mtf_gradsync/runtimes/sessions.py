@@ -51,7 +51,10 @@ class ProgramSession(_SessionInterface):
     def run(
         self, fetches: Any, feed_dict: Any = None, options: Any = None, run_metadata: Any = None
     ) -> Any:
-        """Runs a step; see ``tf.Session.run``. Options and metadata are ignored."""
+        """Runs a step and returns the fetched values, as ``tf.Session.run`` does.
+
+        `options` and `run_metadata` are ignored.
+        """
         del options, run_metadata
         flat: list[Any] = []
         rebuild = _flatten(fetches, flat)
@@ -63,10 +66,12 @@ class ProgramSession(_SessionInterface):
 
 
 def _flatten(fetches: Any, flat: list[Any]) -> Callable[[Any], Any]:
-    """Appends the fetches in a structure to a list; returns a function that rebuilds the structure.
+    """Appends the fetches in a structure to the list `flat`; returns a function that rebuilds it.
 
-    That function takes an iterator over the fetched values. Fetches of hooks are a dict by hook,
-    whose keys have no order; so `tf.nest`, which sorts keys, cannot be used.
+    The structure `fetches` is made of lists, tuples and dicts. The returned function takes an
+    iterator over the fetched values, in the order of `flat`, and returns the structure with values
+    in place of fetches. (Fetches of hooks are a dict by hook. `tf.nest` would sort its keys, which
+    have no order.)
     """
     if fetches is None:
         return lambda values: None
@@ -104,7 +109,7 @@ class DeviceSessions(tf.train.SessionCreator):
         self._start = start
 
     def create_session(self) -> tf.Session:
-        """Opens a session."""
+        """Opens a session; its variables have the checkpoint's values, or their initial values."""
         start = self._start()
         with self._graph.as_default(), start.restorable(self._initial_values) as path:
             session = tf.train.ChiefSessionCreator(
@@ -121,9 +126,10 @@ class DeviceSessions(tf.train.SessionCreator):
 
 
 class ProgramSessions(tf.train.SessionCreator):
-    """A factory of initialized sessions on a SIMD program; see `DeviceSessions`.
+    """A factory of sessions on a SIMD program. A session begins from a checkpoint if there is one.
 
-    `make` opens a session.
+    `make` opens a session on the cores, and `scaffold` has the saver and the initial operations.
+    `start` returns the checkpoint to begin from, and is called for each session.
     """
 
     def __init__(
@@ -139,11 +145,17 @@ class ProgramSessions(tf.train.SessionCreator):
         self._start = start
 
     def create_session(self) -> ProgramSession:
-        """Opens a session; hooks copy the masters to the slices afterwards."""
+        """Opens a session with the interface of a ``tf.Session``.
+
+        Masters have their values. Hooks copy the masters to the slices afterwards.
+        """
         return ProgramSession(self._graph, self.open())
 
     def open(self) -> ReplicaSession:
-        """Opens a session of `mtf_gradsync.simd` or `mtf_gradsync.xla`."""
+        """Opens a session on the cores; its masters have their values.
+
+        They are the checkpoint's values if there is a checkpoint, else initial values.
+        """
         scaffold = self._scaffold
         savers = self._graph.get_collection(tf.GraphKeys.SAVERS)
         with self._graph.as_default():
@@ -174,7 +186,10 @@ class ProgramSessions(tf.train.SessionCreator):
 
 
 def _recover_older(saver: tf.train.Saver | None, start: Start) -> None:
-    """Tells a saver which older checkpoints a run has, so that it deletes them in time."""
+    """Tells a saver which older checkpoints a run has, so that it deletes them in time.
+
+    They are `start.kept`. Without a saver, nothing happens.
+    """
     if saver and start.kept:
         saver.recover_last_checkpoints(list(start.kept))
 
@@ -189,8 +204,9 @@ _DESCRIPTIONS: dict[str, str] = {
 
 
 class Runtime(NamedTuple):
-    """A runtime, and why it was chosen.
+    """A runtime that was chosen.
 
+    `name` is the runtime's name. `reason` is the reason of the choice, in a few words for the log.
     `target` is the server on which steps run; "" is this process.
     """
 
@@ -249,10 +265,11 @@ def runtime_for(
     config: tf.ConfigProto | None = None,
     target: str = "",
 ) -> OnDevices | OnCores:
-    """Returns the object that builds and runs steps on the runtime of a name.
+    """Returns the object that builds and runs steps on the runtime `name`.
 
-    `mesh_shape` and `layout` are for a SIMD program, and `config` and `target` for the sessions of
-    a placement mesh.
+    For a placement mesh it is an `OnDevices`, whose sessions have the ConfigProto `config` and run
+    on the server `target`. For others it is an `OnCores`, whose SIMD program has `mesh_shape` and
+    `layout`.
     """
     if name == "placement_mesh":
         return OnDevices(config, target)
@@ -262,9 +279,10 @@ def runtime_for(
 def program_session(
     name: str, program: simd.Program, lowering: Any, **settings: Any
 ) -> ReplicaSession:
-    """Opens a SIMD program's session on the runtime `name`: XLA devices or CPU replicas.
+    """Opens a SIMD program's session on XLA devices if `name` is "xla", else on CPU replicas.
 
-    `settings` are further arguments of `xla.session`; CPU replicas take none.
+    `lowering` is the step's `mtf.Lowering`, or an EstimatorSpec whose hooks hold it. `settings` are
+    further arguments of `xla.session`; CPU replicas ignore them.
     """
     if name == "xla":
         return xla.session(program, lowering, **settings)
@@ -296,7 +314,11 @@ class OnDevices:
     def sessions(
         self, lowering: Any, scaffold: tf.train.Scaffold | None, start: Callable[[], Start]
     ) -> DeviceSessions:
-        """Returns a factory of sessions of the default graph; see `DeviceSessions`."""
+        """Returns a factory of sessions of the default graph.
+
+        `start` returns the checkpoint that a session begins from; see `DeviceSessions`. `lowering`
+        is not used.
+        """
         del lowering
         config = self._config or session_config(num_cpu_devices=_cpu_devices())
         return DeviceSessions(config, scaffold, start, self._target)
@@ -324,9 +346,10 @@ class OnCores:
         scaffold: tf.train.Scaffold | None,
         start: Callable[[], Start],
     ) -> ProgramSessions:
-        """Returns a factory of sessions on the program; see `ProgramSessions`.
+        """Returns a factory of sessions on the program, which must have been built.
 
-        `lowering` is the step's `mtf.Lowering`, or an EstimatorSpec whose hooks hold it.
+        `lowering` is the step's `mtf.Lowering`, or an EstimatorSpec whose hooks hold it. `start`
+        returns the checkpoint that a session begins from; see `ProgramSessions`.
         """
         program = self.program
         assert program is not None  # it has been built

@@ -29,7 +29,7 @@ def session_config(
         None leaves TensorFlow's default of one.
       allow_soft_placement: whether operations may move to another device than the one asked for.
         Some programs on GPUs need it, for operations without a GPU kernel.
-      repeatable: keep Grappler's arithmetic optimizer and its constant folding off.
+      repeatable: whether Grappler's arithmetic optimizer and its constant folding are off.
       inter_op_threads: threads that run operations side by side; 0 is one for each core.
       intra_op_threads: threads inside one operation; 0 is one for each core.
       collective_group_leader: the task, such as "/job:worker/task:0", at which the processes of a
@@ -75,7 +75,11 @@ def session_config(
 
 
 def _task_name(task: str) -> str:
-    """Returns a task's name as TensorFlow's servers spell it; they compare names as text."""
+    """Returns a task's name as TensorFlow's servers spell it, which compare names as text.
+
+    It is "/job:worker/replica:0/task:0" for "/job:worker/task:0". Raises ValueError if `task` names
+    no job or no task.
+    """
     try:
         spec = tf.DeviceSpec.from_string(task if isinstance(task, str) else "")
     except (AttributeError, TypeError, ValueError):

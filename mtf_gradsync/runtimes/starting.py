@@ -20,7 +20,7 @@ from mtf_gradsync.runtimes.checkpoints import averaged_checkpoint, write_changed
 
 
 def free_name(path: Path) -> Path:
-    """Returns the path, or a similar path if something exists at this one."""
+    """Returns `path` if nothing exists there, else the first free one of path.2, path.3, ..."""
     number, free = 1, path
     while free.exists():
         number += 1
@@ -34,12 +34,15 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Replaces a JSON file atomically; see `write_text`."""
+    """Replaces a file atomically by one that has `content` as JSON; see `write_text`."""
     write_text(path, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
 
 
 def write_bytes(path: Path, content: bytes) -> None:
-    """Replaces a file atomically; see `write_text`."""
+    """Replaces a file atomically by one that has the bytes `content`; see `write_text`.
+
+    The file's folder is made if it is missing. Devices and pipes are written to, not replaced.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.exists() and not path.is_file():
         # /dev/null and pipes stay what they are.
@@ -61,7 +64,11 @@ MANIFEST_FILE = "checkpoints.json"
 
 
 def note_checkpoint(path: str) -> None:
-    """Adds a new checkpoint to its directory's manifest, and drops deleted ones from it."""
+    """Adds a new checkpoint to its directory's manifest, and drops deleted ones from it.
+
+    `path` is the checkpoint's path. The manifest, `MANIFEST_FILE`, has the names and sizes of each
+    checkpoint's files and a hash of its index, by which damage is found.
+    """
     prefix = Path(path)
     manifest = prefix.parent / MANIFEST_FILE
     entries = {
@@ -77,7 +84,10 @@ def note_checkpoint(path: str) -> None:
 
 
 def forget_checkpoint(path: str) -> None:
-    """Removes a checkpoint from its manifest; call it before its files are written again."""
+    """Removes a checkpoint from its directory's manifest.
+
+    Call it before the checkpoint's files are written again.
+    """
     prefix = Path(path)
     manifest = prefix.parent / MANIFEST_FILE
     entries = _read(manifest)
@@ -86,7 +96,10 @@ def forget_checkpoint(path: str) -> None:
 
 
 def differs_from_manifest(path: str) -> str | None:
-    """Returns how a checkpoint's files differ from what the manifest says; None if they do not."""
+    """Returns in words how a checkpoint's files differ from what the manifest says of them.
+
+    The result is None if they do not differ, or if the manifest does not have the checkpoint.
+    """
     prefix = Path(path)
     entry = _read(prefix.parent / MANIFEST_FILE).get(prefix.name)
     if not entry:
@@ -114,7 +127,10 @@ def _index_hash(path: str) -> str:
 
 
 def _read(manifest: Path) -> dict[str, Any]:
-    """Returns a manifest's checkpoints by name; {} if the file is missing or unreadable."""
+    """Returns what a manifest says of each checkpoint, by the checkpoint's file name.
+
+    The result is {} if the file is missing or unreadable. Malformed entries are left out.
+    """
     try:
         entries = json.loads(manifest.read_text(encoding="utf-8"))["checkpoints"]
         return {
@@ -203,12 +219,16 @@ DAMAGED_DIRECTORY = "damaged"
 def choose_checkpoint(
     model_dir: str, skip_damaged: bool, say: Callable[[str], None], skip_setting: str = SKIP_FLAG
 ) -> Start:
-    """Returns the newest checkpoint of a directory, which is read completely to check it.
+    """Returns a start from the newest checkpoint of a directory, which is read to check it.
 
-    If the newest checkpoint is damaged and `skip_damaged` is True, this returns the newest intact
-    checkpoint, and moves the damaged files to another folder. If `skip_damaged` is False, or no
-    checkpoint is intact, it raises a ConfigError. `say` is called with each line about a problem.
-    `skip_setting` is the user's name for `skip_damaged`, for errors.
+    If there is no checkpoint, the result is an empty `Start`. If the newest checkpoint is damaged
+    and `skip_damaged` is True, the result is a start from the newest intact checkpoint, and damaged
+    and newer files are moved to the folder `DAMAGED_DIRECTORY`. `say` is called with each line of
+    text about a problem. `skip_setting` is the user's name for `skip_damaged`, for errors.
+
+    Raises:
+      ConfigError: the newest checkpoint is damaged, and `skip_damaged` is False or no other
+        checkpoint is intact.
     """
     paths = _listed(model_dir)
     is_listed = bool(paths)
@@ -251,7 +271,11 @@ def choose_checkpoint(
 
 
 def newest(model_dir: str) -> Start:
-    """Returns the newest checkpoint of a directory, as its state file says; reads no checkpoint."""
+    """Returns a start from the newest checkpoint of a directory, as its state file says.
+
+    No checkpoint is read, so that `step` is 0 and damage is not found. Without a checkpoint, the
+    result is an empty `Start`.
+    """
     kept = _listed(model_dir)
     if kept and not tf.train.checkpoint_exists(kept[-1]):
         # A state file may be written by hand, to begin with what another run has trained.
@@ -267,7 +291,7 @@ def latest_checkpoint(model_dir: str) -> str | None:
 
 
 def checkpoint_state(model_dir: str) -> Any:
-    """Returns the content of a directory's state file; None if it cannot be read."""
+    """Returns a directory's state file as a `CheckpointState`; None if it cannot be read."""
     try:
         return tf.train.get_checkpoint_state(model_dir)
     except ValueError:
@@ -280,7 +304,11 @@ def _chosen(paths: list[str]) -> Start:
 
 
 def _listed(model_dir: str) -> list[str]:
-    """Returns the checkpoints in the state file, the newest last; [] if it cannot be read."""
+    """Returns the paths of the checkpoints in the state file, the newest last.
+
+    The newest one is in the list even if its files are missing. The result is [] if the state file
+    cannot be read.
+    """
     # Not tf.train.latest_checkpoint: if the file names a checkpoint that does not exist, it returns
     # None, and a run would begin again from nothing.
     state = checkpoint_state(model_dir)

@@ -38,10 +38,11 @@ class StepMeans:
         self._in_sums = 0
 
     def add(self, measured: Measured, in_sums: int | None = None) -> None:
-        """Adds a training step.
+        """Adds the measurements of a training step.
 
         `in_sums` is the number of microbatch gradients in the accumulated sums after the step; None
-        if gradients are not accumulated.
+        if gradients are not accumulated. If the number is above 0 and has not changed, the step was
+        skipped, and does not count for the loss of the update.
         """
         before, self._in_sums = self._in_sums, in_sums or 0
         if not before:

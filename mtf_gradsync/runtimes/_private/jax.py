@@ -45,7 +45,7 @@ def compiled_hlo(executable: Any) -> bytes:
 
 
 def memory_bytes(executable: Any) -> MemoryBytes:
-    """Returns the memory that an executable takes on one device."""
+    """Returns the memory that a compiled program of jax takes on one device."""
     stats = executable.get_compiled_memory_stats()
     return MemoryBytes(
         arguments=stats.argument_size_in_bytes,
@@ -107,7 +107,8 @@ def stablehlo_to_hlo(module: str) -> bytes:
 def stablehlo_flops(module: str, device: Any) -> float:
     """Returns XLA's count of a StableHLO module's floating-point operations.
 
-    A loop counts as one iteration.
+    `module` is the module's text, and `device` is any device of jax, whose compiler counts. A loop
+    counts as one iteration.
     """
     read = _hlo().HloModule.from_serialized_hlo_module_proto(stablehlo_to_hlo(module))
     try:
@@ -118,9 +119,11 @@ def stablehlo_flops(module: str, device: Any) -> float:
 
 
 def compiled_for_topology(module: str, devices: Sequence[Any], options: Any) -> Any:
-    """Compiles StableHLO for devices that a topology describes; the program cannot be run.
+    """Returns StableHLO, compiled for devices that a topology describes; it cannot be run.
 
-    Raises RuntimeError if XLA refuses the program.
+    `module` is the module's text, `devices` are the topology's devices, and `options` jax's
+    CompileOptions. The result is an executable, for `compiled_hlo` and `memory_bytes`. Raises
+    RuntimeError if XLA refuses the program.
     """
     client = devices[0].client
     if not hasattr(client, "compile_and_load"):  # before jaxlib 0.6
@@ -180,7 +183,11 @@ def distributed_is_initialized() -> bool:
 
 
 def use_cpu_collectives(implementation: str) -> None:
-    """Sets how CPU devices of several processes exchange values, unless the user has set it."""
+    """Sets how CPU devices of several processes exchange values, unless the user has set it.
+
+    `implementation` is a name of jax, such as "gloo". Later versions of jax choose one themselves,
+    and nothing is set.
+    """
     import jax
 
     name = "jax_cpu_collectives_implementation"

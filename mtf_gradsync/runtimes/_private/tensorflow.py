@@ -72,7 +72,10 @@ def bind_to_loopback(port: int) -> None:
 
 @contextlib.contextmanager
 def tpu_replicate_context(name: str, num_replicas: int, pivot: tf.Operation) -> Iterator[None]:
-    """Marks the operations made inside as part of a TPU program, which begins at `pivot`."""
+    """Marks the operations made inside as part of the TPU program `name` on `num_replicas` cores.
+
+    `pivot` is an operation on which all operations of the program depend.
+    """
     from tensorflow.python.tpu import tpu as home
 
     if not hasattr(home, "TPUReplicateContext"):  # from 2.13 on
@@ -122,8 +125,8 @@ def xla_custom_call(
 ) -> tf.Tensor:
     """Returns an operation that TensorFlow's bridge turns into a custom call of XLA.
 
-    `target` is the name of the custom call, `settings` its ``backend_config``. The result has the
-    given shape and the dtype of `operand`.
+    `target` is the name of the custom call, `settings` its ``backend_config``, and `name` the name
+    of the operation. The result has the given shape and the dtype of `operand`.
     """
     from tensorflow.compiler.tf2xla.ops import gen_xla_ops
 
@@ -140,9 +143,9 @@ def xla_custom_call(
 
 
 def with_own_types(value: np.ndarray) -> np.ndarray:
-    """Returns an array, with another library's bfloat16 replaced by TensorFlow's; same bytes.
+    """Returns an array in TensorFlow's bfloat16 if it is in another library's, with the same bytes.
 
-    TensorFlow 2.12 has its own bfloat16.
+    TensorFlow 2.12 has its own bfloat16. Arrays of other dtypes are returned as they are.
     """
     own = tf.bfloat16.as_numpy_dtype
     if value.dtype.name == "bfloat16" and value.dtype != own:
@@ -176,10 +179,10 @@ def function_hlo(function: Any, input_specs: Sequence[tf.TensorSpec]) -> bytes:
 
 
 def hlo_module(serialized: bytes) -> Any:
-    """Parses a serialized ``HloModuleProto``; of no bytes (b""), returns an empty message to fill.
+    """Returns the message of a serialized ``HloModuleProto``; an empty message for b"".
 
-    Fields of later versions of XLA are kept as unknown fields. Bytes that are no message raise
-    google.protobuf.message.DecodeError.
+    Fields of later versions of XLA are kept as unknown fields. Raises
+    google.protobuf.message.DecodeError if the bytes are no such message.
     """
     from tensorflow.compiler.xla.service import hlo_pb2
 
@@ -208,9 +211,10 @@ def advance_step_after_reads(graph: tf.Graph) -> None:
 
 
 def variables_of_saver(saver: tf.train.Saver) -> set[str] | None:
-    """Returns the names of the variables that a saver saves.
+    """Returns the names of the variables that a saver was given to save.
 
-    Returns None if the saver was made without variables, or from a SaverDef.
+    Returns None if it was given none, as it then saves all variables of its graph, or was made from
+    a SaverDef.
     """
     given = saver._var_list
     if given is None:

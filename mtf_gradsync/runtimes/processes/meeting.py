@@ -59,7 +59,7 @@ class Introduction(NamedTuple):
 
     @classmethod
     def of(cls, message: Mapping[str, Any]) -> Introduction:
-        """Parses an introduction; raises ConnectionBroken if a message is something else."""
+        """Returns the introduction in a message; raises ConnectionBroken if there is none."""
         try:
             said = cls(*(message[name] for name in cls._fields))
         except KeyError as error:
@@ -70,7 +70,11 @@ class Introduction(NamedTuple):
 
 
 class Host:
-    """The side of process 0 in a meeting: it accepts and checks the other processes."""
+    """The side of process 0 in a meeting: it accepts and checks the other processes.
+
+    `me` is process 0, `facts` are its settings, which have to be equal in all processes, and
+    `place` is the address at which it listens.
+    """
 
     def __init__(self, me: Member, facts: Mapping[str, Any], place: MeetingAddress):
         self._me, self._facts, self._place = me, facts, place
@@ -83,7 +87,8 @@ class Host:
     def wait(self, names: Sequence[str], end: float) -> dict[Member, Connection]:
         """Waits for all other processes; returns the connections to them, or raises as `meet` does.
 
-        `names` are the names of all processes, `end` the latest time by `time.monotonic`.
+        `names` are the names of all processes in their order. `end` is the time, by
+        `time.monotonic`, at which the wait ends with an error.
         """
         with contextlib.closing(_listening(self._me, self._place)) as server, self._selector:
             self._selector.register(server, selectors.EVENT_READ, None)
@@ -130,7 +135,12 @@ class Host:
                 self._drop(stranger)
 
     def _greet(self, stranger: _Stranger, num_processes: int) -> None:
-        """Reads a caller's introduction; accepts or drops the caller, or ends the start."""
+        """Reads a caller's introduction, and accepts the caller if it is a process of the job.
+
+        A caller without the secret, or with another number than `num_processes` allows, is dropped.
+        If a process has other settings, or a number that another process has, the start ends with a
+        ProcessesError in all processes.
+        """
         if stranger not in self._strangers:
             return
         connection = stranger.connection
@@ -193,7 +203,11 @@ class Host:
         reason: str,
         error: type[ProcessesError] = ProcessesError,
     ) -> None:
-        """Ends the start with an error here, in the caller and in all processes that have come."""
+        """Ends the start with an error here, in the caller and in all processes that have come.
+
+        `connection` leads to the caller; None if there is none. `reason` is the text of the error,
+        and `error` its class.
+        """
         missing = error is MissingProcessesError
         for other in [connection, *(c for _, c in self._arrived.values())]:
             if other is not None:
@@ -284,7 +298,12 @@ class Met(NamedTuple):
 def meet_at(
     address: str, num_processes: int, process_id: int, facts: Mapping[str, Any], timeout: float
 ) -> Met:
-    """Waits for all processes of a job of XLA devices at process 0's "host:port"; see `meet`."""
+    """Waits until all processes of a job of XLA devices have come; returns what they need.
+
+    `address` is the "host:port" of process 0, at which they meet, and `process_id` is this
+    process's number. `facts` are settings that have to be equal in all processes, and `timeout` is
+    in seconds. Raises the errors of `meet`.
+    """
     place = MeetingAddress.of(address, "coordinator")
     names = [f"process {index}" for index in range(num_processes)]
     me = Member.this(process_id, names[process_id])

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 
 class Member(NamedTuple):
-    """A process of a job."""
+    """A process of a job: its number in the job, host, process id and name."""
 
     index: int  # type: ignore[assignment]  # in place of the method of tuples, which none calls
     host: str
@@ -31,7 +31,10 @@ class Member(NamedTuple):
 
     @classmethod
     def of(cls, fields: Any) -> Member:
-        """Parses a member from a message's fields; raises ConnectionBroken if they are wrong."""
+        """Returns the member that a message describes.
+
+        `fields` is a list of index, host, pid and name. Raises ConnectionBroken if it is not.
+        """
         if not isinstance(fields, list) or [type(x) for x in fields] != [int, str, int, str]:
             raise ConnectionBroken(f"no process of a job: {fields!r:.80}")
         index, host, pid, name = fields
@@ -84,7 +87,8 @@ class MeetingAddress(NamedTuple):
 def all_given(caller: str, otherwise: str, **arguments: Any) -> bool:
     """Returns whether all of `arguments` are given, not None; raises ValueError if only some are.
 
-    `caller` is the function's name for the error, and `otherwise` what leaving all out means.
+    `caller` is the name of the function that got them, for the error. `otherwise` ends the error's
+    last sentence, "Give all three, or none of them ...": what is used if none is given.
     """
     missing = [name for name, value in arguments.items() if value is None]
     if missing and len(missing) < len(arguments):
@@ -133,12 +137,13 @@ class Connection:
         return self._socket.fileno()
 
     def send(self, **message: Any) -> None:
-        """Sends a message of JSON values; while the other side does not read, holds it back.
+        """Sends a message: the arguments by name, as JSON.
 
-        Texts are cut after `LONGEST_TEXT` characters. A message of more than `LONGEST` bytes is a
-        ValueError.
+        While the other side does not read, messages are held back and sent later. Texts are cut
+        after `LONGEST_TEXT` characters.
 
         Raises:
+          ValueError: the message has more than `LONGEST` bytes.
           ConnectionBroken: the other side has gone, or more than `LONGEST` bytes would be held
             back.
         """

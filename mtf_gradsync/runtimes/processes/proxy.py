@@ -19,7 +19,7 @@ BEAT = b'{"beat": true}\n'
 
 
 def is_stopped(pid: int) -> bool:
-    """Returns whether a process is stopped by a signal; False if the system does not say."""
+    """Returns whether the process `pid` is stopped by a signal; False if the system cannot tell."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             # The process's name, in parentheses, may hold any characters.
@@ -29,9 +29,10 @@ def is_stopped(pid: int) -> bool:
 
 
 def main(pid: int, seconds: float, descriptors: list[int]) -> None:
-    """Sends a sign of life every `seconds` on the sockets `descriptors`, until `pid` ends.
+    """Sends a sign of life every `seconds` on each of the sockets, until the parent process ends.
 
-    `pid` is the parent process. While it is stopped, no sign of life is sent.
+    `pid` is the parent process, and `descriptors` are the sockets' file descriptors. While the
+    parent is stopped by a signal, no sign of life is sent.
     """
     sockets = [socket.socket(fileno=descriptor) for descriptor in descriptors]
     # The connections have to break soon after the parent's end.

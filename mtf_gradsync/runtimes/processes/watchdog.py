@@ -48,7 +48,7 @@ _begun = ""
 
 
 class Alarm(NamedTuple):
-    """The means by which a signal handler warns the watchdog that the process is about to end."""
+    """The pipe by which a handler of fatal signals tells the watchdog that this process crashes."""
 
     descriptor: int  # read end of the pipe that the handler writes to; the watchdog closes it
     explain: Callable[[str], str]  # turns what was written into a sentence about what happened
@@ -66,9 +66,12 @@ class Watchdog:
     ):
         """Starts the thread.
 
-        `me` is this process. `peers` are its connections: in process 0 to all other processes, in
-        any other process to process 0. A process is lost after `silence` seconds without a beat (a
-        sign of life). `alarm` reports a crash of this process.
+        Args:
+          me: this process.
+          peers: this process's connections: in process 0 to all other processes, in any other
+            process to process 0.
+          silence: the seconds without a beat (a sign of life) after which a process counts as lost.
+          alarm: the pipe by which a crash of this process is reported; None if there is none.
         """
         global _running
         self._me = me
@@ -117,7 +120,7 @@ class Watchdog:
 
     @contextlib.contextmanager
     def beating_by_proxy(self) -> Iterator[None]:
-        """Returns a context manager in which a separate process sends this process's beats."""
+        """Lets a separate process send this process's beats while the block runs."""
         with self._descriptors() as peers:
             given = map(str, (os.getpid(), _BEAT_S, *peers))
             child = subprocess.Popen(
@@ -282,7 +285,8 @@ class Watchdog:
     def _lose(self, member: Member, how: str, grace: float = 0.0) -> None:
         """Handles the loss of `member`: tells the others, and ends this process in `grace` seconds.
 
-        `how` says what happened to `member`. If it had finished its work, nothing is lost.
+        `how` says in words what happened to `member`. If `member` is not process 0 and had finished
+        its work, nothing is lost and nothing happens.
         """
         if member in self._left and member.index == 0 and self._me in self._left:
             # Only process 0 says that all have left, and there is nothing to do any more.
@@ -292,7 +296,11 @@ class Watchdog:
             self._learn(member, how, grace)
 
     def _learn(self, member: Member, how: str, grace: float) -> None:
-        """Records that `member` is lost, and ends this process in `grace` seconds."""
+        """Records that `member` is lost, and ends this process in `grace` seconds.
+
+        `how` says in words what happened to `member`, for this process's error. Only the first loss
+        counts.
+        """
         if self._doom is None:
             what = f"lost {member}: it {how}"
             if member == self._me:
@@ -324,7 +332,11 @@ class Watchdog:
 
 @contextlib.contextmanager
 def beats_go_on() -> Iterator[None]:
-    """Lets a separate process send this process's beats while code inside holds Python's lock."""
+    """Lets a separate process send this process's beats while the block runs.
+
+    Use it around code that holds Python's interpreter lock for long. Without a watchdog in this
+    process, nothing happens.
+    """
     if _running is None:
         yield
         return
