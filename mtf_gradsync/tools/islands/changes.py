@@ -74,7 +74,10 @@ class Change(NamedTuple):
 
 
 def wide(value: np.ndarray) -> np.ndarray:
-    """Returns an array in the dtype of versions: float32, or its own dtype if that is wider."""
+    """Returns an array in the dtype that versions of its values have.
+
+    This is float32, or the array's own dtype if that is wider.
+    """
     return value.astype(np.promote_types(value.dtype, np.float32), copy=False)
 
 

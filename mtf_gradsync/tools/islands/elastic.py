@@ -196,7 +196,10 @@ class IslandHook(tf.train.SessionRunHook):
         return self._newest if self._newest != before else None
 
     def after_run(self, run_context: Any, run_values: Any) -> None:
-        """Gives the island its turn after a step: see `Island.after_step`."""
+        """Lets the island contribute its change, or take merged values, if either is due.
+
+        `run_values` has the step's number of tokens, if that is a tensor; see `Island.after_step`.
+        """
         found = run_values.results
         tokens = float(found["tokens"]) if found else self._tokens
         self._island.after_step(run_context.session, tokens, self._new_checkpoint())

@@ -244,6 +244,7 @@ class Folder:
     def write(self, name: str, data: bytes) -> None:
         """Writes an object atomically; replaces an existing object of the same name.
 
+        `name` is the object's name, such as "versions/00000008.soon", and `data` are its bytes.
         Raises FolderError if the folder cannot be written now.
         """
         import obstore
@@ -279,7 +280,7 @@ class Folder:
             return True
 
     def remove(self, name: str) -> None:
-        """Removes an object, if it exists."""
+        """Removes the object of this name, if it exists; raises FolderError if the folder fails."""
         import obstore
 
         if self._is_there():

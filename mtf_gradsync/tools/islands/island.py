@@ -288,9 +288,9 @@ class Island:
         )  # fmt: skip
 
     def _restore(self, session: Any, saved: SavedIsland) -> None:
-        """Restores the island's state from the content of the file beside its checkpoint.
+        """Restores the island's state from `saved`, the content of the file beside its checkpoint.
 
-        The session's variables have been restored from the checkpoint, and keep their values.
+        The variables of `session` have been restored from the checkpoint, and keep their values.
         """
         self._learning.restore(saved)
         self._sent_at = time.monotonic()

@@ -53,7 +53,7 @@ class _Attempt(msgspec.Struct, frozen=True):
 
 
 class Learned(msgspec.Struct, frozen=True, kw_only=True):
-    """The counts of an island at a checkpoint, between two versions.
+    """The counts of an island at a checkpoint, which say what it has learned since its version.
 
     Attributes:
       island: the island's name.
@@ -63,7 +63,7 @@ class Learned(msgspec.Struct, frozen=True, kw_only=True):
       version: the version from which the island went on.
       counts: the counters that schedules follow (global step, updates), as of the begin of what is
         not contributed yet.
-      since: updates since the last contribution.
+      since: the number of updates since the last contribution.
       tokens: for each fragment (set of variables that are merged together), the tokens since its
         last contribution.
       waiting: the tokens of steps whose gradients are accumulated and in no update yet; None if

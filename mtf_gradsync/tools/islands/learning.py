@@ -29,11 +29,12 @@ class Change(NamedTuple):
 
 
 class Learning:
-    """What an island has learned since the version that it took last.
+    """The record of what an island has learned since the version that it took last.
 
-    A contribution is the difference between the version's values (`base`) and the island's values
-    now. While it waits to be merged, the island goes on with steps. The newer version then takes
-    the place of what was contributed, and what was learned since is added to it.
+    Versions are versions of the values that are merged from all islands. A contribution is the
+    difference between the version's values (`base`) and the island's values now. While it waits to
+    be merged, the island goes on with steps. The newer version then takes the place of what was
+    contributed, and what was learned since is added to it.
 
     Attributes:
       version: the number of the version that was taken last; None before the first.
@@ -83,7 +84,10 @@ class Learning:
         self._residual: dict[str, np.ndarray] = {}
 
     def restore(self, saved: SavedIsland) -> None:
-        """Restores all attributes from the content of the file beside a checkpoint."""
+        """Restores all attributes to those that were saved beside a checkpoint.
+
+        `saved` is the content of the file beside the checkpoint, which the method `saved` returned.
+        """
         learned = saved.learned
         self.version, self.base = learned.version, dict(saved.base)
         self.counts_before, self.attempts = dict(learned.counts), dict(saved.attempts)

@@ -104,7 +104,10 @@ class LifeSigns:
 
     Args:
       seconds: after how many seconds without a new sign a holder counts as dead.
-      clock: returns the time in seconds.
+      clock: a function that returns the time in seconds.
+
+    Attributes:
+      changed: the names of the leases that gave a new sign since they were first seen.
     """
 
     def __init__(self, seconds: float = LIFE_SECONDS, clock: Callable[[], float] = time.monotonic):
@@ -268,6 +271,10 @@ class Reminders:
     """A logger of conditions that last: it repeats a message, and logs when the condition ends.
 
     A condition, such as a folder that fails, has a key.
+
+    Args:
+      log: the logger that gets the messages.
+      clock: a function that returns the time in seconds.
     """
 
     def __init__(self, log: logging.Logger, clock: Callable[[], float] = time.monotonic):

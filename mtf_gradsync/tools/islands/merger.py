@@ -118,7 +118,7 @@ class Merger:
       waiting: how long to wait for contributions.
       keep_all: whether to keep all versions and contributions, for `replay`.
       poll_seconds: seconds between two looks into the folder; default 0.2 on a local disk, else 2.
-      clock: returns the time in seconds, for tests.
+      clock: a function that returns the time in seconds; tests replace it.
 
     Raises:
       ValueError: a setting makes no sense, or differs from the folder's.

@@ -352,7 +352,10 @@ def make_version(folder: Folder, decision: Decision, before: MergedState | None)
 
 
 def most_bytes(specs: Mapping[str, TensorSpec]) -> int:
-    """Returns the largest allowed size in bytes of a contribution that changes these variables."""
+    """Returns the largest allowed size, in bytes, of a contribution.
+
+    `specs` are the shapes and dtypes of the variables that it changes, by name.
+    """
     return sum(2 * spec.nbytes for spec in specs.values()) + JSON_BYTES
 
 

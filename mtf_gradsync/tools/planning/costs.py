@@ -471,7 +471,8 @@ class Predictor:
         """Returns whether a reshape needs no exchange of data along a mesh axis.
 
         This is so if the dimension that the axis splits is at the same place before and after the
-        reshape and all sizes are equal, so that the dimension is only renamed.
+        reshape and all sizes are equal, so that the dimension is only renamed. `one` is the
+        reshape, and `axis` the name of the mesh axis.
         """
         places, sizes = [], []
         for array in (one.before, one.after):

@@ -422,7 +422,8 @@ def _roofline(cost: CostEstimate, machine: Machine) -> float | None:
     """Returns the least seconds that a step's operations can take on a core, without the links.
 
     This is the time of the operations at the core's peak or of the bytes at the memory's bandwidth,
-    whichever is longer; None if the machine's rates are unknown.
+    whichever is longer; None if the machine's rates are unknown. `cost` has the compiler's counts
+    of operations and bytes.
     """
     peak, bandwidth = machine.peak_flops_per_core, machine.bytes_per_second_per_core
     if not peak or not bandwidth:

@@ -187,9 +187,10 @@ class DifferenceFacts(NamedTuple):
     Attributes:
       what: the kind of value that differs first: see `DivisionResult.what`.
       culprit: the wrapper, axis or change without which nothing differs; "" if unknown.
-      factor: the quotient of the value and the reference's, if it is one number for all elements.
+      factor: the value divided by the reference's, if that is one number for all elements; else
+        None.
       of_factor: the meaning of `factor`, such as "the number of shards"; "" if unknown.
-      error: the size of the error, relative to the largest number.
+      error: the largest difference, divided by the largest number of the reference.
       factors_are_one: whether all variables' gradients have the same factor.
       forward: whether the loss differs, too.
       rounds: whether the update has bfloat16 although the model has none.

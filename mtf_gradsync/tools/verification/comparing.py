@@ -31,7 +31,8 @@ class Difference(NamedTuple):
       variable: the variable's name.
       error: the largest difference, divided by the largest number of the reference.
       expected: the largest error that rounding explains.
-      factor: the number by which the reference is multiplied; None if it is not one number.
+      factor: the number by which the reference has to be multiplied to give the value; None if it
+        is not one number, or if nothing differs.
     """
 
     variable: str
@@ -53,9 +54,10 @@ def is_finite(value: np.ndarray) -> bool:
 
 
 def error_of(value: np.ndarray, reference: np.ndarray) -> float:
-    """Returns the largest difference of two arrays, divided by the reference's largest number.
+    """Returns the largest difference of two arrays, divided by the largest number of `reference`.
 
-    The error is infinite if shapes differ, or if two numbers differ and one of them is not finite.
+    This is the error of `value`. It is infinite if shapes differ, or if two numbers differ and one
+    of them is not finite.
     """
     if value.shape != reference.shape:
         return float("inf")

@@ -82,7 +82,7 @@ def reference(base: Division) -> Division:
 
 
 def on_one_core(mesh_shape: str) -> str:
-    """Returns a mesh shape with the same axes, all of size 1."""
+    """Returns a mesh shape with the same axes, all of size 1, such as "batch:1;model:1"."""
     dims = mtf.convert_to_shape(mesh_shape).dims
     return mesh_text(mtf.Shape([mtf.Dimension(d.name, 1) for d in dims]))
 
@@ -167,7 +167,11 @@ def _has_schedulers(base: Division, recorded: RecordedProgram) -> bool:
 
 
 def masked_shards(recorded: RecordedProgram) -> int:
-    """Returns how many shards the stack's `SyncReplicasOptimizer` has; 0 if there is none."""
+    """Returns how many shards the program's `SyncReplicasOptimizer` has; 0 if it has none.
+
+    `recorded` has the program's wrappers. Only such a wrapper can leave out the gradients of a
+    shard.
+    """
     for wrapper in recorded.wrappers.values():
         if isinstance(wrapper, SyncReplicasOptimizer) and wrapper.axes is not None:
             return wrapper.axes.num_shards

@@ -373,7 +373,8 @@ class Engine:
 def _followed(outcomes: Sequence[Outcome]) -> Outcome:
     """Returns one outcome for several runs, each of which goes on where the run before ended.
 
-    It has the losses and gradients of all updates, and the values after the last run.
+    `outcomes` are the outcomes of the runs, in order. The result has the losses and gradients of
+    all updates, and the values after the last run.
     """
 
     def both(field: str) -> list[Any]:
@@ -450,11 +451,16 @@ def _updates(values: Values) -> float:
 
 
 def _is_updated(recorded: RecordedProgram, before: Values, after: Values) -> bool:
-    """Returns whether a step has made an update, given all values before and after the step.
+    """Returns whether a step has made an update.
 
     If an optimizer was seen, it must have applied gradients. Gradients that are all zero and change
-    nothing do not count: they come from a program that accumulates by itself. If no optimizer was
-    seen, a step that changes trained variables is an update.
+    nothing do not count: they come from a program that accumulates by code of its own. If no
+    optimizer was seen, a step that changes trained variables is an update.
+
+    Args:
+      recorded: the facts recorded when the program was built.
+      before: a dictionary from the names of all variables to their values before the step.
+      after: the same after the step.
     """
     is_applied = _updates(after) > _updates(before)
     if recorded.sees_gradients and not is_applied:

@@ -40,8 +40,8 @@ class Reference(NamedTuple):
       initial: a dictionary from the names of variables to the values with which divisions begin.
       outcome: the outcome on one core without wrappers, in the program's own dtypes.
       exact: the same outcome computed in float64; equal to `outcome` if float64 was impossible.
-      expected: the largest errors that rounding explains. Keys are those of `flat` for gradients,
-        names for variables, and "loss".
+      expected: a dictionary with the largest errors that rounding explains. Its keys are the names
+        of variables (for their values), such as "kernel@0" for gradients (see `flat`), and "loss".
       by_order: a dictionary from the names of variables to the errors of their gradients if the
         examples are in another order; it has only errors larger than rounding.
       counted_first: if an update has several steps, the outcome with the program's own counters as

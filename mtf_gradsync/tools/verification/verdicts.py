@@ -47,12 +47,12 @@ class DivisionResult:
       variable: the first variable that differs, in the order of the backward pass.
       what: the kind of value that differs: "gradient", "value", "slot", "loss", "copies", "random
         numbers", "value before the update".
-      factor: the number by which the gradient is multiplied, or the change of the value; None if
-        it is not one number.
+      factor: the number by which the reference's gradient, or its change of the value, has to be
+        multiplied to give the division's; None if it is not one number.
       of_factor: the meaning of `factor`, such as "the number of shards".
       brought_in_by: the wrapper, mesh axis or other part without which the division is equal.
       cause: the likely cause of a difference; or why nothing is shown, or the program cannot run.
-      errors: name of a variable -> error of its gradient.
+      errors: a dictionary from the names of variables to the errors of their gradients.
       compared: how many variables were compared.
       not_shown: names of variables whose gradient is zero everywhere or not finite.
       without: the parts that were removed from the program, such as "random numbers".
