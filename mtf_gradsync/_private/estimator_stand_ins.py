@@ -210,7 +210,10 @@ def _removed_message(what: str) -> str:
 
 
 def _removed_class(name: str, module: str) -> type:
-    """Returns a class that can be imported and subclassed; constructing it raises an error."""
+    """Returns a class that can be subclassed; constructing it raises `EstimatorRemovedError`.
+
+    `name` is the name of the class, and `module` the module that it was in, for the error.
+    """
 
     def refuse(cls: type, *args: Any, **kwargs: Any) -> NoReturn:
         del cls, args, kwargs
@@ -301,7 +304,10 @@ def _estimator_stand_in() -> types.ModuleType:
 
 
 def restore_estimator(modules: list[Any]) -> None:
-    """Sets the attribute ``estimator`` of modules that lack it; all get the same stand-in."""
+    """Sets the attribute ``estimator`` of modules that lack it to one stand-in module.
+
+    `modules` are TensorFlow's modules that had this attribute.
+    """
     made = [module.estimator for module in modules if hasattr(module, "estimator")]
     stand_in: Any = next((one for one in made if isinstance(one, _StandInModule)), None)
     for module in modules:
@@ -310,9 +316,9 @@ def restore_estimator(modules: list[Any]) -> None:
 
 
 def restore_tpu_module(name: str) -> None:
-    """Registers a stand-in for a module ``tensorflow.python.tpu.<name>`` that is missing.
+    """Makes a stand-in for the missing module ``tensorflow.python.tpu.<name>`` importable.
 
-    The name is ``tpu_config`` or ``tpu_estimator``.
+    `name` is ``tpu_config`` or ``tpu_estimator``. If the module is loaded already, nothing changes.
     """
     place = f"{tpu_package.__name__}.{name}"
     if place in sys.modules:

@@ -73,7 +73,10 @@ class _EarlierNames(MetaPathFinder, Loader):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Returns a spec by which a moved module is found; None for modules that have not moved."""
+        """Returns a spec that leads to the moved module; None for names that are no earlier names.
+
+        `fullname` is the name that is imported. The import system calls this method.
+        """
         place = self._place(fullname)
         found = find_spec(place) if place else None
         if found is None:
@@ -82,13 +85,16 @@ class _EarlierNames(MetaPathFinder, Loader):
         return ModuleSpec(fullname, self, origin=found.origin, is_package=is_package)
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        """Returns the module itself, imported by its new name."""
+        """Returns the moved module, imported by its new name; `spec` has the earlier name."""
         module = importlib.import_module(self._place(spec.name) or "")
         spec.loader_state = module.__spec__
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        """Sets the module's spec back to its own one, which the import system has replaced."""
+        """Gives a moved module its own spec back, which the import system has replaced.
+
+        It does not run the module again.
+        """
         assert module.__spec__ is not None
         module.__spec__ = module.__spec__.loader_state
         if hasattr(module, "__path__"):
@@ -103,5 +109,8 @@ class _EarlierNames(MetaPathFinder, Loader):
 
 
 def find_moved(moved: Mapping[str, str]) -> None:
-    """Lets modules be imported by earlier names; `moved` maps these to the new names."""
+    """Lets modules be imported by earlier names; `moved` maps full earlier names to new names.
+
+    Modules inside of a moved package are found, too, without being listed.
+    """
     sys.meta_path.insert(0, _EarlierNames(moved))

@@ -23,7 +23,10 @@ def bfloat16_group_size(mesh_impl: mtf.MeshImpl) -> int:
 
 
 def give_outputs(operation: mtf.Operation, tensors: list[mtf.Tensor]) -> None:
-    """Sets the outputs of a new operation; the layout may split all of their dimensions."""
+    """Makes `tensors` the outputs of a new operation, all of whose dimensions may be split.
+
+    The operation has its inputs already.
+    """
     operation._outputs = tensors
     # Mesh-TF's automatic layout asks for it once inputs and outputs are known.
     operation._splittable_dims, operation._unsplittable_dims = (
@@ -34,8 +37,9 @@ def give_outputs(operation: mtf.Operation, tensors: list[mtf.Tensor]) -> None:
 def init_replacement(replacement: mtf.Variable, variable: mtf.Variable, value: mtf.Tensor) -> None:
     """Initializes `replacement`, a variable that takes the place of `variable` in an optimizer.
 
-    The replacement has the name and the dtypes of `variable`, and `value` as its value. It has no
-    master (the variable that checkpoints hold), and is in none of the graph's lists.
+    It is called in place of `mtf.Variable`'s constructor. The replacement has the name and the
+    dtypes of `variable`, and `value` as its value. It has no master (the variable that checkpoints
+    hold), and is in none of the graph's lists.
     """
     vars(replacement).update(vars(variable))
     replacement._inputs = []
@@ -83,7 +87,7 @@ tf.register_tensor_conversion_function(Reshaped, _as_tensor)
 
 
 def give_value(variable: mtf.Variable, shape: mtf.Shape) -> mtf.Tensor:
-    """Changes the shape of a variable that is not lowered yet; returns its new value.
+    """Changes the shape of a variable that is not lowered yet; returns its new value, a tensor.
 
     The new shape has as many elements. The variable's master, which checkpoints hold, keeps its
     shape. The caller then has to make the old value the output of another operation, by
@@ -110,15 +114,19 @@ def give_copy_to_slices(laid_out_variable: Any, copy: tf.Operation) -> None:
 
 
 def keep_unstacked(variable: mtf.Variable, dtype: mtf.VariableDType) -> None:
-    """Sets a dtype of a variable that keeps Mesh-TF's autostack from stacking the variable.
+    """Sets the dtype of a variable to `dtype`, so that Mesh-TF's autostack does not stack it.
 
-    (Autostack stacks variables of one shape and dtype.) The variable must not be lowered yet.
+    Autostack stacks variables of one shape and dtype, so that `dtype` must be the dtype of no other
+    variable. The variable must not be lowered yet.
     """
     variable._dtype = dtype
 
 
 def take_over(operation: mtf.Operation, tensors: list[mtf.Tensor]) -> None:
-    """Makes existing tensors the outputs of a new operation, as Mesh-TF's autostack does."""
+    """Makes existing tensors the outputs of a new operation, and the operation their maker.
+
+    Mesh-TF's autostack does the same.
+    """
     for tensor in tensors:
         tensor._operation = operation
     give_outputs(operation, tensors)
@@ -127,7 +135,10 @@ def take_over(operation: mtf.Operation, tensors: list[mtf.Tensor]) -> None:
 def reassign(
     operation: mtf.Assign, variables: list[mtf.Variable], values: list[mtf.Tensor]
 ) -> None:
-    """Changes which variables an assignment writes and with which values, as autostack does."""
+    """Makes an assignment write other variables: `variables`, with a value for each.
+
+    Mesh-TF's autostack does the same.
+    """
     operation._variables, operation._inputs = list(variables), list(values)
 
 
@@ -137,15 +148,19 @@ def give_assign_fn(operation: mtf.Assign, assign_fn: Any) -> None:
 
 
 def dims_known_by_name(optimizer: Any) -> tuple[str, ...]:
-    """Returns the names of dimensions that an optimizer treats specially, as Adafactor can."""
+    """Returns the names of dimensions that an optimizer treats specially.
+
+    These are the `stacked_dim_names` of Mesh-TF's Adafactor. Other optimizers have none.
+    """
     return tuple(getattr(optimizer, "_stacked_dim_names", ()))
 
 
 def patterns_of(optimizer: Any) -> dict[str, str | tuple[str, ...]]:
     """Returns the regular expressions by which an optimizer picks variables.
 
-    Keys are the names of the optimizer's arguments. If an argument is a string and no list, the
-    string is returned: Mesh-TF 0.1.21 then takes each of its letters as an expression.
+    Keys are the names of three arguments of Mesh-TF's optimizers, and values are tuples of
+    expressions, empty if the optimizer has none. If an argument is a string and no list, the string
+    is returned: Mesh-TF 0.1.21 then takes each of its letters as an expression.
     """
     given = {
         name: getattr(optimizer, name, None) or ()
@@ -181,7 +196,7 @@ def reduction(operation: mtf.ReduceOperation) -> str:
 
 
 def output_gradients(operation: mtf.GenericGradOperation) -> list[mtf.Tensor]:
-    """Returns those inputs of a gradient operation that are gradients.
+    """Returns those inputs of a gradient operation that are gradients of the loss.
 
     There is one for each output of the forward operation, and they are the last inputs.
     """
@@ -219,9 +234,9 @@ def loop_body(operation: mtf.WhileLoopOperation) -> LoopPart:
 
 
 def computed_from(tensor: mtf.Tensor) -> list[mtf.Tensor]:
-    """Returns the tensors that a tensor is computed from.
+    """Returns the tensors that a tensor is directly computed from: its operation's inputs.
 
-    For an output of a loop, this is the output of the loop's body.
+    For an output of a loop, it is a list of the one output of the loop's body at its position.
     """
     operation = tensor.operation
     if isinstance(operation, mtf.WhileLoopOperation) and tensor in operation.outputs:
@@ -234,12 +249,15 @@ MESHES = ("mtf_gradsync meshes",)
 
 
 def mesh_impls_made() -> list[mtf.MeshImpl]:
-    """Returns the meshes that were made in TensorFlow's default graph."""
+    """Returns the `mtf.MeshImpl`s that were made in TensorFlow's default graph, the first first."""
     return list(tf.get_collection(MESHES))
 
 
 def meshes_made() -> list[tuple[mtf.Shape, mtf.LayoutRules]]:
-    """Returns the different meshes made in TensorFlow's default graph, as shapes and layouts."""
+    """Returns the shape and layout of each mesh that was made in TensorFlow's default graph.
+
+    Meshes of equal shape and layout are listed once.
+    """
     # Layout rules have no comparison of their own; their pairs are a set.
     different = {
         mesh_key(impl.shape, impl.layout_rules): (impl.shape, impl.layout_rules)
@@ -260,9 +278,9 @@ def mesh_key(shape: mtf.Shape, layout: mtf.LayoutRules) -> tuple[str, frozenset]
 
 
 def lowered_on(lowering: mtf.Lowering, x: mtf.Tensor, mesh: mtf.Mesh) -> Any:
-    """Returns a tensor's lowered value as a `LaidOutTensor` on another mesh.
+    """Returns the lowered value of `x` as a `LaidOutTensor` on `mesh`, and reduces a pending one.
 
-    The tensor's own mesh must not split it.
+    The tensor's own mesh must not split it, unless `mesh` is this mesh.
     """
     value = lowering.tensors[x].to_laid_out_tensor()
     if x.mesh is mesh:

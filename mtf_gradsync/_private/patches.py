@@ -92,13 +92,16 @@ def configurable_when_named(places: Mapping[str, str]) -> None:
 
 
 def load_configurables() -> None:
-    """Loads the modules that `configurable_when_named` deferred, so that gin knows them."""
+    """Loads all modules that were given to `configurable_when_named`, so that gin knows them."""
     for place in _when_named.values():
         importlib.import_module(place)
 
 
 def late_configurable(*args: Any, **kwargs: Any) -> Callable[[_Function], _Function]:
-    """Returns a decorator like `gin.configurable` that also works when gin's config is locked."""
+    """Returns a decorator like `gin.configurable` that also works when gin's config is locked.
+
+    The arguments are those of `gin.configurable`, such as `module=`.
+    """
 
     def register(function: _Function) -> _Function:
         with gin.unlock_config():
@@ -154,7 +157,7 @@ def keep_apart_when_combined(kind: type) -> None:
 
 
 def explain_mesh_tensors_to_tensorflow() -> None:
-    """Makes TensorFlow's operations refuse mesh tensors with an error that says what to do.
+    """Makes TensorFlow's operations refuse mtf tensors with an error that says what to do.
 
     The error stays a TypeError. So ``tf_tensor * mesh_tensor`` still calls the mesh tensor's
     multiplication.
@@ -175,9 +178,9 @@ def _refuse(x: Any, dtype: Any = None, name: Any = None, as_ref: bool = False) -
 
 
 def keep_summaries_in_meta_graphs() -> None:
-    """Makes savers write Mesh-TF's summaries into a graph's file.
+    """Makes savers write Mesh-TF's collection of scalar summaries into meta graph files.
 
-    Without the patch, savers log a warning, and leave the summaries out.
+    Without the patch, savers log a warning, and leave the collection out.
     """
     collection = mtf.utils.SCALAR_SUMMARIES_COLLECTION_KEY
     try:
@@ -230,9 +233,12 @@ def _recompute(
     output_grads: list[mtf.Tensor],
     control_dependencies: bool,
 ) -> list[mtf.Tensor | None]:
-    """Returns the gradients of a block of `mtf.recompute_grad`.
+    """Returns a gradient by each of `all_inputs`, or None, for a block of `mtf.recompute_grad`.
 
-    It replaces Mesh-TF's own function, and has the same arguments.
+    It replaces Mesh-TF's `_recompute_grad_grad`. The block is computed again from its inputs by
+    copies of `forward_operations`, which first computed `outputs`. `explicit_inputs` are those of
+    the inputs that the block gets as arguments. `output_grads` are the gradients by `outputs`. With
+    `control_dependencies`, the second computation waits for them.
     """
     given = {t: t for t in all_inputs}
     if control_dependencies:
@@ -251,12 +257,12 @@ def _recompute(
 
 
 def _after(grad: mtf.Tensor, tensors: list[mtf.Tensor]) -> dict[mtf.Tensor, mtf.Tensor]:
-    """Returns copies of tensors that wait for a gradient, by tensor; not all tensors have one.
+    """Returns copies of some of `tensors` that can be computed only after a gradient.
 
-    Those that have the gradient's first dimension (the examples) wait for their own example's
-    gradient; others would wait for a sum over examples. If no tensor has this dimension, the
-    tensors with most of the gradient's dimensions wait. Variables wait only if there are no other
-    tensors.
+    Keys are the tensors, and values their copies. Tensors that have the gradient's first dimension
+    (the examples) are copied, and wait for their own example's gradient. Others would wait for a
+    sum over examples. If no tensor has this dimension, the tensors with most of the gradient's
+    dimensions are copied. Variables are copied only if there are no other tensors.
     """
     first = grad.shape.dims[:1]
     shared = {t: [d for d in grad.shape.dims if d in t.shape.dims] for t in tensors}
@@ -350,7 +356,7 @@ def check_imported_shapes() -> None:
 
 
 def note_meshes() -> None:
-    """Makes every TensorFlow graph record the meshes made in it; see `meshes_made`."""
+    """Makes every TensorFlow graph record the meshes made in it, which `meshes_made` returns."""
 
     def with_note(init: Any) -> Any:
         def make_and_note(self: mtf.MeshImpl, *args: Any, **kwargs: Any) -> None:
@@ -363,7 +369,10 @@ def note_meshes() -> None:
 
 
 def note_gradients() -> None:
-    """Makes every mtf graph record its calls of `mtf.gradients`; see `gradients_calls`."""
+    """Makes every mtf graph record its calls of `mtf.gradients`, which `gradients_calls` returns.
+
+    Calls with given gradients of the losses (`grad_ys`) are not recorded.
+    """
 
     def with_note(gradients: Any) -> Any:
         def differentiate_and_note(
@@ -445,7 +454,10 @@ class _Numbers:
 
     @classmethod
     def of(cls, graph: tf.Graph) -> _Numbers | None:
-        """Returns a graph's numbers; None if its random operations cannot depend on the step."""
+        """Returns the `_Numbers` of a graph; None if random operations cannot depend on the step.
+
+        They cannot in a graph without a seed or a global step, and inside of a loop.
+        """
         if graph.seed is None or is_in_loop(graph):
             return None
         if graph not in _OF_GRAPH:
@@ -460,9 +472,10 @@ _OF_GRAPH: weakref.WeakKeyDictionary[tf.Graph, _Numbers] = weakref.WeakKeyDictio
 
 
 def _words(counter: Any) -> tf.Tensor:
-    """Returns an int64 tensor ``[2]``: how many runs the global step has not changed, and the step.
+    """Returns an int64 tensor ``[2]`` that has other values in each run of the program's step.
 
-    `counter` is the global step.
+    The first number is the number of earlier runs with the same value of `counter`, the global
+    step. The second number is this value.
     """
     count = tf.cast(counter.read_value(), tf.int64)
     advance_step_after(counter, [count.op])

@@ -17,7 +17,7 @@ from mtf_gradsync._private.libraries import tf
 
 
 def set_attr(operation: tf.Operation, name: str, value: tf.AttrValue) -> None:
-    """Sets an attribute of an operation that has not run yet; TensorFlow does not check it."""
+    """Sets an attribute of a tf operation that has not run yet; TensorFlow does not check it."""
     operation._set_attr(name, value)
 
 
@@ -46,8 +46,9 @@ _WAITED_FOR = "_mtf_gradsync_waited_for"
 def advance_step_after(step: Any, reads: Sequence[tf.Operation]) -> None:
     """Makes increments of a global step wait for the operations `reads`, later increments too.
 
-    An operation that already waits for an increment stays after it. Increments in loops, branches
-    and functions do not wait, because the variable has another handle inside of them.
+    `step` is the resource variable of the global step. A read that already waits for an increment
+    stays after it. Increments in loops, branches and functions do not wait, because the variable
+    has another handle inside of them.
     """
     for increment in step.handle.consumers():
         is_increment = increment.type in ("AssignAddVariableOp", "AssignSubVariableOp")
@@ -85,9 +86,9 @@ def in_loop_or_branch(graph: tf.Graph) -> bool:
 
 
 def is_in_loop(made: tf.Graph | tf.Operation) -> bool:
-    """Returns whether an operation is in a loop or a function.
+    """Returns whether a tf operation is in a loop or in a function's graph.
 
-    For a graph, it returns whether operations that are made in it now would be.
+    For a graph, it returns whether operations that are made in it now are.
     """
     context = made._get_control_flow_context()
     is_in_function = getattr(made, "outer_graph", None) is not None
@@ -139,7 +140,11 @@ _PASSES_ON = frozenset(["Identity", "Enter", "Switch", "RefIdentity", "RefEnter"
 
 
 def variable_key(handle: tf.Operation) -> str:
-    """Returns a name that is the same for all handles of one variable, also in functions."""
+    """Returns a name that is the same for all handles of one variable, also inside of functions.
+
+    `handle` is the operation that makes a handle (`VarHandleOp`), or the operation of a ref
+    variable.
+    """
     shared = handle.get_attr("shared_name") if handle.type == "VarHandleOp" else b""
     return shared.decode() or handle.name
 
@@ -267,12 +272,15 @@ class MovingAverageSettings(NamedTuple):
 def moving_average_settings(
     average: tf.train.ExponentialMovingAverage,
 ) -> MovingAverageSettings:
-    """Returns the arguments that a moving average was made with."""
+    """Returns the arguments that an `ExponentialMovingAverage` was made with."""
     return MovingAverageSettings(average._decay, average._num_updates, average._zero_debias)
 
 
 def checkpoint_initializers() -> list[Any]:
-    """Returns the modules that have `init_from_checkpoint` under that name, for a patch of it."""
+    """Returns the two modules that have `init_from_checkpoint` as an attribute, for a patch of it.
+
+    They are `tf.train` and the module that defines the function.
+    """
     return [tf.train, sys.modules[tf.train.init_from_checkpoint.__module__]]
 
 
@@ -361,9 +369,9 @@ def optimizers_inside(optimizer: Any) -> list[Any]:
 
 
 def create_slots(optimizer: tf.train.Optimizer, variables: Sequence[Any]) -> None:
-    """Makes the slots of an optimizer and of those inside it, before their first update.
+    """Makes the slots of `variables` in an optimizer and in all optimizers inside it.
 
-    Otherwise the first update makes them.
+    Otherwise their first update makes the slots.
     """
     for inside in optimizers_inside(optimizer):
         with tf.init_scope():

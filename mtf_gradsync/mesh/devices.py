@@ -180,8 +180,8 @@ class SharedVariable:
     def __init__(self, variable: mtf.Variable, mesh_impl: Any):
         """Makes the tf variables of the slices of `variable`, whose master exists already.
 
-        `mesh_impl` is a mesh with a method `next_turn`. The method returns a number that grows from
-        variable to variable, and by which devices take turns.
+        `mesh_impl` is a mesh with a method `next_turn`. The method returns a number that counts up
+        from call to call, and by which devices take turns.
         """
         self._variable, self._mesh_impl, self.name = variable, mesh_impl, variable.name
         self.writers: list[int] = [0] * mesh_impl.size

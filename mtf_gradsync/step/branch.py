@@ -19,7 +19,7 @@ _NOT_INLINED = {"_noinline": True}
 
 
 def can_call(lowering: mtf.Lowering) -> bool:
-    """Returns whether a branch can be built as one call of a tf function.
+    """Returns whether branches of a lowering can be built as one call of a tf function each.
 
     This is not possible on SIMD meshes (a TPU program has no such calls), on meshes over several
     processes, with ref variables, or with TensorFlow 2.12, which inlines every function. In these
@@ -50,9 +50,10 @@ def _takes_attributes() -> bool:
 
 
 def run_as_call(run: Callable[[], tf.Operation]) -> tf.Operation:
-    """Builds a branch as one call of a tf function; returns the call.
+    """Builds a branch as one call of a tf function, and returns the operation that makes the call.
 
-    `run` makes the branch's operations, and returns one that waits for all of them.
+    `run` is called inside of the function. It makes the branch's operations, and returns one that
+    waits for all of them.
     """
 
     def body() -> tf.Tensor:
@@ -108,7 +109,7 @@ class Branch:
         self.updates: list[mtf.Operation] = []
 
     def opened(self) -> ContextManager[None]:
-        """Returns a context; operations made inside belong to the branch, except variables.
+        """Returns a context; mtf operations made inside belong to the branch, except variables.
 
         The graph must not have been lowered yet.
         """
@@ -132,11 +133,15 @@ class Conditional(mtf.Operation):
     ):
         """Adds the conditional.
 
-        It waits for the operations `behind`, and for `gate`: until all gradients exist and all
-        variables are read. Inside another branch, `gate` is None. With `as_call`, the branch is one
-        function call, if `can_call`, so that skipping it is cheap. The arguments of the call cost
-        time on every step: a branch that takes all gradients and runs on most steps is faster
-        without a call.
+        Args:
+          predicate: a bool mtf scalar, the same on all processors; if true, the branch runs.
+          gate: the gate that the conditional waits for: until all gradients exist and all variables
+            are read. It is None inside another branch.
+          branch: the branch, whose operations have been made.
+          behind: mtf operations that it also waits for.
+          as_call: whether the branch becomes one function call (if `can_call`), so that skipping it
+            is cheap. The arguments of the call cost time on every step: a branch that takes all
+            gradients and runs on most steps is faster without a call.
         """
         super().__init__([predicate], name="conditional")
         self._gate = gate
@@ -180,11 +185,12 @@ class Conditional(mtf.Operation):
 
 @contextlib.contextmanager
 def _read_inside(lowering: mtf.Lowering, updates: Sequence[mtf.Operation]) -> Iterator[None]:
-    """Returns a context for building a function's body, which then reads the variables it assigns.
+    """Returns a context for building a branch as a function that reads variables itself.
 
-    Otherwise the variables' values would be arguments of the call, and a value from another device
-    costs a transfer even when the call is skipped. Reading late is safe, because nothing else
-    writes these variables in the same step.
+    It reads the variables that `updates`, the operations of the branch, assign. Otherwise their
+    values would be arguments of the call, and a value from another device costs a transfer even
+    when the call is skipped. Reading late is safe, because nothing else writes these variables in
+    the same step.
     """
     before = dict(lowering.tensors)
     assigned = dict.fromkeys(
@@ -237,14 +243,14 @@ class DeferredUpdate:
         plan.deferred += (self,)
 
     def make(self) -> list[mtf.Operation]:
-        """Makes and returns the operations of the update.
+        """Makes and returns the mtf operations of the update; subclasses define it.
 
-        It is called once, or again if an error has undone the operations.
+        `build` calls it once, or again if an error has undone the operations.
         """
         raise NotImplementedError
 
     def build(self) -> list[mtf.Operation]:
-        """Returns the operations of the update; the first call builds them.
+        """Returns the mtf operations of the update; the first call makes them.
 
         In the graph's list of operations they are put at the position of the last stand-in (what
         callers got in place of the operations), or after all that they are computed from, if that
@@ -299,7 +305,10 @@ class ValuesAfter(mtf.Operation):
 
 
 def _held(variable: mtf.Variable, lowering: mtf.Lowering) -> Any:
-    """Returns the slices of a variable, read now, even if autostack has stacked the variable."""
+    """Returns a `LaidOutTensor` of the slices of a variable, as the variable is at this point.
+
+    If Mesh-TF's autostack has stacked the variable, its part of the stacked variable is returned.
+    """
     number = None
     holder = variable
     if variable not in lowering.variables:
@@ -324,9 +333,9 @@ def values_after(
 ) -> Sequence[mtf.Tensor]:
     """Returns the values that variables have after the operations `writes`.
 
-    If the operations belong to a branch that a step skips, these are the unchanged values. The
-    operations have to be lowered before the returned tensors. The tensors have the variables'
-    shapes and the dtypes of their slices.
+    Returns an mtf tensor for each variable, of its shape and of the dtype of its slices. If the
+    operations belong to a branch that a step skips, these are the unchanged values. The operations
+    have to be lowered before the returned tensors.
     """
 
     def of_one_mesh(_: Any, some: list[int]) -> Sequence[mtf.Tensor]:

@@ -56,11 +56,11 @@ class Watched(mtf.Operation):
         self._slices: list[tuple[list[Any], list[Any]]] = []
 
     def values_now(self, lowering: mtf.Lowering) -> list[tf.Tensor]:
-        """Returns the lowered values of the counts after the step."""
+        """Returns the values of the counts after the step, as tf tensors of this lowering."""
         return self._lowered(lowering, self.inputs[len(self._counts) :])
 
     def slices_of_records(self, lowering: mtf.Lowering) -> list[Any]:
-        """Returns one slice of each variable in `records`; all slices are equal."""
+        """Returns one slice, a tf variable, of each variable in `records`; its slices are equal."""
         return _slices(lowering, self._records)
 
     def note_lowering(self, lowering: mtf.Lowering) -> None:
@@ -74,9 +74,10 @@ class Watched(mtf.Operation):
             tf.add_to_collection(WATCHED, (self, told.name))
 
     def is_due(self, before: Sequence[Any] | None, now: Sequence[Any]) -> bool:
-        """Returns whether there is something to report, given the counts before and after a step.
+        """Returns whether there is something to report after a step; subclasses define it.
 
-        `before` is None if the counts before are not known.
+        `before` and `now` are the counts before and after the step, as numpy values in the order in
+        which the constructor got them. `before` is None if they are not known.
         """
         raise NotImplementedError
 
@@ -85,20 +86,27 @@ class Watched(mtf.Operation):
     ) -> list[Any]:
         """Returns what to report after a step: strings to log and exceptions to raise.
 
-        `now` are the counts and `records` the records after the step. `before` are the counts
-        before it, or when they were last read; None if they are not known.
+        Subclasses define it. `now` are the counts and `records` the records after the step, as
+        numpy values. `before` are the counts before it, or when they were last read; None if they
+        are not known.
         """
         raise NotImplementedError
 
     def apart(self, told: np.ndarray) -> tuple[list[np.ndarray], list[np.ndarray]]:
-        """Splits the int32 numbers that a step returned into the counts before and after it."""
+        """Splits the int32 numbers that a step returned; returns the counts before and after it.
+
+        `told` is a vector of the bits of all counts. Each count gets its own dtype back.
+        """
         sizes = [x.shape.size for x in self.inputs]
         parts = np.split(told, np.cumsum(sizes)[:-1])
         parts = [x.view(y.dtype.as_numpy_dtype) for x, y in zip(parts, self.inputs)]
         return parts[: len(self._counts)], parts[len(self._counts) :]
 
     def watch(self) -> Watch:
-        """Returns a reader of the findings; adds operations that read variables to the graph."""
+        """Returns a `Watch`, which reads what this operation found in a session.
+
+        It adds operations that read variables to TensorFlow's graph.
+        """
         with tf.control_dependencies(None):
             reads = [
                 ([x.read_value() for x in counts], [x.read_value() for x in records])
@@ -133,7 +141,8 @@ class Watch:
     def ask(self, session: Any) -> Any:
         """Returns what to report after a step: an exception to raise, a line to log, or None.
 
-        If the step itself raised an error, the exception is to be raised instead of this error.
+        `session` has run the step. If the step itself raised an error, the caller is to raise the
+        returned exception instead of it.
         """
         read = session.run(self._reads)
         before, self._before = self._before, [counts for counts, _ in read]
@@ -153,9 +162,10 @@ class WatchHook(tf.train.SessionRunHook):
     """
 
     def __init__(self, find_watched: Callable[[], Watched | None]):
-        """Sets the function that returns the watched operation, or None if there is none.
+        """Makes a hook for the watched operation that `find_watched` returns.
 
-        It is called when the session begins.
+        The function is called when the session begins, and returns None if there is no such
+        operation.
         """
         self._find_watched = find_watched
         self._watched: Any = None

@@ -70,9 +70,10 @@ def _planned(cls: type) -> type:
 
 
 def flat(operations: Sequence[Any]) -> list[mtf.Operation]:
-    """Returns operations and those inside of loops, in the order in which they are lowered.
+    """Returns a list of `operations` and of all operations inside of loops among them.
 
-    The operations inside of a loop come before the loop.
+    They are in the order in which they are lowered: the operations inside of a loop come before the
+    loop.
     """
     found: list[mtf.Operation] = []
     for operation in operations:
@@ -102,7 +103,7 @@ class StandIn(mtf.Operation):
 
 
 def built(operations: Sequence[mtf.Operation]) -> list[mtf.Operation]:
-    """Returns operations, with those of deferred updates in place of their stand-ins.
+    """Returns `operations`, each once, with every `StandIn` replaced by its update's operations.
 
     Deferred updates that are not built yet are built.
     """
@@ -122,8 +123,8 @@ class ExtensionLowering:
     def lower(self, operation: mtf.Operation) -> bool:
         """Lowers an operation in the extension's own way, and returns True.
 
-        Returns False if the operation is to lower itself. Operations inside of loops are given,
-        too.
+        A subclass that leaves the operation to others does nothing, and returns False. The plan
+        calls this for every operation, also inside of loops.
         """
         del operation
         return False
@@ -131,17 +132,17 @@ class ExtensionLowering:
     def lower_variable(self, variable: mtf.Variable) -> bool:
         """Lowers a variable in the extension's own way, and returns True.
 
-        Returns False if the variable is to lower itself.
+        A subclass that leaves the variable to others does nothing, and returns False.
         """
         del variable
         return False
 
     def inside_branch(self) -> ContextManager[None]:
-        """Returns a context in which the operations of a branch are lowered."""
+        """Returns a context; the plan lowers the operations of a branch inside of it."""
         return contextlib.nullcontext()
 
     def end(self) -> None:
-        """Does what is left to do when all operations have been lowered."""
+        """Is called when all operations have been lowered, for what a subclass has left to do."""
 
 
 class PlanExtension:
@@ -228,10 +229,10 @@ class StepPlan:
     # What wrappers want.
 
     def wait(self, operations: Sequence[mtf.Operation], control_inputs: ControlInputs) -> None:
-        """Makes mtf operations, which must not be lowered yet, wait for tf operations.
+        """Makes mtf operations run only after tf operations that their lowering will find.
 
-        `control_inputs` is a function of the lowering. It is called when one of `operations` is
-        lowered, and returns the tf operations to wait for.
+        The mtf operations must not be lowered yet. `control_inputs` is a function of the lowering.
+        It is called when one of `operations` is lowered, and returns the tf operations to wait for.
         """
         self.adopt()
         for operation in operations:
@@ -260,7 +261,10 @@ class StepPlan:
 
     @contextlib.contextmanager
     def collecting(self, branch: Any) -> Iterator[None]:
-        """Returns a context; operations made inside belong to `branch`, except variables."""
+        """Returns a context; mtf operations made inside belong to `branch`, except variables.
+
+        `branch` is a `Branch`.
+        """
         self.adopt()
         before = set(self.graph.operations)
         outer, self.open_branch = self.open_branch, branch
@@ -310,18 +314,24 @@ class StepPlan:
 
     @property
     def orders_updates(self) -> bool:
-        """Whether some updates in the graph wait: for a gate, in a branch, or for sums."""
+        """Whether the graph has updates that wait for a gate or for sums, or are in a branch."""
         gated = bool(self._waits or any(self._branch_of.values()))
         return gated or any(extension.orders_updates for extension in self._extensions.values())
 
     @property
     def is_held(self) -> bool:
-        """Whether operations built now are in a branch or already wait for a gate."""
+        """Whether operations that are built now need no gate.
+
+        It is so in a branch, and inside of `gating`: what is around them waits.
+        """
         return self.is_in_branch or self._is_gating
 
     @contextlib.contextmanager
     def gating(self) -> Iterator[None]:
-        """Returns a context; the caller makes operations that are built inside wait for a gate."""
+        """Returns a context that says that operations built inside need no gate of their own.
+
+        The caller makes them wait for a gate afterwards.
+        """
         outer, self._is_gating = self._is_gating, True
         try:
             yield
@@ -330,9 +340,10 @@ class StepPlan:
 
     @contextlib.contextmanager
     def building_inside(self, islands: Any) -> Iterator[None]:
-        """Returns a context; updates built inside it are updates inside of `islands`.
+        """Returns a context in which the attribute `islands` is the argument `islands`.
 
-        If `islands` is None, the islands stay those of the context around it.
+        Updates that are built in it are updates inside of these islands. If the argument is None,
+        the attribute stays as it is.
         """
         outer, self.islands = self.islands, islands or self.islands
         try:
@@ -350,10 +361,11 @@ class StepPlan:
         listed[:] = [op for op in listed if op not in moved] + list(operations)
 
     def state(self, owner: Any, name: str, make: Callable[[], Any]) -> Any:
-        """Returns the state that a wrapper keeps in this graph; `make` makes it on the first call.
+        """Returns the state that a wrapper keeps in this graph, any object that `make` returns.
 
-        `owner` is the wrapper, and `name` its name, which is the prefix of its variables' names.
-        Raises a ValueError if another wrapper of this name has state in this graph.
+        `make` is called on the first call. `owner` is the wrapper, and `name` its name, which is
+        the prefix of its variables' names. Raises a ValueError if another wrapper of this name has
+        state in this graph.
         """
         other, state = self._states.get(name, (lambda: None, None))
         if other() is owner:
@@ -438,11 +450,11 @@ class StepPlan:
                 extension.end()
 
     def members(self, branch: Any) -> list[mtf.Operation]:
-        """Returns the operations of a branch, in the order in which they are lowered."""
+        """Returns the mtf operations of a `Branch`, in the order in which they are lowered."""
         return [op for op in self.graph.operations if self._branch_of.get(op) is branch]
 
     def lower_branch(self, branch: Any, lowering: mtf.Lowering) -> None:
-        """Lowers the operations of a branch, in order; call it in the context `inside_branch`."""
+        """Lowers the operations of a `Branch`, in order; call it in the context `inside_branch`."""
         for operation in self.members(branch):
             with tf.name_scope(operation.name):
                 operation.lower(lowering)
@@ -490,7 +502,8 @@ class StepPlan:
     def _give_stacks_to_branches(self, new: Sequence[mtf.Operation]) -> None:
         """Moves operations that autostack made into the branches whose updates use their outputs.
 
-        Autostack stacks the values for a stacked variable right before the assignment.
+        Autostack stacks the values for a stacked variable right before the assignment. `new` are
+        the graph's operations that the plan has not met before this lowering.
         """
         fresh = set(new)
         wanted: dict[mtf.Tensor, Any] = {}
@@ -526,7 +539,10 @@ class StepPlan:
             lowered.reads.setdefault(operation.mesh, []).extend(operation.outputs)
 
     def _assigned_elsewhere(self, lowered: Lowered) -> set[mtf.Variable]:
-        """Returns the variables that the program itself assigns, without waiting for a gate."""
+        """Returns the variables that are assigned by an operation which waits for nothing.
+
+        The program makes such assignments itself. Those in a branch are not among them.
+        """
         waiting = {operation for extension in lowered.extensions for operation in extension.waits}
         return {
             variable
@@ -565,9 +581,10 @@ def _read(variable: mtf.Variable, lowering: mtf.Lowering) -> None:
 
 @contextlib.contextmanager
 def pending_sums_outside(lowering: mtf.Lowering) -> Iterator[None]:
-    """Returns a context for a branch; sums that Mesh-TF reduces inside are not used outside.
+    """Returns a context for lowering a branch, after which pending sums are pending again.
 
-    Operations after the branch reduce such a sum again.
+    Mesh-TF may reduce such a sum in the branch. Operations after the branch cannot use the result,
+    as the branch may be skipped, and so they reduce the sum again.
     """
     before = {
         tensor: lazy
@@ -585,7 +602,10 @@ def pending_sums_outside(lowering: mtf.Lowering) -> Iterator[None]:
 
 
 def scope_around(operation: mtf.Operation) -> str:
-    """Returns the name scope in which Mesh-TF opened the scope of `operation`."""
+    """Returns the name of the scope around the scope of `operation`; "" if there is none.
+
+    Call it while Mesh-TF lowers the operation: Mesh-TF has then opened the operation's own scope.
+    """
     inner = tf.get_default_graph().get_name_scope().split("/")
     # A name with slashes opens nested scopes, of which the last may have a number added.
     return "/".join(inner[: -(operation.name.count("/") + 1)])

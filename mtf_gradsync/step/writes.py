@@ -26,7 +26,7 @@ class Gate:
         self._tensors = list(tensors)
 
     def hold(self, operations: Sequence[mtf.Operation]) -> None:
-        """Makes operations wait for the gate."""
+        """Makes mtf operations run only after the gate is reached; they must not be lowered yet."""
         self._plan.wait(operations, lambda lowering: [self.barrier(lowering)])
 
     def barrier(self, lowering: mtf.Lowering) -> tf.Operation:
@@ -61,9 +61,10 @@ def gated_update(
 ) -> list[mtf.Operation]:
     """Builds an update that writes only when all gradients exist and all variables are read.
 
-    Returns the operations that `make_update` returns. Inside another such update, or inside a
-    branch, they need not wait themselves, because the operations around them wait. If all gradients
-    are None, they wait for nothing. `make_update` may create variables (slots).
+    `make_update` makes the mtf operations of the update and returns those that write. These are
+    returned, and wait for the gradients `grads` and the reads. Inside another such update, or
+    inside a branch, they need not wait themselves, because the operations around them wait. If all
+    gradients are None, they wait for nothing. `make_update` may create variables (slots).
     """
     present = [g for g in grads if g is not None]
     if not present:
@@ -91,10 +92,15 @@ class WriteInPlace(mtf.Operation):
         name: str,
         scalars: Sequence[mtf.Tensor] = (),
     ):
-        """Adds the operation; the layout splits each value as its variable.
+        """Adds the operation.
 
-        `write` is called with a tf variable (a slice), the slice of its value, and all `scalars`.
-        It returns the operation that writes the slice.
+        Args:
+          variables: the variables to write.
+          values: a tensor for each variable, which the layout splits as the variable.
+          write: is called with a tf variable (a slice), the slice of its value, and the values of
+            all `scalars`. It returns the tf operation that writes the slice.
+          name: name of the operation.
+          scalars: mtf scalars.
         """
         super().__init__([*values, *scalars], name=name)
         self.variables, self._write = list(variables), write
@@ -173,7 +179,7 @@ class WriteOrder(PlanExtension):
     def put_after(self, operation: mtf.Operation, before: Sequence[mtf.Operation]) -> None:
         """Makes an operation run after the operations `before`.
 
-        These always run when it runs, and are lowered before it.
+        These then always run when it runs, and they have to be lowered before it.
         """
         self._after = {**self._after, operation: (*self._after.get(operation, ()), *before)}
 
@@ -203,9 +209,10 @@ class _WriteOrderLowering(ExtensionLowering):
         lowering: mtf.Lowering,
         contested: Mapping[mtf.Variable, Sequence[mtf.Assign]],
     ):
-        """Begins a lowering; `contested` has the variables that several updates write.
+        """Begins a lowering.
 
-        Each comes with the operations that write it.
+        `contested` has the variables that several updates write, each with all operations that
+        write it.
         """
         self._lowering, self._contested = lowering, contested
         self._commuting = {
@@ -250,7 +257,10 @@ def _write_at_once(write: Any, variable: mtf.Variable, slice_variable: Any, valu
 
 
 def is_before(first: tf.Operation, then: tf.Operation) -> bool:
-    """Returns whether the tf operation `then` waits for `first`, or is the same."""
+    """Returns whether the tf operation `then` runs after `first`, or is `first` itself.
+
+    It does if a chain of inputs and control inputs leads from it back to `first`.
+    """
     found, todo = {then}, [then]
     while todo and first not in found:
         op = todo.pop()
@@ -261,10 +271,11 @@ def is_before(first: tf.Operation, then: tf.Operation) -> bool:
 
 
 def write_in_order(operations: Sequence[mtf.Operation]) -> list[mtf.Operation]:
-    """Orders the writes of assignments that run together, so that the same variable's do not race.
+    """Orders assignments that run together, so that writes of the same variable do not race.
 
-    Assignments write in the order that they have in the graph. An assignment that writes a variable
-    several times is split into several. Returns all operations, the new ones included.
+    They write in the order that they have in the graph. An assignment that writes a variable
+    several times is split into several. Returns `operations` and the new ones; if a variable is
+    written several times, they are sorted as in the graph.
     """
     result = [one for op in operations for one in [*_first_writes(op), op]]
     writes = {op: list(op.variables) for op in result if isinstance(op, mtf.Assign)}
@@ -285,9 +296,11 @@ def write_in_order(operations: Sequence[mtf.Operation]) -> list[mtf.Operation]:
 
 
 def _first_writes(operation: mtf.Operation) -> list[mtf.Assign]:
-    """Splits an assignment that writes a variable several times; it keeps the last write.
+    """Takes all writes of a variable but the last out of an assignment, into new assignments.
 
-    Returns the new assignments, which make the earlier writes.
+    Returns the new assignments, in the order in which they have to write. The graph lists them
+    right before `operation`. There are none if each variable is written once, and for operations of
+    other kinds.
     """
     if not isinstance(operation, mtf.Assign):
         return []
@@ -327,9 +340,10 @@ class ProgramWrites(PlanExtension):
 
     @classmethod
     def wait_for(cls, sums: Sequence[mtf.Tensor]) -> None:
-        """Makes later assignments of the program wait for sums, all of one mesh.
+        """Makes the program's assignments on a mesh wait for `sums`, tensors of this mesh.
 
-        In a branch it does nothing, because the branch itself waits.
+        Only assignments that come later in the graph wait. If a branch is being built, the call
+        does nothing, because the branch itself waits.
         """
         plan = StepPlan.of(sums[0].graph)
         if plan.is_in_branch:
@@ -397,11 +411,15 @@ def advance_step(
     name: str,
     amount: mtf.Tensor | None = None,
 ) -> mtf.Operation:
-    """Returns an operation that adds one, or an amount, to a step counter after an update.
+    """Returns an mtf operation that adds one, or `amount`, to a step counter after an update.
 
-    The counter is an mtf variable (or its value) or a tf variable, and has an integer or float
-    dtype. `update` are the operations of the update. `amount` has the same value on every
-    processor.
+    Args:
+      mesh: a mesh of the program.
+      step: the counter: an mtf variable (or its value) or a tf variable, of an integer or float
+        dtype.
+      update: the operations of the update, which are lowered before the returned operation.
+      name: name of the returned operation.
+      amount: an mtf scalar, the same on every processor; None adds one.
     """
     if isinstance(step, (mtf.Variable, mtf.Tensor)):
         value = step.value if isinstance(step, mtf.Variable) else step
@@ -415,7 +433,10 @@ def advance_step(
 
 
 def is_advanced(update: Sequence[mtf.Operation]) -> bool:
-    """Returns whether `advance_step` made one of the operations, for a tf step counter."""
+    """Returns whether one of the operations advances a step counter that is a tf variable.
+
+    It is so if `advance_step` made the operation. Deferred updates among `update` are built.
+    """
     return any(isinstance(op, AdvanceStep) for op in built(update))
 
 
@@ -458,7 +479,7 @@ _LOWERINGS = ("mtf_gradsync lowerings",)
 
 
 def lowerings_of(graph: tf.Graph) -> list[mtf.Lowering]:
-    """Returns the lowerings that were made in a TensorFlow graph."""
+    """Returns the lowerings that were made in a TensorFlow graph, the first one first."""
     return graph.get_collection(_LOWERINGS)
 
 
@@ -493,7 +514,8 @@ def _warn_of_ref_variables(lowering: mtf.Lowering) -> None:
 def ref_variables_explained() -> Iterator[None]:
     """Returns a context that adds a remedy to TensorFlow's errors about ref variables.
 
-    TensorFlow raises them when a TPU program is built.
+    TensorFlow raises a NotImplementedError when a TPU program with ref variables is built. It
+    becomes a `RefVariablesError`, whose text names the variables and says what to call.
     """
     try:
         yield
