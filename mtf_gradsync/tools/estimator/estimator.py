@@ -186,7 +186,10 @@ class Estimator(_TensorFlows):
 
     @property
     def model_fn(self) -> Callable[..., Any]:
-        """The model_fn as a function of features, labels, mode and config: params are filled in."""
+        """The model_fn as a function of features, labels, mode and config.
+
+        The params are filled in. The function builds the model on devices and returns the spec.
+        """
 
         def call(features: Any, labels: Any, mode: str, config: Any) -> Any:
             return self._model.call(features, labels, mode, self.params, config)
@@ -198,7 +201,7 @@ class Estimator(_TensorFlows):
         return os.path.join(self.model_dir, f"eval_{name}" if name else "eval")
 
     def latest_checkpoint(self) -> str | None:
-        """Returns the newest checkpoint of model_dir, or None."""
+        """Returns the path of the newest checkpoint in model_dir, or None."""
         return newest(self.model_dir).path
 
     def get_variable_names(self) -> list[str]:
@@ -206,7 +209,10 @@ class Estimator(_TensorFlows):
         return [name for name, _ in tf.train.list_variables(self._checkpoint())]
 
     def get_variable_value(self, name: str) -> Any:
-        """Returns the value of a variable in the newest checkpoint, or raises ValueError."""
+        """Returns the value of a variable in the newest checkpoint, as a numpy array.
+
+        `name` is the variable's name. Raises ValueError if there is no checkpoint.
+        """
         return tf.train.load_variable(self._checkpoint(), name)
 
     def train(
@@ -228,7 +234,7 @@ class Estimator(_TensorFlows):
           saving_listeners: listeners of the checkpoint saver.
 
         Returns:
-          Itself.
+          This Estimator.
 
         Raises:
           ValueError: both of steps and max_steps are given, or one is not positive; nothing saves
@@ -400,12 +406,15 @@ class Estimator(_TensorFlows):
                 )
 
     def export_savedmodel(self, *args: Any, strip_default_attrs: bool = True, **kwargs: Any) -> str:
-        """Writes a SavedModel without default attributes; old name of `export_saved_model`."""
+        """Calls `export_saved_model`, of which this is the old name, and returns its result.
+
+        `strip_default_attrs` is ignored: default attributes are always left out.
+        """
         del strip_default_attrs
         return self.export_saved_model(*args, **kwargs)
 
     def experimental_export_all_saved_models(self, *args: Any, **kwargs: Any) -> Any:
-        """Raises NotImplementedError: only a model that predicts can be written."""
+        """Raises NotImplementedError: only a model that predicts can be written as a SavedModel."""
         raise NotImplementedError(
             "A model that trains or evaluates is not written as a SavedModel; export_saved_model "
             "writes the one that predicts."
@@ -414,7 +423,10 @@ class Estimator(_TensorFlows):
     # Shared by these methods.
 
     def _graph(self) -> Any:
-        """Returns a context manager that makes a new graph the default, for one call."""
+        """Returns a context manager that makes a new graph the default graph.
+
+        The graph has the config's random seed.
+        """
         graph = tf.Graph()
         seed = self._setting("tf_random_seed")
         if seed is not None:
@@ -427,7 +439,9 @@ class Estimator(_TensorFlows):
     ) -> tuple[OnDevices | OnCores, Any, Any, list[Any]]:
         """Builds a step; returns where it runs, the spec, its scaffold, and the hooks of its input.
 
-        If `start` has no checkpoint, variables get the values to warm start from.
+        `input_fn` gives the batches, and `mode` is "train", "eval" or "infer". `start` is the
+        checkpoint to read later. If there is none, variables are set to begin with the values to
+        warm start from.
         """
         settings = None if start.path else self._warm_start
         if settings:
@@ -443,7 +457,11 @@ class Estimator(_TensorFlows):
         return getattr(self.config, name, None)
 
     def _start(self, path: str | None) -> Start:
-        """Returns where to start: the checkpoint at `path`, or the newest one, or a warm start."""
+        """Returns where an evaluation or prediction gets its values.
+
+        This is the checkpoint at `path`; without a path the newest checkpoint; and without any, the
+        warm start. Raises ValueError if there is none of these.
+        """
         path = path or self.latest_checkpoint()
         if not path and self._warm_start:
             return Start()
@@ -460,9 +478,11 @@ class Estimator(_TensorFlows):
         return path
 
     def _step_saved(self) -> int:
-        """Returns the step of the newest checkpoint, after checking its files; 0 if there is none.
+        """Returns the global step of the newest checkpoint; 0 if there is none.
 
-        A checkpoint in another directory, or in a remote one, is not checked.
+        First makes sure that the checkpoint's files are not damaged: if they are, it raises
+        ValueError, or moves them away and takes an older one (skip_damaged_checkpoint). A
+        checkpoint in another directory, or in a remote one, is taken as it is.
         """
         start = newest(self.model_dir)
         if "://" in self.model_dir or (start.path and not start.kept):
@@ -478,10 +498,10 @@ def _check_positive(**numbers: int | None) -> None:
 
 
 def _runtime_name(runtime: RuntimeName | None, use_tpu: bool, num_cores: int | None) -> RuntimeName:
-    """Returns the name of the runtime that the arguments ask for.
+    """Returns the name of the runtime that an Estimator's arguments ask for.
 
-    Without `runtime` it follows from use_tpu. Raises ValueError if there is no such runtime, it
-    cannot run here, or it needs num_cores.
+    If `runtime` is None, it is "xla" with use_tpu, and "placement_mesh" otherwise. Raises
+    ValueError if there is no such runtime, if it cannot run here, or if it needs num_cores.
     """
     chosen = runtime or ("xla" if use_tpu else "placement_mesh")
     if chosen in ("cpu_replicas", "xla") and not num_cores:
@@ -493,7 +513,10 @@ def _runtime_name(runtime: RuntimeName | None, use_tpu: bool, num_cores: int | N
 
 
 def _traffic(program: simd.Program, spec: Any) -> dict[str, float]:
-    """Returns the bytes that each core of a program sends in collectives in a step, by name."""
+    """Returns the bytes that each core of a program sends in collectives in a step.
+
+    Keys are names of summaries. {} if the collectives cannot be listed. `spec` is the model's spec.
+    """
     try:
         return simd.list_collectives(program, lowering=spec).scalars()
     except (simd.UnsupportedProgramError, TypeError, ValueError):
@@ -508,8 +531,8 @@ def run_config(
 ) -> Any:
     """Returns a RunConfig whose sessions have a virtual CPU device for each processor of a mesh.
 
-    Estimator's own sessions place softly: a device that is not there becomes another one without a
-    word, and a mesh of eight CPU devices runs on one.
+    Estimator's own sessions place softly: without a warning, an operation for a device that is not
+    there runs on another device, and a mesh of eight CPU devices runs on one.
 
     Args:
       model_dir: directory of checkpoints and summaries.

@@ -23,9 +23,10 @@ Tensors = Union[Sequence[tf.Tensor], Mapping[str, tf.Tensor]]
 
 
 def add_saver(config: Any, *lowering: mtf.Lowering, **variables: Any) -> tf.train.Saver:
-    """Adds a saver to the default graph that keeps as many checkpoints as a RunConfig says.
+    """Makes a saver, adds it to the default graph's collection of savers, and returns it.
 
-    `lowering` and `variables` are arguments of `RunSaver`: what it saves.
+    It keeps as many checkpoints as `config`, a RunConfig, says. `lowering` and `variables` are the
+    arguments of `RunSaver` that say what it saves.
     """
     saver = RunSaver(
         *lowering,
@@ -58,8 +59,16 @@ def training_hooks(
 ) -> list[Any]:
     """Returns the hooks to train with, besides the caller's: the spec's, loggers and savers.
 
-    `given` are the caller's hooks. `listeners` are added to the hook that saves checkpoints. If no
-    hook saves checkpoints, `listeners` raise a ValueError.
+    Args:
+      config: the RunConfig, which says how often to log, and to write checkpoints and summaries.
+      given: the caller's hooks.
+      spec: the model's spec.
+      scaffold: the spec's scaffold, if it has one; its saver is used.
+      is_program: whether the model is a SIMD program.
+      listeners: listeners to add to the hook that saves checkpoints; None for none.
+
+    Raises:
+      ValueError: when there are listeners, and no hook saves checkpoints.
     """
     made: list[Any] = [tf.train.NanTensorHook(spec.loss)]
     every = getattr(config, "log_step_count_steps", None)
@@ -101,10 +110,10 @@ def training_hooks(
 
 
 class MeanLossHook(tf.train.SessionRunHook):
-    """A hook that logs the global step, and the mean loss since its last line.
+    """A hook that logs the global step, and the mean loss since the line that it logged before.
 
-    With accumulation, each line has the mean over all microbatch steps so far of an update. The
-    line of Estimator itself has the loss of the last microbatch step alone.
+    If gradients are accumulated, a line has the mean over all microbatch steps of an update so far.
+    The line that Estimator itself logs has the loss of the last microbatch step alone.
     """
 
     def __init__(
@@ -117,11 +126,11 @@ class MeanLossHook(tf.train.SessionRunHook):
         """Logs a line on the first step and after every `every_n_iter` steps.
 
         Args:
-          loss: a scalar of a step.
+          loss: a tf scalar, the loss of a step.
           every_n_iter: the number of steps per line.
-          in_sums: a scalar, the number of gradients that are accumulated, but not applied, at the
-            end of a step; None if every step is an update.
-          weight: a scalar, the weight of the loss in the mean; None for losses of equal weight.
+          in_sums: a tf scalar, the number of gradients that are accumulated for each variable, but
+            not applied, at the end of a step; None if every step is an update.
+          weight: a tf scalar, the weight of the loss in the mean; None for losses of equal weight.
         """
         given = {"loss": loss, "in_sums": in_sums, "weight": weight}
         self._fetches = {name: x for name, x in given.items() if x is not None}
@@ -134,12 +143,18 @@ class MeanLossHook(tf.train.SessionRunHook):
         self._fetches["step"] = tf.train.get_global_step()
 
     def before_run(self, run_context: Any) -> tf.train.SessionRunArgs:
-        """Adds the loss to the fetches of a step."""
+        """Returns the fetches to add to a step: the loss, the global step, and what else it needs.
+
+        The session calls this before each step.
+        """
         del run_context
         return tf.train.SessionRunArgs(self._fetches)
 
     def after_run(self, run_context: Any, run_values: Any) -> None:
-        """Adds a step's loss to the mean; logs a line after `every_n_iter` steps."""
+        """Adds a step's loss to the mean; logs a line after `every_n_iter` steps.
+
+        The session calls this after each step; `run_values` has the values of the added fetches.
+        """
         del run_context
         values = run_values.results
         measured = Measured(float(values["loss"]), weight=float(values.get("weight", 1.0)))
@@ -155,7 +170,11 @@ class MeanLossHook(tf.train.SessionRunHook):
 
 
 def write_summary(directory: str, scalars: dict[str, Any], step: int) -> None:
-    """Writes scalars of a step to an event file in `directory`, for TensorBoard."""
+    """Writes scalars of a step to an event file in `directory`, for TensorBoard.
+
+    `scalars` are numbers by name, and `step` is the global step. Arrays among them, and
+    "global_step", are left out.
+    """
     values = [
         tf.Summary.Value(tag=name, simple_value=float(value))
         for name, value in sorted(scalars.items())
@@ -168,12 +187,17 @@ def write_summary(directory: str, scalars: dict[str, Any], step: int) -> None:
 
 
 class HostFunction:
-    """A function that runs on the host, on the values that a session returned for `tensors`."""
+    """A function of tf tensors that runs on the host, in a graph and a session of its own.
+
+    Its inputs are the values that another session, which makes the steps, returned for `tensors`.
+    """
 
     def __init__(self, call: Sequence[Any]):
-        """Builds the graph of `call`, a pair of a function and its tensors, in a list or a dict.
+        """Builds the function's graph.
 
-        The eval_metrics and the host_call of a TPUEstimatorSpec are such pairs.
+        `call` is a pair of the function and its tensors, as the eval_metrics and the host_call of a
+        TPUEstimatorSpec are. The tensors are in a list, or in a dict by the names of the function's
+        arguments.
         """
         if not isinstance(call, (list, tuple)) or len(call) != 2 or not callable(call[0]):
             raise ValueError(
@@ -200,7 +224,11 @@ class HostFunction:
         self._session.run(initialize)
 
     def run(self, fetches: Any, values: Any = ()) -> Any:
-        """Runs operations of the function's graph, and feeds it the values of a step's tensors."""
+        """Runs operations of the function's graph, and returns the values of `fetches`.
+
+        `fetches` are operations or tensors of that graph. `values` are the values of `tensors` in a
+        step; without them, nothing is fed.
+        """
         return self._session.run(fetches, dict(zip(self._inputs, tf.nest.flatten(values))))
 
     def close(self) -> None:
@@ -217,7 +245,7 @@ class HostCallHook(tf.train.SessionRunHook):
         self._host: HostFunction | None = None
 
     def begin(self) -> None:
-        """Builds the graph of the host_call."""
+        """Builds the graph of the host_call; the session calls this before it starts."""
         try:
             self._host = HostFunction(self._call)
         except Exception as error:
@@ -229,12 +257,15 @@ class HostCallHook(tf.train.SessionRunHook):
             )
 
     def before_run(self, run_context: Any) -> tf.train.SessionRunArgs | None:
-        """Adds the tensors of the host_call to the fetches of a step."""
+        """Returns the host_call's tensors, to add to the fetches of a step; None if it is skipped.
+
+        The session calls this before each step.
+        """
         del run_context
         return self._host and tf.train.SessionRunArgs(self._host.tensors)
 
     def after_run(self, run_context: Any, run_values: Any) -> None:
-        """Runs the host_call on the step's values of its tensors."""
+        """Runs the host_call on the values that its tensors had in the step, from `run_values`."""
         del run_context
         if self._host:
             self._host.run(self._host.result, run_values.results)
@@ -250,7 +281,11 @@ class Evaluation:
     """An evaluation: makes the steps, and averages the losses and metrics of its spec."""
 
     def __init__(self, spec: Any, is_program: bool):
-        """Builds the metrics of a spec; is_program says whether it is of a SIMD program."""
+        """Builds the metrics of a spec that run on the host; takes those that run in the step.
+
+        `is_program` says whether the spec is of a SIMD program. Raises ValueError for
+        eval_metric_ops in such a spec.
+        """
         metric_ops = dict(getattr(spec, "eval_metric_ops", None) or {})
         if metric_ops and is_program:
             raise ValueError(
@@ -269,9 +304,10 @@ class Evaluation:
         self._step = tf.train.get_global_step()
 
     def run(self, session: tf.train.MonitoredSession, steps: int | None) -> dict[str, Any]:
-        """Runs the steps; returns the mean "loss", the metrics, and "global_step", by name.
+        """Runs steps; returns the mean "loss", the metrics, and "global_step", by name.
 
-        If `steps` is None it runs until the input ends.
+        If `steps` is None it runs until the input ends. Raises ValueError if the input has no
+        batch.
         """
 
         def without_hooks(fetches: Any) -> Any:

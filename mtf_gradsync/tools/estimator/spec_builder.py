@@ -279,10 +279,11 @@ class SpecBuilder:
 
 
 def _mesh_over_cores(shape: mtf.Shape, layout: mtf.LayoutRules, context: Any) -> tuple[Any, Any]:
-    """Returns the mesh over the cores of a TPU program, and the placer of master copies.
+    """Returns the ``SimdMeshImpl`` over the cores of a TPU program, and the placer of masters.
 
-    Master copies are the variables as checkpoints hold them. `context` is what TPUEstimator, or a
-    program of `mtf_gradsync.simd`, puts into ``params["context"]``.
+    The placer chooses a host for each master. `shape` and `layout` are those of the mesh. `context`
+    is what TPUEstimator, or a program of `mtf_gradsync.simd`, puts into ``params["context"]``.
+    Raises ValueError if the mesh has not as many processors as the program has cores.
     """
     if shape.size != context.num_replicas:
         raise ValueError(
@@ -311,10 +312,9 @@ def _outside_programs() -> Any:
 
 
 def _local_init_op(lowering: mtf.Lowering) -> tf.Operation:
-    """Returns the operation that initializes the slices, the parts that processors hold.
+    """Returns an operation that initializes local variables, and slices from their masters.
 
-    It copies the variables of the checkpoint (masters), which have to be initialized, to the
-    slices.
+    The masters have to be initialized before it runs. `lowering` is the model's lowering.
     """
     return tf.group(tf.train.Scaffold.default_local_init_op(), lowering.copy_masters_to_slices())
 
@@ -325,9 +325,10 @@ def _check_tensor(name: str, value: Any) -> None:
 
 
 def _anonymous(tensors: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Returns tensors by name in a form in which each processor has all elements.
+    """Returns the tensors by name in a form in which each processor has all elements.
 
-    Mtf tensors are gathered for that; tf tensors stay as they are.
+    Mtf tensors are gathered for that, and become mtf tensors whose dimensions are not split. Tf
+    tensors stay as they are. None gives {}.
     """
     return {
         name: mtf.anonymize(x) if isinstance(x, mtf.Tensor) else x
@@ -343,7 +344,11 @@ def _exported(lowering: mtf.Lowering, tensors: Mapping[str, Any]) -> dict[str, t
 
 
 def _traffic(fetches: Sequence[Any], mesh_impl: mtf.MeshImpl, optimizer: Any) -> dict[str, float]:
-    """Returns the bytes that devices receive in a step, by name; {} if they are not known."""
+    """Returns the bytes that devices of a placement mesh receive in a step, by summary's name.
+
+    `fetches` are the tf tensors and operations that make the step. {} if the bytes are not known,
+    for example because `optimizer` skips updates in branches that are functions.
+    """
     skips = schedules_updates(stages_of(optimizer))
     if skips and has_calls(tf.get_default_graph()):
         return {}
@@ -356,9 +361,11 @@ def _traffic(fetches: Sequence[Any], mesh_impl: mtf.MeshImpl, optimizer: Any) ->
 def _write_on_host(
     scalars: Mapping[str, tf.Tensor], model_dir: str | None
 ) -> tuple[Callable[..., Any], list[tf.Tensor]] | None:
-    """Returns a host_call that writes float32 scalars of a TPU program as summaries.
+    """Returns a host_call that writes scalars of a TPU program as summaries into model_dir.
 
-    If model_dir is None it returns None: TPUEstimator would wait for such a host_call.
+    The host_call is a pair of a function and its tensors, as a TPUEstimatorSpec takes it. `scalars`
+    are float32 tf scalars by name. If model_dir is None it returns None: TPUEstimator would wait
+    for such a host_call.
     """
     if not model_dir:
         return None

@@ -23,9 +23,9 @@ from mtf_gradsync.tools.estimator.hooks import add_saver
 class ModelFn(NamedTuple):
     """A model_fn, and what is added to the caller's params before it gets them.
 
-    `batch_sizes` has the value of params["batch_size"] for each mode; None adds none. If
-    `is_for_tpu` is set, params always get "use_tpu", as TPUEstimator adds it. Otherwise they get it
-    only in a SIMD program.
+    `batch_sizes` has, for each mode, the value of params["batch_size"]; for None the params get no
+    such item. If `is_for_tpu` is set, params always get "use_tpu", as TPUEstimator adds it.
+    Otherwise they get it only in a SIMD program.
     """
 
     function: Callable[..., Any]
@@ -40,10 +40,18 @@ class ModelFn(NamedTuple):
         params: Any,
         config: Any,
     ) -> tuple[Any, tf.train.Scaffold | None, list[Any]]:
-        """Builds a step in the default graph, for the mode "train", "eval" or "infer".
+        """Builds the input and the model of a step in the default graph.
 
-        `place` is where the step runs. Returns the spec, its scaffold, and the hooks that the input
-        needs.
+        Args:
+          input_fn: gives the batches, as in `Estimator.train`.
+          mode: "train", "eval" or "infer".
+          place: where the step runs: on devices, or on the cores of a SIMD program.
+          params: the caller's params; the model_fn gets a copy.
+          config: the RunConfig.
+
+        Returns:
+          The spec that the model_fn returned, its scaffold or None, and the hooks that the input
+          needs.
         """
         is_program = isinstance(place, OnCores)
         # A program cannot write a ref variable, as all are in a TensorFlow 1 program.
@@ -63,17 +71,28 @@ class ModelFn(NamedTuple):
         return spec, scaffold, hooks
 
     def call(self, features: Any, labels: Any, mode: str, params: Any, config: Any) -> Any:
-        """Returns the spec of a model on devices, as the `model_fn` property of Estimator does."""
+        """Calls the model_fn to build a model on devices, and returns its spec.
+
+        The arguments are those of the model_fn; it gets a copy of the params, with the additions.
+        """
         return self._call(features, labels, mode, self._params(params, mode, False), config)[0]
 
     def spec(
         self, features: Any, labels: Any, mode: str, params: Any, config: Any
     ) -> tuple[Any, tf.train.Scaffold | None]:
-        """Returns the spec and its scaffold for a model to export, which runs on devices."""
+        """Calls the model_fn to build a model to export, on devices.
+
+        Returns its spec, and the spec's scaffold or None. The arguments are those of the model_fn;
+        it gets a copy of the params without "batch_size".
+        """
         return self._call(features, labels, mode, self._params(params, None, False), config)
 
     def _params(self, params: Any, mode: str | None, is_program: bool) -> Any:
-        """Returns a copy of the params, with the items that TPUEstimator would add."""
+        """Returns a copy of the params, with the items that TPUEstimator would add.
+
+        These are "batch_size" if one is given for `mode` (not for None), and "use_tpu", which is
+        `is_program`: whether the model is a SIMD program.
+        """
         params = copy.deepcopy(params) if params is not None else {}
         batch_size = self.batch_sizes.get(mode or "")
         if batch_size is not None:
@@ -86,7 +105,10 @@ class ModelFn(NamedTuple):
     def _call(
         self, features: Any, labels: Any, mode: str, params: Any, config: Any
     ) -> tuple[Any, tf.train.Scaffold | None]:
-        """Calls the model_fn; returns its spec and the spec's scaffold."""
+        """Calls the model_fn with these arguments; returns its spec, and the scaffold or None.
+
+        Raises TypeError if it returns no spec.
+        """
         tf.train.get_or_create_global_step()
         given = {"features": features, "labels": labels, "mode": mode}
         spec = _call_with_named(self.function, **given, params=params, config=config)
@@ -116,10 +138,12 @@ class _InitializeIterator(tf.train.SessionRunHook):
 def features_and_labels(
     input_fn: Callable[..., Any], mode: str, params: Any, config: Any
 ) -> tuple[Any, Any, list[tf.train.SessionRunHook]]:
-    """Returns the features of a step, its labels or None, and the hooks that the input needs.
+    """Calls an input_fn; returns a step's features, its labels or None, and the input's hooks.
 
-    input_fn takes none, some or all of mode, params and config. It returns a `tf.data.Dataset` of
-    features or of (features, labels), or it returns the tensors themselves.
+    The input_fn takes none, some or all of `mode`, `params` and `config`, by name. It returns a
+    `tf.data.Dataset` of features or of (features, labels), or it returns the tensors themselves.
+    The session of the step needs the hooks, which initialize the Dataset's iterator. Raises
+    TypeError if the input_fn returns something else.
     """
     result = _call_with_named(input_fn, mode=mode, params=params, config=config)
     hooks: list[tf.train.SessionRunHook] = []
@@ -141,9 +165,10 @@ def features_and_labels(
 
 @contextlib.contextmanager
 def naming_uneven_batches(input_fn: Callable[..., Any]) -> Iterator[None]:
-    """Turns the error of a batch of another size into a ValueError that says what to do.
+    """Turns TensorFlow's error about a batch of wrong size, raised in a ``with`` block.
 
-    `input_fn` gives the batches, and is named in the message.
+    It becomes a ValueError that says what to do. `input_fn` gives the batches, and is named in the
+    message.
     """
     try:
         yield
@@ -161,14 +186,15 @@ def naming_uneven_batches(input_fn: Callable[..., Any]) -> Iterator[None]:
 
 
 def name_of(fn: Callable[..., Any]) -> str:
-    """Returns a function's name for messages."""
+    """Returns a function's qualified name for messages, or its repr if it has none."""
     return getattr(fn, "__qualname__", None) or repr(fn)
 
 
 def warm_start_settings(given: Any) -> tuple[Any, ...] | None:
-    """Returns the arguments of `tf.train.warm_start` for what the user gave as warm_start_from.
+    """Returns the positional arguments of `tf.train.warm_start` for a user's warm_start_from.
 
-    None gives None. Raises TypeError if it is neither a path nor WarmStartSettings.
+    `given` is what the user gave: a path, WarmStartSettings, or None, for which the result is None.
+    Raises TypeError if it is something else.
     """
     if given is None:
         return None
@@ -221,7 +247,10 @@ def warm_start(settings: Sequence[Any]) -> None:
 
 
 def _call_with_named(fn: Callable[..., Any], **known: Any) -> Any:
-    """Calls `fn` with the arguments that its signature names, as Estimator does."""
+    """Calls `fn` with those of the `known` arguments that its signature names; returns its result.
+
+    Arguments that a ``functools.partial`` has already are not given again.
+    """
     # Arguments that a partial function has already are not replaced.
     held = set(fn.keywords) if isinstance(fn, functools.partial) else set()
     names = set(inspect.signature(fn).parameters) - held
@@ -229,7 +258,10 @@ def _call_with_named(fn: Callable[..., Any], **known: Any) -> Any:
 
 
 def _set_items(params: Any, **items: Any) -> None:
-    """Adds items to params, which are a dict, or an object whose attributes are set."""
+    """Adds items to params in place: to a dict, or as attributes of an object.
+
+    Raises TypeError if neither is possible.
+    """
     for name, value in items.items():
         try:
             if hasattr(params, "__setitem__"):
@@ -244,10 +276,11 @@ def _set_items(params: Any, **items: Any) -> None:
 
 
 def selected(predictions: Any, keys: Sequence[str] | str | None) -> Any:
-    """Returns those predictions that have the given keys, as a dict; for None all predictions.
+    """Returns the predictions that have the given keys, as a dict; for None all predictions.
 
-    Raises ValueError for a key that the model does not have, and for any key if the model predicts
-    a single tensor.
+    `predictions` are tensors by name, or a single tensor. `keys` are names, or one name. Raises
+    ValueError for a key that the model does not have, and for any key if it predicts a single
+    tensor.
     """
     if keys is None:
         return predictions
@@ -260,7 +293,10 @@ def selected(predictions: Any, keys: Sequence[str] | str | None) -> Any:
 
 
 def examples(batch: Any) -> Iterator[Any]:
-    """Yields the examples of a batch: rows of an array, or dicts of rows for a dict of arrays.
+    """Yields the examples of a batch one by one.
+
+    If `batch` is an array, these are its rows. If it is a dict of arrays, each example is a dict
+    with one row of each array.
 
     Raises ValueError if arrays in a dict differ in length.
     """
@@ -288,9 +324,16 @@ def write_saved_model(
 ) -> str:
     """Writes the default graph with a checkpoint's values to a new directory; returns its path.
 
-    The directory is in `base` and named by the time in seconds, so that newer names sort last. A
-    server feeds `inputs`, and runs the scaffold's local_init_op when it loads the model. For
-    assets_extra and as_text see `Estimator.export_saved_model`.
+    Args:
+      base: the parent of the new directory, which is named by the time in seconds, so that newer
+        names sort last.
+      spec: the model's spec, with the outputs to export.
+      scaffold: the spec's scaffold, or None; a server runs its local_init_op when it loads the
+        model.
+      inputs: the tensors that a server feeds, by name.
+      checkpoint: the path of the checkpoint.
+      assets_extra: see `Estimator.export_saved_model`.
+      as_text: see `Estimator.export_saved_model`.
     """
     while tf.io.gfile.exists(directory := os.path.join(base, str(int(time.time())))):
         time.sleep(1)

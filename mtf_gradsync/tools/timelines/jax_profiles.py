@@ -46,7 +46,7 @@ def read_profile(profile: Any, module: str, ordinals: Sequence[int]) -> list[Ran
     Events of waiting threads, and events that only mark the end of others, are no runs.
 
     Args:
-      profile: a ``jax.profiler.ProfileData``.
+      profile: a ``jax.profiler.ProfileData``, or what `profile_data` returns in its place.
       module: the name of the compiled program.
       ordinals: for each of this process's cores, the number that the platform gives its device.
     """

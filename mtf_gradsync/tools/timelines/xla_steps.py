@@ -118,7 +118,7 @@ def _start(profiler: Profiler) -> None:
 
 
 def _profile(profiler: Profiler) -> Any:
-    """Ends a profile of jax and returns it as a ``jax.profiler.ProfileData``.
+    """Ends a profile of jax and returns it, as `profile_data` parses it.
 
     Raises a TimelineError if there is no profile, or if it cannot be read.
     """
@@ -148,7 +148,7 @@ def _recording(
     Args:
       session: the session that made the steps.
       lowering: the program's lowering, for the variables' names; may be None.
-      profile: the profile, a ``jax.profiler.ProfileData``.
+      profile: the profile, as `profile_data` parses it.
       begin: when the first step began, in nanoseconds since the epoch.
       ends: when the host had the result of each step. The profile may know the ends better.
       calls: the work of the host.
