@@ -88,10 +88,10 @@ def is_whole_number(value: Any, least: int = 1, most: int | None = None) -> Type
 def check_whole_number(
     name: str, value: Any, least: int = 1, more: str = "", most: int | None = INT32_MAX
 ) -> int:
-    """Returns `value`, an argument of a user, as a Python int, after a check.
+    """Returns the value of a user's argument as a Python int, after a check.
 
     Raises ValueError unless `value` is a whole number from `least` to `most`; None for `most` is
-    no limit. In the error the argument has the name `name`, and the sentence `more` is the end.
+    no limit. The error calls the argument `name`, and ends with the sentence `more`.
     """
     if not is_whole_number(value, least):
         what = f"{name} must be a whole number of {least} or more, got {value!r}."
@@ -110,7 +110,7 @@ FLOAT32_MIN, FLOAT32_MAX = 2.0**-126, (2.0 - 2.0**-23) * 2.0**127
 def check_number(
     name: str, value: Any, what: str, below: float = math.inf, above: bool = False
 ) -> float:
-    """Returns `value`, an argument of a user, as a Python float, after a check.
+    """Returns the value of a user's argument as a Python float, after a check.
 
     Raises ValueError unless `value` is a number of 0 or more (with `above`, more than 0), less than
     `below`, and in the range of float32. The error says that the argument `name` must be `what`,
@@ -126,7 +126,7 @@ def check_number(
 
 
 def check_flag(name: str, value: Any) -> bool:
-    """Returns `value`, an argument of a user, as a bool of Python.
+    """Returns the value of a user's argument as a bool of Python.
 
     Raises TypeError, with the argument's `name`, unless `value` is a bool of Python or numpy.
     """

@@ -294,8 +294,9 @@ def _bars(
 ) -> dict[str, _Bar]:
     """Returns the pieces of a stacked bar for each mesh axis and step, by the bar's label.
 
-    `axes` are the mesh axes, or groups of them. `sides` has for each step, by its title, the
-    reports that are stacked, by the label of their color. The bars of an axis are neighbours.
+    A piece is the label of its color, whether it is in a branch, and its total. `axes` are the mesh
+    axes, or groups of them. `sides` has for each step, by its title, the reports that are stacked,
+    by the label of their color. The bars of an axis are neighbours.
     """
     bars: dict[str, _Bar] = {}
     for axis in axes:

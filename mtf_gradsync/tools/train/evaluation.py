@@ -35,7 +35,8 @@ class EvalGraph(NamedTuple):
 def build_eval_graph(settings: ModelSettings, feature_names: list[str]) -> EvalGraph:
     """Adds the model to the default graph, without dropout, auxiliary losses and update.
 
-    `feature_names` are the features of the batches that will be fed.
+    `feature_names` are the names of the features in the batches that will be fed. Returns the
+    tensors to feed and to fetch.
     """
     features = {
         name: tf.placeholder(
@@ -195,7 +196,7 @@ def unigram_score(train: Batches, held_out: Batches, vocabulary: Any) -> Score:
 
 
 def _count_bytes(vocabulary: Any, batches: Batches) -> int:
-    """Returns how many bytes of text the targets of batches stand for."""
+    """Returns how many bytes of text the targets of all batches stand for, by a vocabulary."""
     rows = [row for batch in batches for row in batch["targets"]]
     if hasattr(vocabulary, "num_bytes"):
         return sum(vocabulary.num_bytes(row) for row in rows)

@@ -39,12 +39,15 @@ _FIELDS = {field.name for field in dataclasses.fields(RunConfig)}
 def load(
     gin_files: Sequence[str], gin_params: Sequence[str], search_paths: Sequence[str] = ()
 ) -> list[str]:
-    """Replaces gin's configuration by files and then bindings; later lines override.
+    """Replaces gin's configuration by the bindings of files, then by single bindings.
 
-    Files are looked for as named, then in search_paths, then among the files that come with the
-    package. Bindings of ``utils.run``, as T5 has them, move to ``train.run`` if that has a
-    parameter of the name; if a file binds the parameter of ``train.run`` too, this binding wins.
-    Returns the names of the ``utils.run`` bindings and the macros that have no meaning here.
+    Where two bind the same parameter, the later one counts. `gin_files` are looked for as named,
+    then in the folders `search_paths`, then among the files that come with the package.
+    `gin_params` are bindings such as "train.run.batch_size = 8". Bindings of ``utils.run``, as T5
+    has them, move to ``train.run`` if that has a parameter of the name; if a file binds the
+    parameter of ``train.run`` too, this binding wins. Returns the names of the ``utils.run``
+    bindings and the macros that have no effect here. Raises ConfigError for a binding or a file
+    that gin refuses.
     """
     # Registers what model configs bind; also the check for the extra.
     transformer_utils()

@@ -32,7 +32,7 @@ class MeshSettings(NamedTuple):
         return self.mesh_impl(self.shape, self.layout, list(devices or self.devices))
 
     def on_one_process(self) -> MeshSettings:
-        """Returns the same mesh with devices of the calling process in place of cluster tasks."""
+        """Returns the same mesh on devices of the calling process, not of the cluster's tasks."""
         devices = [
             tf.DeviceSpec.from_string(device).replace(job=None, replica=None, task=None).to_string()
             for device in self.devices
@@ -115,9 +115,9 @@ def resolve_mesh(
     mesh_devices: Sequence[str] | None,
     mesh_impl: Callable[..., Any] | None = None,
 ) -> MeshSettings:
-    """Returns the mesh that a `RunConfig` describes.
+    """Returns the mesh that the settings of a `RunConfig` with these names describe.
 
-    Raises ConfigError if its shape, layout and devices do not fit together.
+    Raises ConfigError if a setting cannot be read, or if they do not fit together.
     """
     shape = _convert(mtf.convert_to_shape, "mesh_shape", mesh_shape, "batch:4;model:2")
     layout = _convert(

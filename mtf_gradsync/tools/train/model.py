@@ -67,7 +67,7 @@ class ModelSettings(NamedTuple):
 
     @property
     def vocab_sizes(self) -> dict[str, int]:
-        """The number of ids of each feature that holds ids."""
+        """The number of ids in the vocabulary of "inputs" and of "targets", by these names."""
         utils = transformer_utils()
         return {
             "inputs": utils.inputs_vocabulary(self.vocabulary).vocab_size,

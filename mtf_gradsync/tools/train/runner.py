@@ -265,10 +265,10 @@ class Runner(abc.ABC):
             self._raw(self._copies.check)
 
     def exchange(self, step: int, last: int) -> int:
-        """Lets an island exchange values with other islands after a step.
+        """Lets an island of DiLoCo exchange values with other islands after the step `step`.
 
         `last` is the last step of the run. Returns the step at which the run is now: if the island
-        has taken newer values, their step.
+        has taken newer values, their step. A run that is no island exchanges nothing.
         """
         if self._island is None:
             return step
@@ -316,7 +316,7 @@ class Runner(abc.ABC):
 
 
 class PlacementMeshRunner(Runner):
-    """A runner of the default graph in a monitored session; finalizes the graph."""
+    """A runner of the default graph in a monitored session, which finalizes the graph."""
 
     copies_slices = True
 

@@ -150,7 +150,11 @@ def sample_after(
 
 
 def _write_after(evaluator: Evaluator, prompts: np.ndarray, settings: Sampling) -> list[list[int]]:
-    """Returns the ids that the model writes after each of the prompts ``[samples, tokens]``."""
+    """Returns a list of the ids that the model writes after each prompt.
+
+    `prompts` are ids ``[samples, tokens]``. `settings` says how many ids to write, and how to draw
+    them.
+    """
     length = evaluator.settings.sequence_length["targets"]
     random = np.random.RandomState(settings.seed)
     count, position = prompts.shape

@@ -135,7 +135,8 @@ class TrafficRow(NamedTuple):
 class Traffic(NamedTuple):
     """The bytes per core of a training step, without and with an update, by their parts.
 
-    `scalars` are the totals by the names that they have in summaries. They are empty if
+    `every_step` is the total of what each step exchanges, and `update_step` also counts what only
+    steps with an update do. `scalars` are totals by their names in summaries. They are empty if
     `is_complete` is false: then the step calls functions, which are not examined (an update may be
     one call).
     """

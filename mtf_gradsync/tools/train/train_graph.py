@@ -143,8 +143,9 @@ _LAST_STEP = "mtf_gradsync/last_step"
 def is_last_step() -> tf.Tensor:
     """Returns whether the training step that is being built is the last one of its run.
 
-    ``GradientAccumulationOptimizer.flush = @is_last_step`` applies the sums of an update that the
-    end of the run cuts short. If the run is made longer afterwards, it keeps that update.
+    With ``GradientAccumulationOptimizer.flush = @is_last_step`` the last step of a run makes an
+    update from the gradients accumulated so far, also if some of its microbatch steps are missing.
+    If the run is made longer afterwards, it keeps that update.
 
     Returns:
       A boolean tf scalar: true on step `RunConfig.train_steps`.

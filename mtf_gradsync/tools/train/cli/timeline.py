@@ -123,7 +123,7 @@ def _merged(files: list[str]) -> Timeline:
 
 
 def _left_config(args: argparse.Namespace) -> list[str]:
-    """Returns the config file that an earlier run left in --model_dir, in a list.
+    """Returns the path of the config file that a run left in --model_dir, in a list.
 
     The list is empty without --model_dir, and if --gin_file gives the config of a run that has left
     none. Otherwise a missing file raises ConfigError.

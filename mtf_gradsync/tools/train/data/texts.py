@@ -45,7 +45,8 @@ def read_python_topics() -> dict[str, bytes]:
 def read_files(files: Sequence[str], setting: str = "text_files.files") -> dict[str, bytes]:
     """Reads UTF-8 text files; returns their texts by name, with the line ends of Unix.
 
-    Errors name the `setting`.
+    Raises ConfigError if a file cannot be read as UTF-8 or is empty. `setting` is the name of the
+    setting or flag that gives `files`, for the error.
     """
     if isinstance(files, str) or not files:
         raise ConfigError(f"{setting} must be a list of file names, got {files!r}")
@@ -72,7 +73,10 @@ _PIECE = 1 << 20
 
 
 def pieces_of(text: bytes, begin: int = 0, end: int | None = None) -> Iterator[bytes]:
-    """Cuts a UTF-8 text, or a part of it, behind lines or words into pieces of about a megabyte."""
+    """Yields a UTF-8 text in pieces of at most about a megabyte, cut behind lines or words.
+
+    With `begin` and `end` only the part between these two bytes is cut.
+    """
     end = len(text) if end is None else end
     while begin < end:
         cut = min(begin + _PIECE, end)
