@@ -49,7 +49,7 @@ class DirectUpdate(NamedTuple):
       holds: a boolean scalar, true only if all accumulators are zero, no shard is skipped and an
         update is due.
       skipped: boolean `[shard dims...]`, true for skipped shards. If `holds` is false, zeros are
-        added for the gradients of these, except for gradients that are reduced already.
+        added for the gradients of skipped shards; gradients that are reduced already are added.
     """
 
     holds: mtf.Tensor
@@ -154,8 +154,8 @@ class Accumulators:
           due: a boolean scalar, whether the step makes an update.
           step: the step that is being built.
           gate: the gate that `add` returned.
-          divisor: what to divide the sums by once they are reduced; None for nothing. The result
-            has the dtypes of the gradients.
+          divisor: a scalar by which the sums are divided once they are reduced; None for no
+            division. The sums are then cast to the dtypes of the gradients.
           weight: if gradients were multiplied by weights, the sum of these weights. The sums are
             then divided, by the divisor or else by `weight`, before they are reduced, because they
             may be too large to send.

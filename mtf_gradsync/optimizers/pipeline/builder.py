@@ -160,7 +160,7 @@ class StepBuilder(StepConditions):
     """
 
     def __init__(self, stack: Stack, slots: SlotBook, arguments: OwnArguments, keeper: Any):
-        """Describes the step of a stack of wrappers; builds nothing.
+        """Sets what the step is made of. Nothing is built before `build` is called.
 
         Args:
           stack: the completed stack.
@@ -195,7 +195,7 @@ class StepBuilder(StepConditions):
         self._shown_after: list[mtf.Operation] = []
 
     def build(self, gradients: GradientSet) -> list[mtf.Operation]:
-        """Builds the step for the gradients of the outermost wrapper; returns its operations."""
+        """Makes and returns the operations of the step, for the gradients given to the stack."""
         self.plan = StepPlan.of(gradients.graph)
         before = set(gradients.graph.operations)
         segments = self.stack.segments

@@ -9,7 +9,7 @@ stack. `StepBuilder` makes the operations of the result in the order in which it
    replica axes, and the islands and stages around it).
 2. Each stage gets to know those inside it, because some depend on them (a loss scale).
 3. If a stage takes another form of gradients than the stage before it gives, a converting stage is
-   inserted (`with_conversions`). A stack is then completed (`completed`).
+   inserted (`with_conversions`). The function `completed` makes these three passes.
 4. If gradients have weights, stages for them are added (`with_weights` in the file `weights`).
 5. Conditions become blocks of stages that run in the same steps (`in_blocks`): the builder makes a
    branch for each.
@@ -82,29 +82,31 @@ class Stage:
     squares: bool = False
     takes_parts: bool = False
 
-    # Attributes of this package's own stages. The form that `apply` returns; None for the one it
-    # takes.
+    # Attributes of this package's own stages. The form of the gradients that `apply` returns; None
+    # for the form that it takes.
     _leaves: Form | None = None
     # The replica axes, if the stage has found them itself.
     axes: ReplicaAxes | None = None
     # How updates are split, if the stages inside get replicas' parts of variables.
     _partition: Partition | None = None
-    # Whether the stage adds up reduced gradients, and how their sums are split; None for full sums.
+    # Whether the stage adds up reduced gradients, and how the sums are split; None for full sums.
     _wants_reduced: bool = False
     _parts: Partition | None = None
-    # The dtype of the gradients that it passes on: None for theirs, "wide" for at least float32.
+    # The dtype of the gradients that the stage passes on: None for the dtype in which it gets them,
+    # "wide" for at least float32.
     _sums_in: Any = None
-    # What gradients are divided by once they are reduced, as text; "" for nothing.
+    # The divisor of gradients once they are reduced, as text; "" if they are not divided.
     _divides: str = ""
-    # Whether it applies the gradients of some shards without those of other shards.
+    # Whether the stage can apply the gradients of some shards without the gradients of others.
     _skips_shards: bool = False
-    # Whether it counts which shards contribute; then `apply` calls `StepBuilder.tell_finite`.
+    # Whether the stage counts which shards contribute; its `apply` then calls
+    # `StepBuilder.tell_finite`.
     _counts_shards: bool = False
-    # Whether it keeps moving averages of variables.
+    # Whether the stage keeps moving averages of variables.
     _averages: bool = False
-    # Whether it trains other values of variables than those that programs see.
+    # Whether the stage trains values of variables that programs do not see.
     _keeps_outer_values: bool = False
-    # The islands, if it gives each island its own values of variables.
+    # The islands, if the stage gives each island its own values of variables.
     _islands: IslandAxes | None = None
     # The remedy for an error about gradients of several meshes; "" if the stage takes them.
     _one_mesh: str = ""
