@@ -134,7 +134,7 @@ def assert_close(found, right):
     np.testing.assert_allclose(found, right, rtol=0, atol=CLOSE)
 
 
-def check(kind, stack, losses):
+def check(kind, stack, losses=("scalar", "shards")):
     feeds = batches()
     right = expected(stack, feeds)
     for found in trained(kind, stack, feeds, losses=losses):
