@@ -41,8 +41,8 @@ _RUN_BITS = 23
 def collective(node: tf.NodeDef, data: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     """Makes a custom call that stands for a collective; returns its result, a list of one tensor.
 
-    TensorFlow's bridge cannot lower collectives, so each becomes a call of ``mtf_gradsync.TYPE``
-    with its groups and dimensions as JSON; `stablehlo` later replaces it by XLA's own collective.
+    TensorFlow's bridge cannot lower collectives, so each becomes a call that has its groups and
+    dimensions as JSON. The module `stablehlo` later replaces it by XLA's own collective.
     `node` is the collective's node. `data` are its inputs: the operand, the groups of cores (a
     constant), and for a reduce-scatter the dimension (a constant).
     """

@@ -28,7 +28,7 @@ def made_by() -> dict[str, str]:
 def input_names(
     tensors: Sequence[ReplicaInput], names: Mapping[str, Any] | None
 ) -> dict[str, ReplicaInput]:
-    """Names the inputs of a program; returns a dict from name to input, in the order of `tensors`.
+    """Gives names to the inputs of a program; returns the inputs by name, in their order.
 
     `tensors` are the program's inputs that are tensors. `names` are the names that the user chose:
     a dict from name to the tensor that the program reads (or its name), or to the result of
