@@ -358,7 +358,10 @@ def _connected(place: MeetingAddress) -> Connection:
 
 
 def _messages_of_host(connection: Connection, end: float) -> Iterator[dict[str, Any]]:
-    """Yields the messages of process 0 until the time `end`, by `time.monotonic`."""
+    """Yields the messages that come from process 0, until the time `end` by `time.monotonic`.
+
+    `connection` leads to process 0.
+    """
     with selectors.DefaultSelector() as selector:
         selector.register(connection, selectors.EVENT_READ)
         while time.monotonic() < end:
@@ -370,7 +373,11 @@ def _messages_of_host(connection: Connection, end: float) -> Iterator[dict[str, 
 
 
 def _challenge(connection: Connection, end: float) -> str:
-    """Returns the random text that process 0 sends first, to get a proof of the secret."""
+    """Returns the random text that process 0 sends first, to get a proof of the secret.
+
+    `end` is the time, by `time.monotonic`, at which the wait ends. Raises ConnectionBroken if no
+    such text has come by then.
+    """
     for message in _messages_of_host(connection, end):
         if isinstance(message.get("challenge"), str):
             return message["challenge"]
@@ -383,7 +390,17 @@ def _welcome(
 ) -> Member:
     """Waits until process 0 says that all processes have come; returns process 0.
 
-    `first` is the name of process 0, and `mine` the challenge that process 0 has to answer.
+    Args:
+      connection: this process's connection to process 0.
+      place: the address of process 0, for errors.
+      first: the name of process 0, for errors.
+      mine: this process's challenge, for which process 0 has to send a proof.
+      end: the time, by `time.monotonic`, at which the wait ends.
+
+    Raises:
+      ProcessesError: process 0 has refused this process, or has ended the start.
+      ConnectionBroken: the other side does not have the secret.
+      TimeoutError: no answer has come until `end`.
     """
     for message in _messages_of_host(connection, end):
         if "denied" in message:

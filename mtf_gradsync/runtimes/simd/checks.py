@@ -111,7 +111,10 @@ def _check_functions(node: tf.NodeDef, talking: dict[str, str]) -> None:
 
 
 def _functions_named(node: tf.NodeDef) -> Iterator[str]:
-    """Yields names of functions that a node may call: its type, and functions in its attributes."""
+    """Yields the names of all functions that a node may call, and perhaps other names.
+
+    They are the node's type, which may be a function's name, and the functions in its attributes.
+    """
     yield node.op
     for value in node.attr.values():
         if value.HasField("func"):
@@ -121,9 +124,10 @@ def _functions_named(node: tf.NodeDef) -> Iterator[str]:
 
 
 def _functions_with_collectives(functions: dict[str, tf.NodeDef]) -> dict[str, str]:
-    """Returns name of a function that reaches a collective -> text about the collective.
+    """Returns the functions that run a collective, themselves or by calling other functions.
 
-    The text is like "'operation' of type T".
+    `functions` are a graph's functions by name. The result has, by the function's name, text about
+    one collective, like "'operation' of type T".
     """
     calls: dict[str, list[str]] = {}
     talking: dict[str, str] = {}
@@ -146,7 +150,12 @@ def _functions_with_collectives(functions: dict[str, tf.NodeDef]) -> dict[str, s
 
 
 class Meeting(NamedTuple):
-    """A collective or a write to a shared variable, which all cores of a group reach together."""
+    """An operation that all cores of a group have to reach together.
+
+    It is a collective, or a write to a variable that all cores share. `name` is the operation's
+    name, `groups` are the groups of core numbers, and `context` is the loops and branches around
+    the operation.
+    """
 
     name: str
     groups: tuple[tuple[int, ...], ...]
@@ -156,7 +165,11 @@ class Meeting(NamedTuple):
 def find_meetings(
     facts: GraphFacts, collectives: dict[str, CollectiveOperation], effects: Effects
 ) -> list[Meeting]:
-    """Returns the operations that several cores of a program have to reach together."""
+    """Returns the operations that several cores of a program have to reach together.
+
+    They are `collectives`, and the writes to shared variables in `effects`. Both arguments are of
+    the graph that `facts` describes.
+    """
     meetings = [Meeting(c.name, c.groups, c.context) for c in collectives.values()]
     for name in facts.order:
         if name in effects.shared_writes:
@@ -166,11 +179,13 @@ def find_meetings(
 
 
 def frame_leaders(meetings: Iterable[Meeting]) -> dict[tuple[str, int], int]:
-    """Returns (loop, core) -> the core whose frame this core's copy of the loop shares.
+    """Returns which cores run a loop together, in one frame.
 
     A frame is TensorFlow's name for one execution of a loop. Cores that exchange data inside a loop
-    iterate together in one frame. Other cores, which the result leaves out, need their own frame:
-    in a branch that only some groups take, a frame is alive or dead as a whole.
+    iterate together in one frame, which is the frame of the lowest of these cores. The result has
+    this core's number, by the pair of the loop's frame name and a core. Pairs that are not in it
+    need a frame of their own: in a branch that only some groups take, a frame is alive or dead as a
+    whole.
     """
     groups: dict[str, list[tuple[int, ...]]] = {}
     for meeting in meetings:
@@ -186,7 +201,7 @@ def frame_leaders(meetings: Iterable[Meeting]) -> dict[tuple[str, int], int]:
 
 
 class Agreement(NamedTuple):
-    """A predicate that one group of cores has to agree on."""
+    """A predicate that has to have the same value on all cores of `group`."""
 
     kind: str  # "conditional" or "while loop"
     predicate: str  # the predicate in the user's graph, as the text of a NodeDef's input
@@ -195,7 +210,11 @@ class Agreement(NamedTuple):
 
 
 def find_agreements(facts: GraphFacts, meetings: Iterable[Meeting]) -> dict[str, list[Agreement]]:
-    """Returns predicate -> the groups of cores that have to compute the same value of it."""
+    """Returns, by predicate, the groups of cores that have to compute the same value of it.
+
+    They are cores that meet in one of `meetings` inside a branch or loop that the predicate
+    controls.
+    """
     found: dict[tuple[str, tuple[int, ...]], Agreement] = {}
     for meeting in meetings:
         for around in meeting.context:
@@ -217,8 +236,9 @@ def find_agreements(facts: GraphFacts, meetings: Iterable[Meeting]) -> dict[str,
 
 
 def values_name(check: str) -> str:
-    """Returns the name of the tensor with the values that the operation `check` compared last.
+    """Returns the name of the operation that reads the values which a check compared last.
 
-    The values are in the order of the group's cores.
+    `check` is the name of the operation that compares a predicate over a group of cores. The
+    operation's result is a boolean vector in the order of the group's cores.
     """
     return check + "/last_values"

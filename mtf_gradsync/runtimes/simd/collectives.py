@@ -99,10 +99,10 @@ def _row(
 
 
 def groups_by_axes(mesh_impl: Any) -> dict[frozenset, str]:
-    """Returns groups of cores -> the mesh axes along which they are groups, joined by "+".
+    """Returns a name for the groups of cores along each set of mesh axes.
 
-    Groups are sets of physical core numbers. The result has an entry for each set of axes of more
-    than one core.
+    The name is the axes' names, joined by "+". Its key is a set of groups, each of which is a set
+    of physical core numbers. Axes of size 1 are left out.
     """
     shape = mesh_impl.shape
     axes = [i for i, dim in enumerate(shape.dims) if dim.size > 1]
@@ -119,7 +119,7 @@ def groups_by_axes(mesh_impl: Any) -> dict[frozenset, str]:
 
 
 def _original_names(lowerings: Sequence[mtf.Lowering]) -> dict[str, list[str]]:
-    """Returns name of each stack of Mesh-TF -> the names of the variables stacked in it."""
+    """Returns, by the name of each stack of Mesh-TF, the names of the variables stacked in it."""
     return {
         v.name: list(v.original_names)
         for lowering in lowerings
@@ -144,7 +144,10 @@ def _spell(
 def _variables_reached(
     facts: GraphFacts, collectives: dict[str, CollectiveOperation]
 ) -> dict[str, list[str]]:
-    """Returns collective -> the variables that its result reaches without another collective."""
+    """Returns, by the name of each collective, the names of the variables that its result reaches.
+
+    Variables that it reaches only through another collective do not count.
+    """
     written = written_variables(facts)
     names = sorted({v for variables in written.values() for v in variables})
     bit = {name: 1 << i for i, name in enumerate(names)}

@@ -59,7 +59,10 @@ class CommunicationRow:
 
     @property
     def where(self) -> str:
-        """The loops and branches around the operation, as text for people; "" if there are none."""
+        """The loops and branches around the operation, such as "while x4, if update"; "" if none.
+
+        The number is how many times all loops run the operation in one step; "?" if unknown.
+        """
         parts = []
         if self.loops:
             turns = "?" if self.turns is None else self.turns
@@ -69,7 +72,10 @@ class CommunicationRow:
 
     @property
     def bytes_per_step(self) -> int | None:
-        """The bytes per core in a step that runs the operation; None if they are unknown."""
+        """The bytes per core in a step that runs the operation, with all iterations of its loops.
+
+        None if they are unknown.
+        """
         if self.bytes_per_core is None or self.turns is None:
             return None
         return self.bytes_per_core * self.turns
@@ -130,7 +136,11 @@ class CommunicationReport:
         return _total(self.rows)
 
     def scalars(self) -> dict[str, float]:
-        """Returns bytes per core in one step, by the names that TensorBoard summaries use."""
+        """Returns bytes per core in one step, by the names that TensorBoard summaries use.
+
+        "traffic/bytes_of_update_step" is an update step's. "traffic/bytes_of_other_step" is there
+        only if other steps send less.
+        """
         other, update = self.every_step.bytes_per_core, self.update_step.bytes_per_core
         values: dict[str, float] = {"traffic/bytes_of_update_step": update}
         if other != update:
@@ -138,7 +148,10 @@ class CommunicationReport:
         return values
 
     def by_group(self) -> dict[str, Total]:
-        """Returns group of cores -> its total in an update step, in order of first appearance."""
+        """Returns the total in an update step of each group of cores that exchange.
+
+        The keys are the values of `CommunicationRow.group`, in order of first appearance.
+        """
         groups: dict[str, list[CommunicationRow]] = {}
         for row in self.rows:
             groups.setdefault(row.group, []).append(row)
@@ -376,7 +389,7 @@ def count_process_transfers(fetches: Sequence[Any]) -> ProcessTransfers:
 
 
 def bytes_of(tensors: Iterable[tf.Tensor]) -> int | None:
-    """Returns the total size of tensors; None if a shape is unknown."""
+    """Returns the total size of tensors in bytes; None if a shape is unknown."""
     tensors = list(tensors)
     if not all(x.shape.is_fully_defined() for x in tensors):
         return None
@@ -418,7 +431,7 @@ def _needed(operations: Sequence[tf.Operation]) -> list[tf.Operation]:
 
 
 def _axes_between(mesh_impl: Any, source: int, target: int) -> str:
-    """Returns the mesh axes along which two cores differ, joined by "+"."""
+    """Returns the names of the mesh axes along which two cores differ, joined by "+"."""
     pairs = zip(
         mesh_impl.shape.dims,
         mtf.pnum_to_processor_coordinates(mesh_impl.shape, source),
@@ -444,7 +457,10 @@ def _row(
 
 
 def when_run(facts: GraphFacts, context: Context) -> dict[str, Any]:
-    """Returns the loops, iterations and branches of a context, as a `CommunicationRow`'s fields."""
+    """Returns the fields `loops`, `turns` and `branches` of a `CommunicationRow`, by name.
+
+    `context` is the loops and branches around the row's operation.
+    """
     return {
         "loops": tuple(c.frame for c in context if isinstance(c, Loop)),
         "turns": turns_in(facts, context),

@@ -42,7 +42,11 @@ from mtf_gradsync.runtimes.simd.side_effects import (
 
 
 def clone_name(prefix: str, name: str, core: int) -> str:
-    """Returns the name of a physical core's copy of an operation or tensor of a program."""
+    """Returns the name of a core's copy of an operation or tensor of a program.
+
+    `prefix` is the first part of the names of all copies, `name` the name before the rewriting, and
+    `core` a physical core's number.
+    """
     return f"{prefix}_{core}/{name}"
 
 
@@ -175,7 +179,7 @@ def emulate(graph: tf.Graph | tf.GraphDef) -> EmulatedGraph:
 
 
 class _Rewriter:
-    """The state of one rewriting."""
+    """The rewriting of one graph; `run` returns the result. It can run once."""
 
     def __init__(self, facts: GraphFacts):
         self._facts = facts
@@ -240,7 +244,10 @@ class _Rewriter:
         return node
 
     def _add_int(self, name: str, value: Any, near: str) -> str:
-        """Adds a constant in the loop and branch of the node `near`; returns its name."""
+        """Adds an int32 constant named `name`; returns `name`.
+
+        It is in the loop and branch of the node `near`.
+        """
         node = self._add(name, "Const", ["^" + near], dtype=tf.int32.as_datatype_enum)
         node.attr["value"].tensor.CopyFrom(tf.make_tensor_proto(value, tf.int32))
         return name
@@ -248,7 +255,11 @@ class _Rewriter:
     # Inputs, seen from each side of the program's boundary.
 
     def _outside_input(self, source: str, number: int) -> list[str]:
-        """Returns what replaces an input of an operation outside all programs."""
+        """Returns the inputs that replace an input of an operation outside all programs.
+
+        The input is output `number` of the node `source`. The result is a list of texts of a
+        ``NodeDef``'s inputs; one input may become several.
+        """
         facts, node = self._facts, self._facts.node[source]
         if node.op == "TPUReplicatedOutput":
             inner, inner_number = facts.inputs(source)[0]
@@ -264,7 +275,10 @@ class _Rewriter:
         return [join_input(source, number)]
 
     def _core_input(self, source: str, number: int, core: int) -> list[str]:
-        """Returns what replaces an input of a node in a program, for the node's copy on a core."""
+        """Returns the inputs that replace an input of a program's node, for its copy on a core.
+
+        Arguments and result are those of `_outside_input`.
+        """
         node = self._facts.node[source]
         if source in self._facts.cluster:
             return [join_input(self._name(source, core), number)]
@@ -277,7 +291,11 @@ class _Rewriter:
         return self._outside_input(source, number)
 
     def _core_inputs(self, name: str, core: int, control: bool) -> list[str]:
-        """Returns the data inputs, or the control inputs, of a node's copy on one core."""
+        """Returns the control inputs of a node's copy on one core if `control`, else its data inputs.
+
+        They are texts of a ``NodeDef``'s inputs. The control inputs also say for which side effects
+        the copy has to wait.
+        """
         found = [
             text
             for source, number in self._facts.inputs(name)
@@ -416,7 +434,11 @@ class _Rewriter:
     def _split(
         self, node: tf.NodeDef, core: int, inputs: list[str], dimension: int, parts: int
     ) -> None:
-        """Adds a node that splits `inputs[0]` into parts: `<name of the core's clone>/split`."""
+        """Adds a node that splits a tensor into `parts` equal parts along the axis `dimension`.
+
+        The tensor is `inputs[0]`; the other inputs are control inputs. The new node is named
+        `<name of the core's copy of node>/split`, and has the dtype of `node`.
+        """
         name = self._name(node.name, core)
         axis = self._add_int(name + "/split_axis", dimension, near=split_input(inputs[0])[0])
         split = self._add(name + "/split", "Split", [axis, *inputs], T=node.attr["T"].type)
@@ -446,7 +468,12 @@ class _Rewriter:
     # Predicates that a group has to agree on.
 
     def _compared(self, text: str, predicate: str, core: int) -> str:
-        """Returns the predicate that a core tests: `text`, or one that waits for comparisons."""
+        """Returns the input from which a core's copy of a conditional or loop takes its predicate.
+
+        If the core has to agree with others on `predicate` (its name in the user's graph), it is
+        the result of a node that waits for the comparison. Otherwise it is `text`, the input
+        before.
+        """
         if not any(core in a.group for a in self._checks.get(predicate, ())):
             return text
         return self._agreed.setdefault((predicate, core), self._compared_name(predicate, core))
@@ -456,7 +483,11 @@ class _Rewriter:
         return self._name(f"{source}/agreed_{number}", core)
 
     def _variable_of_values(self, name: str, check: str, size: int, near: str = "") -> None:
-        """Adds a handle of the variable that holds the values which `check` compared last."""
+        """Adds a handle, named `name`, of the variable with the values that `check` compared last.
+
+        The variable holds `size` booleans. If `near` is given, the handle is in the loop and branch
+        of this node.
+        """
         handle = self._add(name, "VarHandleOp", ["^" + near] if near else [])
         handle.attr["dtype"].type = tf.bool.as_datatype_enum
         handle.attr["shape"].shape.dim.add().size = size

@@ -54,13 +54,14 @@ def rebuild(
 
     Args:
       graph_def: the graph; control flow version 1.
-      given: name of an operation -> the tensor to use in place of its result.
+      given: tensors that take the place of operations' results, by the operation's name.
       fetches: names of tensors ("a:0") and operations ("a") outside loops and conditionals.
-      stand_ins: type of an operation -> its replacement.
+      stand_ins: functions that build operations of some types, by type. Such a function takes the
+        operation's ``NodeDef`` and its inputs, and returns its outputs.
 
     Returns:
-      The rebuilt fetches. And name of each ``While`` -> the loop's number of iterations, if the
-      graph says it.
+      Two results: the rebuilt fetches, in order; and the number of iterations of each loop of which
+      the graph says it, by the name of the loop's ``While``.
     """
     builder = _Builder(GraphFacts(graph_def), stand_ins)
     level = _Level(builder, (), values={(name, 0): value for name, value in given.items()})
@@ -91,13 +92,19 @@ class _Builder:
         return self.facts.node[name].op == "Merge"
 
     def is_loop_variable(self, name: str) -> bool:
-        """Returns whether a node is the ``Merge`` of a loop's variable at an iteration's begin."""
+        """Returns whether a node is a loop's ``Merge``, which gives a loop variable's value.
+
+        Such a node begins each iteration. It takes the first value, or that of the last iteration.
+        """
         return self._is_merge(name) and any(
             self.facts.is_back_edge(source, name) for source, _ in self.facts.inputs(name)
         )
 
     def next_value(self, variable: str) -> str:
-        """Returns the ``NextIteration`` node of a loop's variable."""
+        """Returns the ``NextIteration`` node that gives a loop variable its next value.
+
+        `variable` is the variable's ``Merge`` node; see `is_loop_variable`.
+        """
         sources = (source for source, _ in self.facts.inputs(variable))
         return next(s for s in sources if self.facts.is_back_edge(s, variable))
 
@@ -128,7 +135,10 @@ class _Builder:
         return side
 
     def needed_for(self, wanted: Sequence[str], around: Context) -> list[str]:
-        """Returns `wanted` and all nodes of the loop's iteration that they need."""
+        """Returns `wanted` and all nodes of the same iteration that they need, in program order.
+
+        `around` is the context of the loop's body: the loops and branches around it, and the loop.
+        """
         found: set[str] = set()
         pending = list(wanted)
         while pending:
@@ -141,7 +151,10 @@ class _Builder:
         return sorted(found, key=self.position.__getitem__)
 
     def _opens_turn(self, name: str, around: Context) -> bool:
-        """Returns whether a node only carries values into an iteration of the innermost loop."""
+        """Returns whether a node only carries values into an iteration of the innermost loop.
+
+        `around` is the context of this loop's body; see `needed_for`.
+        """
         if self.facts.context[name] != around:
             return False
         op = self.facts.node[name].op
@@ -213,7 +226,10 @@ class _Level:
             self.values[name, number] = tensor
 
     def _waits(self, members: Sequence[str]) -> list[tf.Operation]:
-        """Returns the operations of this level on which `members` depend by control edges."""
+        """Returns the rebuilt operations of this level on which nodes depend by control edges.
+
+        `members` are the nodes' names; edges between them are left out.
+        """
         sources = {
             source: None
             for name in members
@@ -268,7 +284,10 @@ class _Level:
         variable_of = {s: facts.inputs(s)[0][0] for s in switches}
 
         def turn(values: Sequence[Any], wanted: Sequence[str]) -> _Level:
-            """Returns the level of one iteration, in which the nodes `wanted` are rebuilt."""
+            """Returns the level of one iteration, in which the nodes `wanted` are rebuilt.
+
+            `values` are the loop variables' values at its begin, in the order of `variables`.
+            """
             given: _Values = {(v, 0): value for v, value in zip(variables, values)}
             given.update({(s, 1): given[v, 0] for s, v in variable_of.items()})
             for name in here:

@@ -171,14 +171,16 @@ def common_context(one: Context, other: Context) -> Context:
 
 
 class GraphFacts:
-    """Static facts about a ``GraphDef``.
+    """Facts about the operations of a ``GraphDef``, found without running it.
 
     Attributes:
-      node: name -> ``NodeDef``.
-      order: every name once, each after all its inputs, otherwise in the order of creation.
-      context: name -> `Context`.
-      cluster: name -> name of the TPU program, for operations that belong to one.
-      num_replicas: name of each TPU program -> its number of cores.
+      node: the ``NodeDef`` of each operation, by name.
+      order: the names of all operations, each after all its inputs, otherwise in the order of
+        creation.
+      context: the loops and branches around each operation, by name.
+      cluster: the name of the TPU program that an operation belongs to, by the operation's name.
+        Operations outside of programs are not in it.
+      num_replicas: the number of cores of each TPU program, by the program's name.
     """
 
     def __init__(self, graph_def: tf.GraphDef):
@@ -204,11 +206,17 @@ class GraphFacts:
         self._walk()
 
     def inputs(self, name: str) -> list[tuple[str, int]]:
-        """Returns the inputs of a node as pairs ``(name, number)`` of `split_input`."""
+        """Returns the inputs of a node as pairs (name of a node, number of its output).
+
+        The number is `CONTROL` for a control input; see `split_input`.
+        """
         return self._inputs[name]
 
     def consumers(self, name: str) -> list[tuple[str, int]]:
-        """Returns the nodes that use a node, as ``(consumer's name, number of the output)``."""
+        """Returns the uses of a node, as pairs (name of the node that uses it, number).
+
+        The number is that of the output that is used, or `CONTROL`.
+        """
         if self._consumers is None:
             self._consumers = collections.defaultdict(list)
             for consumer, inputs in self._inputs.items():
@@ -250,7 +258,10 @@ class GraphFacts:
         return context
 
     def context_of_output(self, name: str, number: int) -> Context:
-        """Returns the context (loops and branches) in which output `number` of a node exists."""
+        """Returns the loops and branches in which output `number` of a node exists.
+
+        They differ from the node's context if the node begins a branch or ends a loop.
+        """
         node, context = self.node[name], self.context[name]
         if node.op in _EXIT:
             while not isinstance(context[-1], Loop):
@@ -261,7 +272,11 @@ class GraphFacts:
         return context
 
     def _find_pivots(self) -> dict[str, str]:
-        """Returns first ``Switch`` of a conditional -> predicate of its other ``Switch`` nodes."""
+        """Returns, by the name of each conditional's first ``Switch``, the conditional's predicate.
+
+        It is the name of the ``Identity`` that the conditional's other ``Switch`` nodes test, by
+        which the conditional is known.
+        """
         # tf.cond makes Switch(p, p), on which operations without inputs depend, and right after it
         # Identity(p), which all other Switch nodes test. Several conditionals may share p.
         found: dict[str, str] = {}
@@ -274,7 +289,10 @@ class GraphFacts:
         return found
 
     def predicate_of(self, name: str) -> str:
-        """Returns the predicate that a conditional's ``Switch`` tests, as the text of an input."""
+        """Returns the predicate of the conditional that a ``Switch`` belongs to.
+
+        It is the text of a ``NodeDef``'s input, and the same for all nodes of the conditional.
+        """
         return self._pivot_predicate.get(name, self.node[name].input[1])
 
     def is_loop_switch(self, name: str) -> bool:
@@ -287,7 +305,7 @@ class GraphFacts:
 
     @functools.cached_property
     def condition_of(self) -> dict[Loop, str]:
-        """Maps each loop to its ``LoopCond`` node."""
+        """The name of each loop's ``LoopCond`` node, which tests whether the loop goes on."""
         return {self.loop_of(n): n for n in self.order if self.node[n].op == "LoopCond"}
 
     def loop_of(self, name: str) -> Loop:
@@ -297,7 +315,10 @@ class GraphFacts:
         return loop
 
     def root(self, name: str) -> str:
-        """Returns the node that computed a value; skips nodes that only pass the value on."""
+        """Returns the node that computed the value of the node `name`.
+
+        It is `name` itself, unless this node only passes its first input on.
+        """
         while self.node[name].op in _PASS_THROUGH:
             name = self._inputs[name][0][0]
         return name
@@ -322,10 +343,11 @@ def untie(node: tf.NodeDef) -> None:
 
 
 def without_pass(node: tf.NodeDef, data: list[str]) -> list[str]:
-    """Returns the inputs that a node has on CPU replicas; may turn the node into an identity.
+    """Returns the data inputs that a node has on CPU replicas; may turn the node into an identity.
 
-    A node with the attribute `PASSES_ON` only passes its second input on: it becomes an identity of
-    this input. All other nodes keep their inputs `data`.
+    `data` are the node's data inputs before. A node with the attribute `PASSES_ON` has the value of
+    its second input: it is changed in place into an identity of this input. All other nodes stay as
+    they are, and `data` is returned.
     """
     if PASSES_ON not in node.attr:
         return data
@@ -360,7 +382,10 @@ def turns_of(facts: GraphFacts, loop: Loop) -> int | None:
 
 
 def _step(facts: GraphFacts, name: str) -> float | None:
-    """Returns the constant that an addition adds, or None if the node is no such addition."""
+    """Returns the scalar constant that the node `name` adds to its other input.
+
+    The result is None if the node is no addition of one scalar constant.
+    """
     if facts.node[name].op not in ("Add", "AddV2"):
         return None
     values = [facts.constant(source) for source, number in facts.inputs(name) if number >= 0]

@@ -50,8 +50,12 @@ def cpu_config() -> tf.ConfigProto:
 class PreparedGraph:
     """A user's graph rewritten for CPU replicas, with the operations that a session needs.
 
-    `source` is the user's graph, and `version` the version that was rewritten. `graph` is the
-    rewritten graph, which sessions run.
+    Attributes:
+      source: the user's graph. Operations that initialize, copy and save variables are added to it.
+      version: the version of the user's graph that was rewritten.
+      graph: the rewritten graph, which sessions run.
+      emulated: the rewriting, which knows the new names of operations.
+      ops: the added operations.
     """
 
     def __init__(self, source: tf.Graph, lowerings: Sequence[mtf.Lowering]):
@@ -202,7 +206,10 @@ def replicated_input(tensors: Sequence[Any], name: str) -> tf.Tensor:
 
 @contextlib.contextmanager
 def replicated_program(num_replicas: int) -> Iterator[str]:
-    """Puts every operation made inside into one TPU program; yields TensorFlow's name of it."""
+    """Puts every operation made inside into one TPU program; yields the program's name.
+
+    `num_replicas` is the number of cores. Variables made inside are resource variables.
+    """
     graph = tf.get_default_graph()
     cluster = graph.unique_name("cluster")
     pivot = tf.no_op(name=cluster + "/pivot")
@@ -224,9 +231,9 @@ _wanted: contextvars.ContextVar[bool] = contextvars.ContextVar("compiled_only", 
 
 @contextlib.contextmanager
 def compiled_only() -> Iterator[None]:
-    """Returns a context manager: programs opened inside are smaller, only to be compiled.
+    """Makes programs that are opened inside smaller: they can be compiled, but not run.
 
-    They cannot be run, because all cores share one core's variables.
+    All cores of such a program share one core's variables.
     """
     token = _wanted.set(True)
     try:
@@ -236,7 +243,7 @@ def compiled_only() -> Iterator[None]:
 
 
 def mesh_class() -> type:
-    """Returns the class of SIMD mesh for programs that are opened now."""
+    """Returns Mesh-TF's `SimdMeshImpl`, or inside `compiled_only` its `CompiledOnlyMeshImpl`."""
     return CompiledOnlyMeshImpl if _wanted.get() else mtf.simd_mesh_impl.SimdMeshImpl
 
 

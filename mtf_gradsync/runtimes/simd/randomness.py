@@ -51,13 +51,22 @@ class StatelessDraws:
     """A rewriter that makes random operations stateless, with seeds that depend on the step."""
 
     def __init__(self, facts: GraphFacts, add: Callable[..., tf.NodeDef], name: str):
-        """Takes `add`, which adds a node to the rewritten graph, and an unused prefix of names."""
+        """Begins without rewritten operations.
+
+        `facts` are those of the user's graph. `add` is the function that adds a node to the
+        rewritten graph: it takes the node's name, type, inputs and dtypes of attributes by name,
+        and returns the node. `name` is a prefix of names that no operation has.
+        """
         self._facts, self._add, self._name = facts, add, name
         # Name of a variable of words -> whether its operation has a seed.
         self._variables: dict[str, bool] = {}
 
     def rewrite(self, copy: tf.NodeDef, original: str, core: int) -> None:
-        """Makes `copy`, the copy of the random operation `original` on a core, stateless."""
+        """Makes a copy of a random operation stateless.
+
+        `copy` is the copy's node in the rewritten graph, which is changed in place. `original` is
+        the operation's name in the user's graph, and `core` the core on which the copy runs.
+        """
         near = split_input(copy.input[0])[0]
         seeds = copy.attr["seed"].i, copy.attr["seed2"].i
         has_seed = any(seeds)
@@ -146,13 +155,20 @@ class StepOfDraws:
     """
 
     def __init__(self, steps: RandomSteps, counter: str | None):
-        """Takes operations that set the step, and the global step's tensor by name, or None."""
+        """Begins before the first step.
+
+        `steps` are the operations that tell random operations the step. `counter` is the name of
+        the tensor with the global step; None if there is no global step.
+        """
         self._steps, self._counter = steps, counter
         self._entropy = int.from_bytes(os.urandom(7), "little")
         self._count, self._repeats = -1, 0
 
     def begin(self, session: tf.Session) -> None:
-        """Tells a session's random operations that a step begins."""
+        """Tells the random operations in a session's graph that a step begins.
+
+        It runs operations of the session, and has to be called before each step.
+        """
         count = 0 if self._counter is None else int(session.run(self._counter))
         self._repeats = self._repeats + 1 if count == self._count else 0
         self._count = count

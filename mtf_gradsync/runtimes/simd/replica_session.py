@@ -24,12 +24,16 @@ class MasterOps:
     """The operations for variables that every session needs; the constructor adds them to a graph.
 
     Attributes:
-      masters: name of each global variable -> the tensor that holds its value.
+      graph: the graph.
+      initialize: names of the operations that initialize all variables and slices.
+      to_slices: names of the operations that copy masters to slices.
+      to_masters: names of the operations that copy slices to masters.
+      masters: the name of the tensor with each global variable's value, by the variable's name.
       saver_def: SaverDef of the global variables; None if there are none.
-      are_equal: name of each derived variable -> the tensor that says whether it still equals the
-        variable from which it is derived.
+      are_equal: by the name of each derived variable, the name of the tensor that says whether it
+        still equals the variable from which it is derived.
       beginnings: the variables whose initial values wrappers derive from other variables.
-      watches: reads after each step what optimizers have skipped.
+      watches: the reader that finds out after each step what optimizers have skipped.
     """
 
     def __init__(self, graph: tf.Graph, lowerings: Sequence[mtf.Lowering]):
@@ -60,13 +64,20 @@ class MasterOps:
             raise ValueError("The graph has no variables to save or restore.")
 
     def saver(self, graph: tf.Graph) -> tf.train.Saver:
-        """Returns a saver for a graph that has the operations; adds nothing to the graph."""
+        """Returns a saver of all global variables, for a graph that has the operations.
+
+        `graph` is `self.graph` or a graph made from it. Nothing is added to it. Raises ValueError
+        if there are no variables.
+        """
         self.check_has_variables()
         with graph.as_default():
             return tf.train.Saver(saver_def=self.saver_def)
 
     def restore(self, session: tf.Session, path: str) -> None:
-        """Reads a checkpoint, written on any mesh, into the masters (whole variables)."""
+        """Reads the checkpoint `path`, written on any mesh, into the masters of a session.
+
+        The session's graph is `self.graph` or a graph made from it. Slices stay as they are.
+        """
         saver = self.saver(session.graph)
         with self.graph.as_default(), tempfile.TemporaryDirectory() as directory:
             saver.restore(session, adapt_checkpoint(path, directory))
@@ -152,7 +163,11 @@ class ReplicaSession(abc.ABC):
         return None
 
     def copies_of(self, names: Sequence[str]) -> list[np.ndarray] | None:
-        """Returns the values of tf variables on the cores; None if TensorFlow holds them."""
+        """Returns the values of tf variables that cores hold, in the order of `names`.
+
+        The result is None if TensorFlow holds the values, so that operations of the graph can read
+        them.
+        """
         del names
         return None
 
@@ -251,7 +266,7 @@ class ReplicaSession(abc.ABC):
         self._set_masters(wanted.items())
 
     def _set_masters(self, values: Iterable[tuple[str, Any]]) -> None:
-        """Sets masters (whole variables), and then copies all masters into the cores' slices."""
+        """Sets masters, given as pairs (name, value), and then copies all masters into slices."""
         assert self._access is not None
         self._access.set(self._session, values)
         self._take_masters()
@@ -266,7 +281,10 @@ class ReplicaSession(abc.ABC):
         return self._ops.masters[name]
 
     def _write(self, path: str, saver: tf.train.Saver | None, global_step: int | None) -> str:
-        """Writes a checkpoint of the masters' present values, and returns its path."""
+        """Writes a checkpoint of the masters' present values, and returns its path.
+
+        The arguments are those of `save`.
+        """
         return (saver or self._ops.saver(self._session.graph)).save(
             self._session,
             path,
@@ -276,7 +294,7 @@ class ReplicaSession(abc.ABC):
         )
 
     def _read(self, path: str) -> None:
-        """Reads the masters from a checkpoint."""
+        """Reads the masters from the checkpoint `path`; slices stay as they are."""
         self._ops.restore(self._session, path)
 
     @abc.abstractmethod
@@ -287,7 +305,10 @@ class ReplicaSession(abc.ABC):
         """
 
     def _feed(self, key: Any) -> str:
-        """Returns the name of a tensor to feed."""
+        """Returns the name of a tensor to feed; ValueError if it cannot be fed.
+
+        `key` is a tensor of the user's graph outside the program, or its name.
+        """
         name = self._name_of(key)
         if self._is_inside(name):
             raise ValueError(
@@ -297,7 +318,11 @@ class ReplicaSession(abc.ABC):
         return name
 
     def _name_of(self, element: Any) -> str:
-        """Returns the name of a tensor or operation; for a variable, the name of its value."""
+        """Returns the name of a tensor or operation; for a variable, that of its value's tensor.
+
+        `element` is one of these, or a name. Raises ValueError if the user's graph did not have it
+        when the session was made.
+        """
         try:
             name = self._ops.graph.as_graph_element(element).name
             self._is_inside(name)
@@ -334,7 +359,7 @@ class VariableAccess:
     """Operations that read and set a graph's variables, by the names of their ``VarHandleOp``."""
 
     def __init__(self, graph: tf.Graph):
-        """Finds the read and the assignment that TensorFlow made with each variable."""
+        """Finds the read and the assignment that TensorFlow made with each variable of a graph."""
         self.read: dict[str, str] = {}  # variable -> name of a tensor that holds its value
         self._exists: dict[str, str] = {}
         self._assign: dict[str, tuple[str, str]] = {}
@@ -348,7 +373,10 @@ class VariableAccess:
                 self._assign.setdefault(op.inputs[0].op.name, (op.name, op.inputs[1].name))
 
     def read_all(self, session: tf.Session) -> dict[str, Any]:
-        """Returns the values of all initialized variables; no step uses the others."""
+        """Returns the values of all initialized variables by name; no step uses the others.
+
+        `session` runs this graph, or one that has the same operations under the same names.
+        """
         exists = session.run(self._exists)
         return session.run({n: x for n, x in self.read.items() if exists.get(n, True)})
 
@@ -408,7 +436,7 @@ class StepWatches:
     """
 
     def __init__(self, graph: tf.Graph):
-        """Adds operations that read the records of skips to the graph, which holds the programs."""
+        """Adds operations to `graph`, which holds the programs, that read the records of skips."""
         found = graph.get_collection(WATCHED)
         watches = {watched: watched.watch() for watched, _ in found}
         number = dict.fromkeys(watches, 0)

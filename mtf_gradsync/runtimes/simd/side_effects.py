@@ -25,10 +25,13 @@ class CollectiveOperation(NamedTuple):
     """A collective operation of a program.
 
     Attributes:
-      op: one of `COLLECTIVE_TYPES`.
+      name: the operation's name.
+      op: the operation's type, one of `COLLECTIVE_TYPES`.
       groups: groups of physical core numbers. The cores of a group have to reach the operation
         together. For ``CollectivePermute``, these are the cores that its pairs connect.
-      pairs: ``CollectivePermute`` only: (source, target) core numbers.
+      pairs: for ``CollectivePermute``, pairs of core numbers: a core that sends, and the core that
+        receives from it. Empty for other types.
+      context: the loops and branches around the operation.
       together: name of the group of sums that the operation belongs to; "" if it is in no group.
     """
 
@@ -105,7 +108,10 @@ def _check_pairs(node: object, pairs: tuple[tuple[int, int], ...], cores: int) -
 
 
 def connected(groups: Iterable[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
-    """Returns disjoint sets of cores: overlapping groups are joined into one set. Sorted."""
+    """Returns the sets of cores that groups make if overlapping groups are joined into one set.
+
+    The sets are disjoint. Each is a sorted tuple of core numbers, and the result is sorted.
+    """
     set_of: dict[int, set[int]] = {}
     for group in groups:
         joined = set(group).union(*(set_of[core] for core in group if core in set_of))
@@ -124,12 +130,13 @@ class Effects(NamedTuple):
     """The order of a program's side effects, as edges to add to its graph.
 
     Attributes:
-      after: node -> nodes of the same program that the node has to wait for, on its own core.
-      after_all_cores: node -> nodes of the same program that the node has to wait for, on all
-        cores. Both nodes are in the same loops and branches as a shared write.
-      last: program -> nodes that have to run before the program is done.
-      shared_writes: writes to variables of which all cores see one copy (a global step on the
-        host). All cores compute the same new value, and one core writes it.
+      after: by the name of a node, the nodes of the same program that it has to wait for, on its
+        own core.
+      after_all_cores: by the name of a node, the nodes of the same program that it has to wait for
+        on all cores, because of a write to a shared variable.
+      last: by the name of a program, the nodes that have to run before the program is done.
+      shared_writes: the nodes that write to variables of which all cores see one copy (a global
+        step on the host). All cores compute the same new value, and one core writes it.
     """
 
     after: dict[str, set[str]]
@@ -144,7 +151,11 @@ def find_effects(facts: GraphFacts) -> Effects:
 
 
 def written_variables(facts: GraphFacts) -> dict[str, list[str]]:
-    """Returns operation -> the names that Mesh-TF gave to the variables that it writes."""
+    """Returns the names of the variables that each operation of a program writes.
+
+    The keys are the operations' names. A slice has the name of its Mesh-TF variable. Operations
+    that write no variable are not in the result.
+    """
     written = {}
     for name in facts.order:
         if name in facts.cluster and facts.node[name].op not in _READS:
@@ -246,7 +257,11 @@ class _Finder:
                         break
 
     def _put_after(self, name: str, earlier: str, all_cores: bool) -> None:
-        """Makes the node `name` wait for the node `earlier`, on its own core or on all cores."""
+        """Makes the node `name` wait for the node `earlier`.
+
+        With `all_cores`, it waits for the copies of `earlier` on all cores, else only for that on
+        its own core. Nothing is done for two nodes of which a step runs only one.
+        """
         context, other = self._facts.context[name], self._facts.context[earlier]
         shared = common_context(context, other)
         size = len(shared)
@@ -265,9 +280,10 @@ class _Finder:
                     after[begin].add(end)
 
     def _ends(self, name: str, context: Context) -> list[str]:
-        """Returns nodes of the outer `context` that run after the node `name`, if that runs at all.
+        """Returns nodes that run after the node `name`, whether or not a step runs that node.
 
-        Also adds to `effects` the edges that are needed for this inside loops and branches.
+        They are the ends of the loops and branches around `name` inside the outer `context`; `name`
+        itself if there are none. The edges that make them wait are added to `effects`.
         """
         inner = self._facts.context[name]
         ends = [name]
@@ -285,7 +301,11 @@ class _Finder:
         return ends
 
     def _begins(self, name: str, context: Context) -> list[str]:
-        """Returns the nodes to which an edge from the outer `context` delays the node `name`."""
+        """Returns the nodes that have to wait so that the node `name` waits.
+
+        An edge from the outer `context` may lead to them: to `name` itself, or to the node by which
+        its variable enters the outermost loop between `context` and `name`.
+        """
         facts = self._facts
         inner = facts.context[name][len(context) :]
         loops = [i for i, c in enumerate(inner) if isinstance(c, Loop)]
