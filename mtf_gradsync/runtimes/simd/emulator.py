@@ -291,7 +291,7 @@ class _Rewriter:
         return self._outside_input(source, number)
 
     def _core_inputs(self, name: str, core: int, control: bool) -> list[str]:
-        """Returns the control inputs of a node's copy on one core if `control`, else its data inputs.
+        """Returns the data inputs of a node's copy on one core; with `control`, its control inputs.
 
         They are texts of a ``NodeDef``'s inputs. The control inputs also say for which side effects
         the copy has to wait.
