@@ -265,7 +265,8 @@ class Bounds(NamedTuple):
     def hold(self, x: Any) -> Any:
         """Returns whether x is within the bounds; a NaN is not.
 
-        The result is a bool for a number, and for a numpy array or tf tensor one of bools.
+        The result is a bool if x is a number. If x is a numpy array or a tf tensor, it is an array
+        or tensor of bools.
         """
         is_right = x >= self.least
         return is_right if self.below is None else is_right & (x < self.below)

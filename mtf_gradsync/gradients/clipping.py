@@ -199,8 +199,8 @@ def clip_together(
 def _factor(norm: tf.Tensor, limit: Any) -> tf.Tensor:
     """Returns the factor, at most 1, that scales gradients whose norm is `norm` down to `limit`.
 
-    `limit` is a number or a scalar, and the factor has the shape and dtype of `norm`.
-    As in TensorFlow, the factor is NaN if the norm is not finite, or so large that the factor is no
+    `limit` is a number or a scalar, and the factor has the shape and dtype of `norm`. As in
+    TensorFlow, the factor is NaN if the norm is not finite, or so large that the factor is no
     normal number of the dtype.
     """
     limit = tf.cast(limit, norm.dtype)

@@ -568,7 +568,8 @@ def linear_arguments(
 def _of(op: tf.Operation, inputs: Sequence[_Term | None]) -> _Term | None:
     """Returns how a tf operation's results depend on the arguments of a traced function.
 
-    `inputs` has the same for each input of the operation. None means that it is not known.
+    `inputs` has for each input of the operation how the input depends on them. None means that it
+    is not known.
     """
     if None in inputs or (op.op_def.is_stateful and op.type not in _REPEATABLE):
         return None  # each processor would draw random numbers of its own

@@ -97,11 +97,11 @@ def own_slices(
     data of one shard alone. `layout` is the layout without this function, and `batch_dims` are the
     names of the batch dimensions.
 
-    Slices along a batch dimension are of this kind, and so are tensors
-    that are computed from such slices without moving data. Slices along another dimension that is
-    split over a replica axis hold data of several shards in three cases: experts get the examples
-    of all shards by a reshape that moves them, a sum over the shards is broadcast to a variable
-    that is split, or an input has a dimension of variables and is a factor for experts.
+    Slices along a batch dimension are of this kind, and so are tensors that are computed from such
+    slices without moving data. Slices along another dimension that is split over a replica axis
+    hold data of several shards in three cases: experts get the examples of all shards by a reshape
+    that moves them, a sum over the shards is broadcast to a variable that is split, or an input has
+    a dimension of variables and is a factor for experts.
     """
     known: dict[mtf.Tensor, Axes] = {}
     of_variables = {tuple(v.shape.dims) for v in graph.trainable_variables}

@@ -38,10 +38,10 @@ Measure = Callable[[Sequence[tf.Tensor], Sequence[Sequence[int]], tf.DType], tf.
 def _scales(dtype: tf.DType) -> tuple[float, float]:
     """Returns two factors for values that are to be squared: for small and for large values.
 
-    `dtype` is the dtype of the squares.
-    Both are powers of two, which add no rounding. Values times the first factor are used for small
-    norms (below 2^24 in float32): 2^12 values as small as 2^-97 still add up to a norm. Values
-    times the second one give every norm that the dtype can hold.
+    `dtype` is the dtype of the squares. Both factors are powers of two, which add no rounding.
+    Values times the first factor are used for small norms (below 2^24 in float32): 2^12 values as
+    small as 2^-97 still add up to a norm. Values times the second factor give every norm that the
+    dtype can hold.
     """
     exponents = math.frexp(dtype.max)[1]  # 128 for float32
     return 2.0 ** (exponents * 5 // 16), 2.0 ** -(exponents // 2 + 1)
@@ -61,8 +61,8 @@ def _sums_of_squares(
 ) -> tf.Tensor:
     """Returns sums of squares over all slices, as a tensor of `dtype`; its last dimension is 2.
 
-    The first sum is of the values times the first of the two `_scales`, and the second sum of the
-    values times the second. `over` has for each slice the positions of the dims to sum over. Dims
+    Values are multiplied by the first of the two `_scales` for the first sum, and by the second for
+    the second sum. `over` has for each slice the positions of the dims to sum over. Dims
     that are left are flattened to one. `_root` turns the sums into the norm.
     """
     values = [tf.cast(x, dtype) for x in slices]
@@ -102,9 +102,10 @@ def _any_not_finite(
 
 
 def _exact(strategy: Strategy) -> Strategy:
-    """Returns the strategy inside one that compresses to a smaller dtype; others as they are.
+    """Returns a strategy that reduces as the given one does, but in the dtype of its inputs.
 
-    Norms are reduced by it, because sums of squares overflow in float16.
+    If the given strategy compresses to a smaller dtype, the strategy inside it is returned, and
+    otherwise the given one. Norms are reduced by it, because sums of squares overflow in float16.
     """
     if isinstance(strategy, CompressedAllReduce):
         return _exact(strategy.reducer)

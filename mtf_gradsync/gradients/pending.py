@@ -63,8 +63,8 @@ class PendingLowering(ExtensionLowering):
         Args:
           lowering: the lowering.
           flow: the forecast of which operations keep sums pending.
-          buckets: the sums that are reduced together, each with its key. The dictionary is changed
-            during the lowering.
+          buckets: the sums that are reduced together, each with its bucket. The dictionary is
+            changed during the lowering.
           missing: warns of operations that leave out a sum; None if none is suspected.
         """
         self.flow = flow
