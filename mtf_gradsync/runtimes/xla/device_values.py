@@ -56,7 +56,7 @@ class DeviceInputs:
 
         Args:
           inputs: the program's inputs.
-          values: name -> value of the tensors that `sources` returned and of the fed tensors.
+          values: the values of the tensors that `sources` returned and of fed tensors, by name.
           fed: the names of tensors that the user feeds in this step.
           shared: the names of tensors whose arrays other code holds, too. Arrays of these and of
             fed tensors are copied first, as the other code may write to them.

@@ -73,7 +73,7 @@ class _Host:
     def values(
         self, names: Iterable[str], session: tf.Session | ReplicaSession
     ) -> dict[str, np.ndarray]:
-        """Returns name -> value of the named variables, as they are in a session.
+        """Returns the values of the named variables in a session, by name.
 
         A variable's name is the name of its ``VarHandleOp``. `session` is what the method
         `session` opened, or the user's session on the program's cores. Raises a ValueError if the
@@ -265,7 +265,7 @@ class _Contents:
           given: the input of the program.
           host: the part of the graph that computes the input.
           session: a session of `host`, in which a constant value is computed.
-          fed: name -> value of the tensors that the user asked to keep the same in every step.
+          fed: the values of the tensors that the user asked to keep in every step, by name.
         """
         if all(host.outside.is_fixed(source, fed) for source in given.sources):
             self.parameters.append(entries.describe_input(name, given, "kept"))

@@ -189,7 +189,7 @@ class Step:
             the assembled array.
 
         Returns:
-          name -> value. Arrays are assembled from the cores' slices. Variables that Mesh-TensorFlow
+          The values by name. Arrays are assembled from the cores' slices. Variables that Mesh-TF
           stacked in another variable appear under their own names.
         """
         found: dict[str, Any] = {}
