@@ -111,7 +111,7 @@ def read_estimate(
     own = numbers["optimal_seconds"] + never_known
     unknown = work.unknown
     return CostEstimate(
-        flops=numbers["flops"],
+        flops=numbers.get("flops", 0.0),  # a program of collectives alone has none
         bytes_accessed=work.bytes,
         seconds=work.seconds,
         unknown=len(unknown),
