@@ -23,6 +23,7 @@ if "PYTEST_XDIST_WORKER" not in os.environ:
     atexit.register(shutil.rmtree, os.environ["MTF_GRADSYNC_CACHE_DIR"], ignore_errors=True)
 
 import absl.flags
+import gin
 import pytest
 from tensorflow.python.util import deprecation, tf_stack
 
@@ -97,10 +98,13 @@ def pytest_runtest_protocol(item):
 
 @pytest.fixture(autouse=True)
 def fresh_graph():
-    """Each test builds in a graph of its own and sees warnings anew."""
+    """Each test builds in a graph of its own, sees warnings anew, and leaves gin as it was."""
     reset_warnings()
+    bound = gin.config_str()
     with tf.Graph().as_default() as graph:
         yield graph
+    if not bound and gin.config_str():  # or wrappers of the tests after it would be others
+        gin.clear_config()
     # Or the tests after it would build other loops and conditionals.
     assert not tf.control_flow_v2_enabled()
 

@@ -388,7 +388,10 @@ def test_gin_makes_it_and_describe_shows_it():
         skip_spikes.window = 64
         """
     )
-    opt = gs.GradientAccumulationOptimizer(mtf.optimize.SgdOptimizer(0.1), 2)
+    try:
+        opt = gs.GradientAccumulationOptimizer(mtf.optimize.SgdOptimizer(0.1), 2)
+    finally:
+        gin.clear_config()
     assert "skip steps by skip_spikes of norm and loss" in str(gs.describe(opt))
 
 

@@ -143,6 +143,7 @@ def test_as_json():
         **{name: getattr(PLAN.rows[0], name) for name in PLAN.rows[0].__dataclass_fields__},
         "unknown_names": [],
         "fewer_messages": [],
+        "skipped_step_traffic": [],
         "traffic": [
             {"axis": "batch", "collectives": 3, "bytes_per_core": 5_000_000, "seconds": 0.01}
         ],
