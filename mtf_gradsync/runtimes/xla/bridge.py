@@ -41,10 +41,11 @@ _RUN_BITS = 23
 def collective(node: tf.NodeDef, data: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     """Makes a custom call that stands for a collective; returns its result, a list of one tensor.
 
-    TensorFlow's bridge cannot lower collectives, so each becomes a call that has its groups and
-    dimensions as JSON. The module `stablehlo` later replaces it by XLA's own collective.
-    `node` is the collective's node. `data` are its inputs: the operand, the groups of cores (a
-    constant), and for a reduce-scatter the dimension (a constant).
+    TensorFlow's bridge to XLA cannot lower collectives. Each collective becomes a custom call with
+    the groups of cores and the dimensions as JSON. The module `stablehlo` later replaces this call
+    by XLA's own collective. `node` is the collective's node. `data` are the collective's inputs:
+    the operand, the groups of cores (a constant), and for a reduce-scatter the dimension (a
+    constant).
     """
     sent, groups = data[:2]
     shape = sent.shape.as_list()
@@ -75,7 +76,8 @@ def collective(node: tf.NodeDef, data: Sequence[tf.Tensor]) -> list[tf.Tensor]:
 class Randomness:
     """Replacements for TensorFlow's stateful random operations, which draw from an explicit state.
 
-    `state` is the handle of an int64 variable ``[STATE_WORDS]`` that holds the state.
+    `state` is the handle of an int64 variable ``[STATE_WORDS]`` that holds the state of the random
+    numbers.
     """
 
     def __init__(self, state: Any):
@@ -84,7 +86,8 @@ class Randomness:
     def stand_ins(self) -> dict[str, StandIn]:
         """Returns functions that make the replacements, by the type of the replaced operation.
 
-        Each function takes the replaced operation's node and its inputs, and returns the outputs.
+        Each function takes a replaced operation's node and inputs, and returns the outputs of the
+        replacement.
         """
         raw = tf.raw_ops
         floats = {
@@ -101,7 +104,7 @@ class Randomness:
     def end_of_step(self) -> tf.Operation:
         """Returns an operation that sets the state for the next step: one step more, no draws yet.
 
-        It has to run after all draws of the step.
+        The operation has to run after the step has made all of its random numbers.
         """
         state = tf.raw_ops.ReadVariableOp(resource=self._state, dtype=tf.int64)
         new = tf.stack([tf.zeros([], tf.int64), state[1] + 1, state[2]])
@@ -110,9 +113,9 @@ class Randomness:
     def _draw(self, node: tf.NodeDef, size: int) -> dict[str, Any]:
         """Returns "key", "counter" and "alg", the arguments of a stateless operation that draws.
 
-        Also moves the state on by `size`, so that the next draw gives other numbers. `size` is how
-        many numbers the operation draws. `node` is the replaced operation, whose seeds are mixed
-        into the key.
+        The method also moves the state on by `size`, so that the next operation gives other random
+        numbers. `size` is how many random numbers this operation makes. `node` is the replaced
+        operation, whose seeds are mixed into the key.
         """
         before = tf.raw_ops.RngReadAndSkip(
             resource=self._state, alg=tf.constant(_PHILOX), delta=tf.constant(size, tf.uint64)
@@ -148,7 +151,7 @@ class Randomness:
     def _uniform(self, node: tf.NodeDef, shape: list[int]) -> tf.Tensor:
         """Returns float32 random numbers of a shape between 0 and 1, never 0 (to take logarithms).
 
-        `node` is the replaced random operation, whose seeds are used.
+        `node` is the replaced random operation, whose seeds determine the numbers.
         """
         drawn = tf.raw_ops.StatelessRandomUniformV2(
             shape=shape, dtype=tf.float32, **self._draw(node, math.prod(shape))
@@ -162,8 +165,9 @@ class Randomness:
     def _samples(self, node: tf.NodeDef, data: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Returns the output of a ``Multinomial``: class numbers ``[batch, samples]``, in a list.
 
-        `data` are its inputs: logits ``[batch, classes]`` and the number of samples, a constant.
-        Each sample is the argmax of the logits plus Gumbel noise. `node` is the ``Multinomial``.
+        `node` is the ``Multinomial``. `data` are the inputs of the ``Multinomial``: logits
+        ``[batch, classes]`` and the number of samples, a constant. Each sample is the argmax of the
+        logits plus Gumbel noise.
         """
         logits = tf.cast(data[0], tf.float32)
         batch, classes = logits.shape.as_list()
@@ -176,8 +180,8 @@ class Randomness:
 def initial_state(core: int, step: int, entropy: int) -> np.ndarray:
     """Returns a core's state of random numbers, int64 ``[STATE_WORDS]``, after `step` steps.
 
-    `core` is the core's number: each core draws other numbers. `entropy` is a random number of the
-    run, on which the draws of operations without a seed depend.
+    `core` is the core's number: each core has its own random numbers. `entropy` is a number that is
+    chosen at random for the run; the results of random operations without a seed depend on it.
     """
     run = entropy % (1 << _RUN_BITS)
     return np.array([0, step | run << _STEP_BITS, mixed(core, 1)], np.int64)

@@ -25,8 +25,9 @@ _TPU_FILES = ("/dev/accel*", "/dev/vfio/[0-9]*")
 def leave_absent_tpus_alone() -> None:
     """Keeps jax from looking for a TPU if this machine has none, by setting environment variables.
 
-    If libtpu is installed, jax would query a cloud's metadata server for minutes. Nothing is
-    changed if JAX_PLATFORMS is set, or if jax has started its devices already.
+    If libtpu is installed on a machine without a TPU, jax would query a cloud's metadata server for
+    minutes. No environment variable is changed if JAX_PLATFORMS is set, or if jax has started its
+    devices already.
     """
     if os.environ.get("JAX_PLATFORMS") or any(glob.glob(p) for p in _TPU_FILES):
         return
@@ -51,7 +52,8 @@ _OLDEST_JAXLIB = (0, 4, 33)
 def ask_for_cpu_devices(count: int, replace: bool = False) -> None:
     """Asks jax for `count` CPU devices of this process, unless jax has started its devices.
 
-    If XLA_FLAGS already has a number of CPU devices, only replace=True changes that number.
+    If the environment variable XLA_FLAGS already has a number of CPU devices, only replace=True
+    changes that number.
     """
     if not backends_are_initialized():
         make_cpu_devices(count, replace)
@@ -60,7 +62,7 @@ def ask_for_cpu_devices(count: int, replace: bool = False) -> None:
 def check_keeps_order() -> None:
     """Raises a ProcessesError if the installed jaxlib is too old for several CPU processes.
 
-    Old versions hang in collectives over the CPU devices of several processes.
+    Old versions of jaxlib hang in collectives over the CPU devices of several processes.
     """
     import jaxlib
 
@@ -78,7 +80,8 @@ def devices_for(
 ) -> list[Any]:
     """Returns the devices for the cores of a mesh.
 
-    CPU devices are created as needed, unless jax has started its devices already.
+    If `devices` is None and jax has not started its devices yet, jax is first asked for a CPU
+    device for each core, in case that the cores are to be CPU devices.
 
     Args:
       num_cores: cores of the mesh.

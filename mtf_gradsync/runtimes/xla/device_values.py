@@ -31,9 +31,9 @@ class DeviceInputs:
     def sources(self, inputs: Sequence[ReplicaInput], fed: Collection[str]) -> set[str]:
         """Returns the names of the tensors to compute outside the program before a step.
 
-        `inputs` are the program's inputs, and `fed` the names of tensors that the user feeds in
-        this step. Inputs whose constant values are on the devices already are left out. Raises a
-        ValueError for an input that is made from what the program returns.
+        `inputs` are the program's inputs, and `fed` has the names of the tensors that the user
+        feeds in this step. Inputs whose constant values are on the devices already are left out.
+        Raises a ValueError if an input is computed from results of the program.
         """
         wanted = [i for i in inputs if not self._is_kept(i, fed)]
         names = {i.sources[c] for i in wanted for c in self._cores.local}
@@ -88,7 +88,7 @@ class DeviceInputs:
     def _is_constant(self, one: ReplicaInput, fed: Collection[str]) -> bool:
         """Returns whether an input is made of constants only, and of none of the tensors in `fed`.
 
-        Such an input has the same value in every step.
+        An input that is made of constants only has the same value in every step.
         """
         if one.sources not in self._constant:
             is_fixed = all(self._outside.is_fixed(name) for name in set(one.sources))
@@ -100,8 +100,9 @@ class DeviceInputs:
 class DeviceVariables:
     """The newest value of each variable, on the devices or in TensorFlow.
 
-    At first all values are in TensorFlow: in `session`, whose variables have the names of the
-    user's graph. With several processes, all processes have to make the same calls.
+    At first all values are in the TensorFlow session `session`, whose variables have the names that
+    they have in the user's graph. If the program runs in several processes, all of them have to
+    call the same methods in the same order.
     """
 
     def __init__(self, session: tf.Session, cores: Cores):
@@ -117,8 +118,8 @@ class DeviceVariables:
     def share(self) -> None:
         """Sets the variables of all processes' sessions to the first process's values.
 
-        Initial values may be random, and then differ between processes. String variables keep
-        their values.
+        Initial values of variables may be random, and then differ between processes. String
+        variables are not changed.
         """
         if self._cores.is_alone:
             return
@@ -138,7 +139,7 @@ class DeviceVariables:
     def take(self, variables: Sequence[ReplicaInput]) -> list[DeviceValues]:
         """Returns the values of `variables` on the devices, in the order of `variables`.
 
-        Values that are not on the devices yet are first copied there from TensorFlow.
+        Values that are not on the devices yet are first copied from TensorFlow to the devices.
         """
         missing = [v for v in variables if v.sources not in self._on_devices]
         local = self._cores.local
@@ -156,8 +157,8 @@ class DeviceVariables:
     def put(self, variable: ReplicaInput, value: DeviceValues) -> None:
         """Records a variable's new value, which a step has computed on the devices.
 
-        `take` returns this value from now on. TensorFlow's value is old until
-        `copy_to_tensorflow` is called.
+        `take` returns the new value from now on. The variable in TensorFlow keeps an old value
+        until `copy_to_tensorflow` is called.
         """
         self._on_devices[variable.sources] = value
         self._newer.add(variable.sources)
@@ -234,9 +235,10 @@ class DeviceVariables:
 def checksums_on(devices: Sequence[Any], values: Sequence[DeviceValues]) -> list[np.ndarray]:
     """Returns checksums of the bits of values on several devices, each computed on its device.
 
-    `devices` are the devices of all cores, and `values` the values to sum up. The result has an
-    array for each device of this process, in order, with one checksum for each value. If a single
-    number of a value changes, its checksum always changes.
+    `devices` are the devices of all cores, and `values` are the values to make checksums of. The
+    result has an array for each device of this process, in the order of the devices, with one
+    checksum for each value. If a single number in a value changes, the value's checksum always
+    changes.
     """
     if devices[0].platform == "cpu":
         # Nothing to compile, and faster than XLA's sums on CPUs; numpy reads the devices' memory.
@@ -267,8 +269,9 @@ def _checksum(array: np.ndarray) -> np.uint64:
 def _checksum_program(devices: tuple[Any, ...]) -> tuple[Any, Callable[[Any], Any]]:
     """Returns a jax sharding over `devices`, and a compiled function that computes checksums.
 
-    The function takes a list of arrays that `DeviceValues.joined` made with the sharding. It
-    returns a uint32 array ``[devices, values]``, of which each device holds its row.
+    The compiled function takes a list of arrays that `DeviceValues.joined` made with the sharding.
+    The function returns a uint32 array ``[devices, values]`` with a row for each device; each
+    device holds its own row.
     """
     import jax
     import jax.numpy as jnp

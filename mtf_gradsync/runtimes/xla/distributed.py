@@ -45,8 +45,8 @@ _FATAL = {
 def alarm_before_abort() -> tuple[Alarm | None, Callable[[], None]]:
     """Makes a crash of this process known to its watchdog before the process ends.
 
-    A fatal signal (SIGSEGV or SIGABRT, for example) then ends this process some seconds later, in
-    which the watchdog can tell the other processes.
+    After this call, a fatal signal (SIGSEGV or SIGABRT, for example) does not end this process at
+    once, but some seconds later. In these seconds the watchdog can tell the other processes.
 
     Returns:
       The object from which the watchdog learns of the crash, and a function that restores the
@@ -99,7 +99,8 @@ def alarm_before_abort() -> tuple[Alarm | None, Callable[[], None]]:
 def _in_words(traceback: str) -> str:
     """Returns a text about a crash, made from the traceback that faulthandler wrote.
 
-    It says the signal, the versions of jax, and where in Python the main thread was.
+    The text says which signal ended the process, the versions of jax and jaxlib, and which Python
+    code the main thread was running.
     """
     import jax
     import jaxlib
@@ -123,8 +124,9 @@ _Result = TypeVar("_Result")
 class Processes(Membership):
     """This process as one of a job. Use it as a context manager around all work on the mesh.
 
-    An exception that leaves the context ends the other processes, too. They also end if this
-    process dies. When the interpreter exits without an error, `close` is called.
+    If an exception leaves the ``with`` block, the other processes of the job end, too. The other
+    processes also end if this process dies. When the interpreter exits without an error, `close` is
+    called.
 
     Attributes:
       process_index: this process's number, from 0.
@@ -209,11 +211,13 @@ def start_processes(
 ) -> Processes:
     """Joins this process with the others of its job; returns when all have started.
 
-    Call it in every process, before anything else uses jax. Without the first three arguments jax
-    looks for a cluster: SLURM, Open MPI, Kubernetes, Cloud TPU.
+    Call this function in every process of the job, before anything else uses jax. Without the first
+    three arguments, jax finds the addresses and numbers of the processes from the cluster that they
+    run in: SLURM, Open MPI, Kubernetes or Cloud TPU.
 
-    Afterwards a thread watches over the processes: when one dies, or says nothing for a while, all
-    others end with an error that names it and `LOST_PROCESS_EXIT_CODE`.
+    After the call, a thread of each process watches over the other processes. When a process dies,
+    or sends no heartbeat for `silence` seconds, all other processes write an error that names the
+    lost process, and end with the exit code `LOST_PROCESS_EXIT_CODE`.
 
     Args:
       coordinator: address "host:port" of process 0, as the others see it. The port may be any free
@@ -286,7 +290,8 @@ def start_processes(
 class _Job(NamedTuple):
     """This process's place in a job, as ``jax.distributed`` needs it.
 
-    The fields are those of `JaxCluster`. Only `local_device_ids` may be None, for all devices.
+    The fields are those of `JaxCluster`. Only the field `local_device_ids` may be None, which
+    stands for all devices of the machine.
     """
 
     coordinator: str
@@ -301,7 +306,7 @@ def _resolved(
     """Returns the job that the arguments describe, or the job that jax detects if all are None.
 
     The arguments are those of `start_processes`. Raises a ValueError if only some of the first
-    three are given, if they make no sense, or if jax detects no job.
+    three arguments are given, if the arguments contradict each other, or if jax detects no job.
     """
     cluster = JaxCluster(coordinator, num_processes, process_id, None)
     job = dict(coordinator=coordinator, num_processes=num_processes, process_id=process_id)

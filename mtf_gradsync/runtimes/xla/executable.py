@@ -75,9 +75,9 @@ def default_cache_dir() -> str | None:
 class Cache:
     """A cache in a folder. If the folder is None or cannot be used, nothing is cached.
 
-    Cached entries are run as programs. So the folder and each entry must belong to this user (or
-    root), and no other user may be able to write them. If others can write the folder, it is not
-    used, and a warning is logged once.
+    The files in a cache are run as programs. So the folder and each of its files must belong to
+    this user (or root), and no other user may be able to write them. If other users can write the
+    folder, the folder is not used, and a warning is logged once.
     """
 
     def __init__(self, folder: str | None):
@@ -104,8 +104,8 @@ class Cache:
     def put(self, key: str, content: bytes) -> None:
         """Stores content under a key of `key_of`, for this and other processes.
 
-        Does nothing if the folder cannot be used. Deletes the entries that were used least recently
-        if the folder has become too large.
+        If the folder of the cache cannot be used, nothing is stored. If the folder has become too
+        large, the files that were used least recently are deleted.
         """
         if self._folder is None:
             return
@@ -148,7 +148,7 @@ class Cache:
 def key_of(*parts: bytes | str) -> str:
     """Returns a cache key: a sha256 of `parts`, in hexadecimal, usable as a file name.
 
-    `parts` are all the things on which the content to cache depends.
+    `parts` are all inputs on which the content to be cached depends.
     """
     digest = hashlib.sha256()
     for part in parts:
@@ -222,7 +222,7 @@ def loaded(program: CoreModule, devices: Sequence[Any], cache: Cache) -> LoadedP
 def _machine(devices: Sequence[Any]) -> str:
     """Returns text about all but the program that a compiled program depends on, for cache keys.
 
-    It names jaxlib's version, the devices, XLA's flags and the kind of CPU.
+    The text has the version of jaxlib, the devices, XLA's flags and the kind of CPU.
     """
     import jaxlib
 
@@ -259,8 +259,9 @@ class CompiledCore(NamedTuple):
 class PreparedProgram:
     """A program for devices, which is compiled once for each set of fetches.
 
-    `host` is the part of the graph outside the program. `version` is the version of the program's
-    graph from which `host` was made.
+    `host` is the part of the user's graph outside the program. `version` is the attribute
+    ``version`` that the user's graph had after `host` was made; TensorFlow raises this number with
+    each operation that is added to the graph.
     """
 
     def __init__(
@@ -281,8 +282,8 @@ class PreparedProgram:
     def compiled(self, inside: tuple[str, ...]) -> CompiledCore:
         """Returns the compiled program that fetches some tensors; compiles it at the first call.
 
-        `inside` are the names of the tensors, which the program computes. Raises a ProcessesError
-        when another process has a different program.
+        `inside` has the names of the tensors to fetch, all of which the program computes. Raises a
+        ProcessesError when another process has a different program.
         """
         if inside not in self._compiled:
             replica = replica_program(self._program, inside)
@@ -299,7 +300,8 @@ class PreparedProgram:
 def _order(program: LoadedProgram) -> bytes:
     """Returns text, as bytes, that lists a compiled program's collectives in their order.
 
-    The order is the one in which they begin. Processes compare these texts.
+    The collectives are listed in the order in which they begin. Processes compare these texts, as
+    all processes have to run the same collectives in the same order.
     """
     found = find_hlo_collectives(compiled_hlo(program.executable))
     return repr([(c.operation, c.bytes_per_core, c.groups, c.inside) for c in found]).encode()
