@@ -42,8 +42,9 @@ from mtf_gradsync.runtimes.xla.xla_session import XlaSession, host_config
 class _Host:
     """The part of a user's graph outside the exported program, which TensorFlow runs.
 
-    `graph` is this part, with all variables. `counter` is the name of the variable that counts
-    steps, or None.
+    `graph` is the part of the user's graph outside the program, with all variables. `counter` is
+    the name of the variable that counts steps (TensorFlow's global step); None if the user's graph
+    has no such variable.
     """
 
     def __init__(self, program: Program, lowering: Any):
@@ -60,8 +61,8 @@ class _Host:
     def session(self, checkpoint: str | None = None) -> Iterator[tf.Session]:
         """Opens a TensorFlow session of `graph` whose masters and slices have values.
 
-        The variables have their initial values, or those of a checkpoint. `checkpoint` is the path
-        of that checkpoint.
+        If `checkpoint` is the path of a checkpoint, the variables have the values that are in the
+        checkpoint. If `checkpoint` is None, the variables have their initial values.
         """
         with tf.Session(graph=self.graph, config=host_config()) as session:
             session.run(self._ops.initialize)
@@ -75,9 +76,9 @@ class _Host:
     ) -> dict[str, np.ndarray]:
         """Returns the values of the named variables in a session, by name.
 
-        A variable's name is the name of its ``VarHandleOp``. `session` is what the method
-        `session` opened, or the user's session on the program's cores. Raises a ValueError if the
-        session lacks a variable.
+        The name of a variable is the name of its ``VarHandleOp``. `session` is a session that the
+        method `session` has opened, or the user's session on the program's cores. Raises a
+        ValueError if the session lacks one of the variables.
         """
         access = self._access
         if isinstance(session, ReplicaSession):
@@ -94,7 +95,8 @@ class _Host:
     def others(self, held: Collection[str]) -> list[str]:
         """Returns the names of the global variables outside the program, sorted.
 
-        `held` are the names of the variables that the program holds, to be left out.
+        `held` has the names of the variables that the program holds. These names are left out of
+        the result.
         """
         return sorted(set(self._ops.masters) & set(self._access.read) - set(held))
 
@@ -130,13 +132,15 @@ def export(
 ) -> None:
     """Writes a program to a folder that any machine with numpy and jax runs.
 
-    The folder holds the program as StableHLO, the values of its variables, a manifest and a runner:
-    ``python FOLDER/run.py --help``. Exporting needs no devices. See ``docs/portable.md``.
+    The folder holds the program as StableHLO, the values of the program's variables, a manifest and
+    a runner, which is a script: ``python FOLDER/run.py --help`` shows how to use it. No devices are
+    needed to export a program. See ``docs/portable.md``.
 
-    Only the program is exported, not the operations outside it. A value that is computed outside
-    from placeholders or variables (a learning rate from a step counter, say) becomes an input,
-    which has to be given at each step. A value computed from constants, or from `keep`, is stored
-    in the folder.
+    Only the program is exported, not the operations outside the program. If the program reads a
+    value that is computed outside from placeholders or variables (a learning rate from a step
+    counter, say), the value becomes an input of the exported program: users have to give it at each
+    step. If the program reads a value that is computed outside from constants only, or from the
+    values in `keep`, the value is stored in the folder.
 
     Args:
       program: the program that `tpu_program` yielded, with the whole model built.
@@ -290,9 +294,10 @@ class _Contents:
     ) -> None:
         """Adds the manifest entry for a parameter of the program, and stores its values.
 
-        `per_core` are the parameter's values, one for each core. Equal values are stored once, as
-        one row of an array. `describe` is a function that returns the parameter's manifest entry;
-        it takes the row number of each core.
+        `per_core` are the parameter's values, one for each core. If cores have equal values, the
+        value is stored once, as one row of an array. `describe` is a function that takes, for each
+        core, the number of the row with the core's value, and returns the parameter's manifest
+        entry.
         """
         value, rows = distinct_rows(per_core)
         self.parameters.append(describe(rows))
@@ -304,9 +309,10 @@ def _fetch_names(
 ) -> dict[str, str]:
     """Returns a dict from the name of each fetch to the name of its tensor.
 
-    Operations are left out, as they always run. `fetches` is an argument of `export`. `cluster`
-    maps the names of operations inside programs to the names of their programs. Raises a ValueError
-    for an operation outside.
+    `fetches` is an argument of `export`, which may list tensors and operations. Operations are left
+    out of the result, as an exported step runs all operations of the program. `cluster` maps the
+    names of operations inside programs to the names of their programs. Raises a ValueError if an
+    operation in `fetches` is outside the program.
     """
     pairs: Iterable[tuple[str | None, Any]] = (
         fetches.items() if isinstance(fetches, Mapping) else ((None, f) for f in fetches)

@@ -25,8 +25,8 @@ class OtherProcessError(ProcessesError):
 def may_be_from_another_process(error: BaseException | None) -> bool:
     """Returns whether an exception may have its cause on another process, such as its death.
 
-    This holds if the exception, or one that led to it, is an error of XLA, an `ExchangeError` or an
-    `OtherProcessError`. None gives False.
+    The result is True if `error`, or an exception that led to `error`, is an error of XLA, an
+    `ExchangeError` or an `OtherProcessError`. If `error` is None, the result is False.
     """
     while error is not None:
         if isinstance(error, (ExchangeError, OtherProcessError)):
@@ -48,8 +48,9 @@ _TEXT_BYTES = 600
 def together(work: Callable[[], _Result]) -> _Result:
     """Calls a function on this process, waits until all processes have, and returns the result.
 
-    All processes have to call `together`. If the function fails on this process, its own error is
-    raised. If it fails on another process, an `OtherProcessError` is raised.
+    All processes have to call `together`. If `work` raises an exception on this process, this
+    exception is raised. If `work` raises an exception on another process only, an
+    `OtherProcessError` is raised.
     """
     try:
         result = work()
@@ -65,8 +66,8 @@ def together(work: Callable[[], _Result]) -> _Result:
 def check_same(what: str, content: bytes) -> None:
     """Raises a ProcessesError unless all processes give the same content; all have to call this.
 
-    Only checksums are exchanged. `what` names the content in the error, in the plural, as in "the
-    programs".
+    The processes exchange only checksums of the content. `what` is the name of the content in the
+    error's text, in the plural, as in "the programs".
     """
     digest = np.frombuffer(hashlib.sha256(content).digest(), np.uint8)
     (digests,) = _exchanged([digest])
@@ -82,8 +83,8 @@ def check_same(what: str, content: bytes) -> None:
 def check_equal(what: str, value: str, advice: str) -> None:
     """Raises a ProcessesError, which quotes the values, unless all processes give the same value.
 
-    All processes have to call this. `what` names the value in the error, and `advice` is the
-    error's last sentence.
+    All processes have to call this function. `what` is the name of the value in the error's text,
+    and `advice` is the last sentence of this text.
     """
     values = _texts_of_all(value)
     others = [f"{v} on process {i}" for i, v in enumerate(values) if v != values[0]]
@@ -97,7 +98,8 @@ def check_equal(what: str, value: str, advice: str) -> None:
 def _texts_of_all(text: str) -> list[str]:
     """Returns the texts of all processes, in the processes' order; all have to call this.
 
-    `text` is the text of this process. Texts are cut at `_TEXT_BYTES` bytes.
+    `text` is the text of this process. A text of more than `_TEXT_BYTES` bytes is cut to that
+    length.
     """
     padded = np.zeros(_TEXT_BYTES, np.uint8)
     data = np.frombuffer(text.encode()[:_TEXT_BYTES], np.uint8)
@@ -109,8 +111,9 @@ def _texts_of_all(text: str) -> list[str]:
 def _pieces(values: Sequence[np.ndarray]) -> Iterator[list[np.ndarray]]:
     """Yields `values` in lists of at most `_PIECE_BYTES` bytes, in order, to be exchanged in turn.
 
-    This bounds the memory that an exchange takes. A larger value is alone in its list. Raises a
-    ProcessesError if shapes or dtypes of the values differ between processes.
+    The lists are exchanged one after another, so that an exchange of many values takes little
+    memory. A value of more than `_PIECE_BYTES` bytes is alone in its list. Raises a ProcessesError
+    if the values of two processes differ in shapes or dtypes.
     """
     check_same("values to exchange", repr([(v.shape, v.dtype.str) for v in values]).encode())
     piece: list[np.ndarray] = []
@@ -132,8 +135,9 @@ def _exchanged(values: Sequence[np.ndarray]) -> list[np.ndarray]:
 def _exchange_words(words: np.ndarray, how: str) -> np.ndarray:
     """Returns all processes' `words`, stacked (how="gather") or added up (how="sum").
 
-    `words` is this process's array of integers; all processes have to call this, with arrays of
-    one shape and dtype. Raises an `ExchangeError` if the exchange fails.
+    `words` is this process's array of integers. All processes have to call this function, and all
+    their arrays must have the same shape and dtype. Raises an `ExchangeError` if the exchange
+    fails.
     """
     import jax
 
@@ -155,8 +159,8 @@ def _packed(values: Sequence[np.ndarray]) -> np.ndarray:
 def _unpacked(packed: np.ndarray, like: Sequence[np.ndarray]) -> list[np.ndarray]:
     """Returns the values of all processes, each as an array ``[processes, ...]``.
 
-    `packed` is ``[processes, bytes]``: each row is what `_packed` returned on one process. `like`
-    are values with the shapes and dtypes of one process's values.
+    `packed` is an array ``[processes, bytes]``: each row is what the function `_packed` returned on
+    one process. `like` are values with the shapes and dtypes that the values of each process have.
     """
     found, begin = [], 0
     for value in like:
@@ -169,8 +173,8 @@ def _unpacked(packed: np.ndarray, like: Sequence[np.ndarray]) -> list[np.ndarray
 class Cores:
     """The cores of a program, one jax device each; every process has equally many of them.
 
-    All cores may also be on this process. All processes have to call the methods, with values of
-    the same number and shapes.
+    All cores may also be on this process. If the cores are on several processes, all processes have
+    to call the methods of this class, and give equally many values of the same shapes.
 
     Attributes:
       devices: devices of all cores, in physical order.
@@ -198,14 +202,14 @@ class Cores:
     def is_first(self) -> bool:
         """Whether this process is process 0 or has all cores: it does work for all processes.
 
-        Such work is writing files, for example.
+        Work that one process does for all processes is writing files, for example.
         """
         return self.is_alone or self._me == 0
 
     def gather(self, local: Sequence[Sequence[np.ndarray]]) -> list[list[np.ndarray]]:
         """Returns, for each of several quantities, its values on all cores, in the cores' order.
 
-        `local` has, for each quantity, its values on this process's cores.
+        `local` has, for each of the quantities, the values on this process's cores.
         """
         if self.is_alone:
             return [list(per_core) for per_core in local]
@@ -222,7 +226,8 @@ class Cores:
     def from_first(self, values: Sequence[np.ndarray]) -> list[np.ndarray]:
         """Returns, on every process, the first process's `values`.
 
-        The other processes' `values` only say the shapes and dtypes, which have to be equal.
+        On the other processes, only the shapes and dtypes of `values` are used. They have to be
+        those of the first process's `values`.
         """
         if self.is_alone:
             return list(values)
@@ -242,7 +247,7 @@ class Cores:
     def check_same(self, what: str, content: bytes) -> None:
         """Raises a ProcessesError unless all processes of these cores have the same content.
 
-        `what` names the content in the error, in the plural.
+        `what` is the name of the content in the error's text, in the plural.
         """
         if not self.is_alone:
             check_same(what, content)

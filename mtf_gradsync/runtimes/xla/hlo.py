@@ -40,9 +40,9 @@ _MESSAGES: dict[str, list[tuple[str, int, Any, bool]]] = {
 def core_groups(instruction: Any) -> tuple[tuple[int, ...], ...]:
     """Returns the groups of cores of a collective, as core numbers; () if all cores are one group.
 
-    `instruction` is the collective's ``HloInstructionProto``. For a permutation, the groups are
-    pairs of source and target. Raises a ValueError if the instruction gives its groups by axes of a
-    mesh.
+    `instruction` is the collective's ``HloInstructionProto``. If the collective is a permutation,
+    each of the groups is a pair: the core that sends and the core that receives. Raises a
+    ValueError if the instruction describes the groups by axes of a mesh, and not by core numbers.
     """
     if instruction.source_target_pairs:
         return tuple((pair.source, pair.target) for pair in instruction.source_target_pairs)
@@ -63,8 +63,8 @@ def core_groups(instruction: Any) -> tuple[tuple[int, ...], ...]:
 def _iota_groups(iota: Any) -> tuple[tuple[int, ...], ...]:
     """Returns the groups of core numbers that HLO's short form of groups describes.
 
-    `iota` is the message with the short form: the range of all core numbers is reshaped, transposed
-    and cut into groups of equal size.
+    `iota` is the protobuf message with the short form. The message says how to reshape and
+    transpose the range of all core numbers, and how to cut the result into groups of equal size.
     """
     sizes: Sequence[int] = iota.reshape_dims
     cores = np.arange(math.prod(sizes)).reshape(sizes).transpose(iota.transpose_perm)
@@ -133,7 +133,8 @@ class Instruction:
     def users(self) -> list[tuple[Instruction, int]]:
         """The instructions that use this instruction's value, as (user, operand number) pairs.
 
-        The operand number says which of the user's operands the value is, from 0.
+        An operand number says which operand of the user this instruction's value is. Operands are
+        counted from 0.
         """
         return self._computation.users[self.proto.id]
 
@@ -170,7 +171,7 @@ class Computation:
     def users(self) -> dict[int, list[tuple[Instruction, int]]]:
         """For the id of each instruction that is used, its (user, operand number) pairs.
 
-        See `Instruction.users`.
+        The pairs are those of `Instruction.users`.
         """
         found = collections.defaultdict(list)
         for instruction in self.by_id.values():
@@ -208,8 +209,9 @@ class HloModule:
     def aliases(self) -> dict[int, int]:
         """For each result that is written over a parameter, the parameter's number.
 
-        Keys are the numbers of the results, in order. Raises a ValueError if only a part of a
-        result or parameter is written over.
+        The result is a dict whose keys are the numbers of the program's results, in order. Raises a
+        ValueError if only a part of a result is written over a parameter, or a result over only a
+        part of a parameter.
         """
         found = {}
         for entry in self.proto.input_output_alias.entries:
@@ -238,8 +240,9 @@ def read_module(serialized: bytes) -> HloModule:
 def shape_bytes(shape: Any) -> int:
     """Returns how many bytes a value has, without the padding of a device's memory layout.
 
-    `shape` is XLA's ``ShapeProto``. A tuple has the bytes of all its parts. A dimension of dynamic
-    size counts with its upper bound. Raises a ValueError if the size of the elements is not known.
+    `shape` is XLA's ``ShapeProto`` of the value. If the value is a tuple, the bytes of all its
+    parts are added up. A dimension of dynamic size counts with its upper bound. Raises a ValueError
+    if it is not known how many bytes an element has.
     """
     if _type_name(shape) == "TUPLE":
         return sum(shape_bytes(part) for part in shape.tuple_shapes)
@@ -249,8 +252,8 @@ def shape_bytes(shape: Any) -> int:
 def stored_bytes(shape: Any) -> int:
     """Returns how many bytes an array takes in a device's memory, with the padding of its tiles.
 
-    `shape` is XLA's ``ShapeProto`` of the array, with a layout. Raises a ValueError when the size
-    of the elements is not known.
+    `shape` is XLA's ``ShapeProto`` of the array, with a layout. Raises a ValueError if it is not
+    known how many bytes an element has.
     """
     layout = shape.layout
     stored = [shape.dimensions[i] for i in reversed(layout.minor_to_major)]

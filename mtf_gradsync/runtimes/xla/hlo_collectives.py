@@ -102,8 +102,9 @@ def _walk(
     """Yields the collectives of a computation and of the computations that it calls, in order.
 
     `inside` are the branches and loops around the computation, as in `HloCollective`. If the
-    computation is a fusion, `chains` is the set of the ids of collectives that were listed; the TPU
-    compiler copies these, and the copies are left out. Outside fusions it is None.
+    computation is a fusion, `chains` is the set of the ids of the collectives that were yielded
+    already. The TPU compiler may copy a collective in a fusion; a copy has the id of the original,
+    and is left out. If the computation is not in a fusion, `chains` is None.
     """
     is_fused = chains is not None
     chains = set() if chains is None else chains
@@ -153,9 +154,10 @@ _PASSED_ON = frozenset(("bitcast", "convert", "copy", "get-tuple-element", "resh
 def _sent_by_fused_all_reduce(all_reduce: Instruction, size: int) -> tuple[str, int]:
     """Returns the kind of collective that a fused all-reduce amounts to, and what a core puts in.
 
-    The kind is "reduce-scatter" if the result is only cut into slices, "all-gather" if the operands
-    are slices written into zeros, and "all-reduce" otherwise. What a core puts in is a number of
-    bytes. `size` is the size of the all-reduce's operands in bytes.
+    The kind is "reduce-scatter" if operations only cut parts out of the result of the all-reduce.
+    It is "all-gather" if the operands of the all-reduce are parts that were written into arrays of
+    zeros. Otherwise it is "all-reduce". What a core puts in is a number of bytes. `size` is the
+    size of the all-reduce's operands in bytes.
     """
 
     def only_slices(value: Instruction) -> bool:
@@ -165,9 +167,9 @@ def _sent_by_fused_all_reduce(all_reduce: Instruction, size: int) -> tuple[str, 
         )
 
     def put_in(value: Instruction) -> int | None:
-        """Returns the bytes of the slices that were written into zeros to make `value`.
+        """Returns the bytes of the parts that were written into zeros to make `value`.
 
-        None if `value` was made in another way.
+        The result is None if `value` was made in another way.
         """
         if value.opcode in _PASSED_ON:
             return put_in(value.operands[0])
@@ -188,8 +190,8 @@ def _sent_by_fused_all_reduce(all_reduce: Instruction, size: int) -> tuple[str, 
 def _around(instruction: Instruction) -> list[tuple[str, ...]]:
     """Returns, for each computation that an instruction calls, the branch or loop that it is in.
 
-    This is a tuple of one name, as in ("body of while.7",) or ("branch true of cond.5",), or () for
-    a computation that is no branch and no part of a loop.
+    The branch or loop is a tuple of one name, as in ("body of while.7",) or ("branch true of
+    cond.5",). For a computation that is no branch and no part of a loop, the tuple is empty.
     """
     count = len(instruction.called)
     if instruction.opcode == "while":
@@ -204,8 +206,9 @@ def _around(instruction: Instruction) -> list[tuple[str, ...]]:
 def bytes_by_operation(collectives: Sequence[HloCollective]) -> dict[str, tuple[int, int]]:
     """Adds up collectives by their `operation`.
 
-    Returns a dict from the operation, as in "all-reduce", to the number of collectives and the sum
-    of their bytes per core. A collective in a loop counts once.
+    Returns a dict. The keys are operations, as in "all-reduce". The values are pairs: how many
+    collectives have the operation, and the sum of their bytes per core. A collective in a loop
+    counts once.
     """
     sums: dict[str, list[int]] = collections.defaultdict(lambda: [0, 0])
     for collective in collectives:

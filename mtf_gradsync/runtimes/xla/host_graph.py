@@ -1,9 +1,9 @@
 """The part of a user's graph outside the program, which TensorFlow runs on the host.
 
 A step has three parts: the operations that the program needs, the program, and the operations that
-need the program. The graph made here has the first and the last part. If the last part reads a
-tensor of the first part, the value that the first part computed is fed to it, so that no operation
-(such as an input pipeline) runs twice.
+need the program. The graph of a `HostGraph` has the first and the last part. If the last part reads
+a tensor of the first part, the value that the first part computed is fed to the last part. So no
+operation (of an input pipeline, for example) runs twice in a step.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ class Touched(NamedTuple):
 class Needs(NamedTuple):
     """The values and operations of a step's first two parts that its last part needs.
 
-    The keys of dicts are the names of the placeholders to which the values are fed.
+    The fields `carried` and `returned` are dicts. The keys of these dicts are the names of the
+    placeholders of the last part to which the values are fed.
     """
 
     carried: dict[str, str]  # placeholder -> tensor of the first part
@@ -58,9 +59,10 @@ class Needs(NamedTuple):
 class HostGraph:
     """The part of a user's graph outside a program, as a finalized `graph` for a ``tf.Session``.
 
-    Other programs of the user's graph do not run. The constructor adds operations for variables,
-    `ops`, to the user's graph. `facts` are facts about the user's graph. If that graph cannot run,
-    the constructor raises an UnsupportedProgramError and leaves the graph unchanged.
+    If the user's graph has other programs, they do not run. The constructor adds operations for
+    variables, `ops`, to the user's graph. `facts` is a `GraphFacts` of the user's graph: its nodes
+    and how they are connected. If the user's graph cannot run, the constructor raises an
+    UnsupportedProgramError and leaves the user's graph unchanged.
     """
 
     def __init__(self, program: Program, lowerings: Sequence[mtf.Lowering]):
@@ -94,7 +96,7 @@ class HostGraph:
     def is_fixed(self, name: str, fed: Collection[str] = ()) -> bool:
         """Returns whether a tensor of `graph` depends only on constants and on tensors in `fed`.
 
-        `name` is the tensor's name, and `fed` are names of tensors.
+        `name` is the name of the tensor, and `fed` has the names of tensors whose values are given.
         """
         pending, seen = [name], set()
         while pending:
@@ -157,7 +159,7 @@ class HostGraph:
     def ancestors(self, names: Iterable[str]) -> set[str]:
         """Returns the names of some operations of `graph`, and of all operations that they need.
 
-        `names` are names of these operations, or of their tensors.
+        `names` are names of operations of `graph`, or of tensors that such operations compute.
         """
         found: set[str] = set()
         pending = [split_input(n)[0] for n in names]
@@ -172,7 +174,7 @@ class HostGraph:
     def needs(self, names: Iterable[str]) -> Needs:
         """Returns what is needed from a step's first two parts in order to run its last part.
 
-        `names` are the tensors and operations of the last part to run, by name.
+        `names` are the names of the tensors to compute and the operations to run in the last part.
         """
         found = self.ancestors(names)
         return Needs(
@@ -184,7 +186,7 @@ class HostGraph:
     def touched(self, names: Iterable[str]) -> Touched:
         """Returns the variables that are read or written when some operations of `graph` run.
 
-        `names` are names of these operations, or of their tensors.
+        `names` are names of operations of `graph`, or of tensors that such operations compute.
         """
         key = frozenset(split_input(n)[0] for n in names)
         if key not in self._touched:
@@ -244,9 +246,10 @@ class HostGraph:
     def _is_sent(self, name: str, source: str, number: int) -> bool:
         """Returns whether a node of the last part reads a value that the first part computes.
 
-        The host runs the first part before the XLA program, and the last part after it. The value
-        is output `number` of the node `source`, read by the node `name`. Handles of variables do
-        not count, as both parts have their own.
+        The host runs the first part of a step before the XLA program, and the last part after the
+        program. `name` is the node that reads the value, and the value is output `number` of the
+        node `source`. If the value is the handle of a variable, the result is False: each part has
+        its own handles.
         """
         if name not in self._after or source in self._after:
             return False
@@ -293,8 +296,9 @@ class FetchSource(NamedTuple):
     def value(self, values: dict[str, Any]) -> Any:
         """Returns the fetch's value: a numpy value, or a list with one value for each core.
 
-        `values` are all values of a step by name: numpy values of tensors outside the program, and
-        `DeviceValues` of its fetches. The value of an operation is None.
+        `values` has all values of a step by name. Values of tensors outside the program are numpy
+        values, and values that the program computed are `DeviceValues`. If the fetch is an
+        operation, its value is None.
         """
         if self.inside:
             arrays = values[self.inside].arrays
@@ -310,7 +314,8 @@ class FetchSource(NamedTuple):
 class FetchPlan(NamedTuple):
     """The work of a step for a set of fetches.
 
-    `first` is run before the program, `inside` is fetched from it, and `last` is run after it.
+    `first` has what TensorFlow runs before the program, `inside` has what is fetched from the
+    program, and `last` has what TensorFlow runs after the program.
     """
 
     places: tuple[FetchSource, ...]
@@ -325,8 +330,8 @@ class FetchPlan(NamedTuple):
     def of(cls, places: Sequence[FetchSource], outside: HostGraph) -> FetchPlan:
         """Returns the plan of a step.
 
-        `places` are the sources of the fetches, and `outside` is the part of the graph outside the
-        program.
+        `places` are the sources of the fetches, as `HostGraph.source_of` returns them. `outside` is
+        the part of the user's graph outside the program.
         """
         names = {name for place in places for name in place.names if name}
         last = {name for name in names if outside.is_after(name)}
