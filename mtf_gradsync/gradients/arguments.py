@@ -380,7 +380,7 @@ def check_rate(rate: Any) -> Any:
     """
     if is_number(rate):
         return check_number("learning_rate", rate, str(_RATES))
-    dtype = (
+    dtype: Any = (
         rate.activation_dtype if isinstance(rate, mtf.Variable) else getattr(rate, "dtype", None)
     )
     if not is_scalar(rate) or not dtype.is_floating:
