@@ -118,11 +118,12 @@ def measure(options: report.Options) -> report.Table:
             }
         )
     notes = (
-        "Exit code 0: found, and proved on this machine, scaled down, to be the same training. "
-        "The compiler's figures are of two layers, times what is predicted for all over what is "
-        "predicted for these two; *compiled* is how many divisions it was asked about. Processor "
-        "seconds are of both processors and all processes of the command; *load* is the machine's, "
-        "before and after.",
+        "The exit code 0 means that a division was found, and was proved on this machine, scaled "
+        "down, to be the same training. The compiler's figures are those of two layers, multiplied "
+        "by the prediction for all layers and divided by the prediction for two layers. *compiled* "
+        "is the number of divisions that the compiler compiled. *processor seconds* is the CPU "
+        "time of all processes of the command, on both CPU cores. *load* is the load of the "
+        "machine before and after the command.",
     )
     return report.Table("best_division", "The best division of known models", rows, notes)
 

@@ -59,7 +59,7 @@ def measure(options: report.Options) -> report.Table:
         )
     return report.Table(
         "best_order",
-        "Divisions of the README's LM by predicted time, and by the compiler's",
+        "Divisions of the README's LM by predicted time, beside the compiler's times",
         rows,
         notes,
         targets,

@@ -47,7 +47,7 @@ def measure(options: report.Options) -> report.Table:
             ]
     return report.Table(
         name="graph_building",
-        title="Building and lowering a training step, placement mesh, in processor seconds",
+        title="Building and lowering a training step, on a placement mesh, in seconds of CPU time",
         rows=rows,
         targets=targets,
     )

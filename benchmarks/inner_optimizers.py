@@ -81,12 +81,12 @@ def measure(options: report.Options) -> report.Table:
 def _table(rows: list[report.Row], steps: int, batch: Any) -> report.Table:
     return report.Table(
         name="inner_optimizers",
-        title=f"Optimizers of the README's language model, {steps} steps by each",
+        title=f"Optimizers of the README's language model, {steps} steps by each optimizer",
         rows=rows,
         notes=(
             f"The model has 2 layers of width 128, and batches of {batch} sequences of 64 bytes."
             f' "rate" is the learning rate after {WARM_UP} steps of warm-up. Over the second half'
-            " of the training it falls to 0.",
+            " of the training the rate falls to 0.",
             "Embeddings begin like the weights of a classifier. Adafactor has a decay rate of"
             " 0.98.",
         ),
@@ -179,9 +179,9 @@ def _cost_table(rows: list[report.Row]) -> report.Table:
         "What the TPU compiler expects of a step by each optimizer",
         rows,
         notes=(
-            "The times are estimates of the TPU compiler, as in the table of tpu_cost. The "
-            "optimizers are in CrossShardOptimizer, on a mesh of 4x2: the batch is split over four "
-            "cores, and heads, d_ff and the vocabulary over two.",
+            "The times are estimates of the TPU compiler, as in the tables of benchmarks.tpu_cost. "
+            "Each optimizer is inside a CrossShardOptimizer, on a mesh of 4x2: the batch is split "
+            "over four cores, and heads, d_ff and the vocabulary over two cores.",
         ),
     )
 

@@ -105,7 +105,7 @@ def measure(options: report.Options) -> report.Table:
     rows = [_row(one, scale, trained, curves) for one, trained in found.items()]
     return report.Table(
         name="islands",
-        title=f"{ISLANDS} islands of a byte-level language model, {steps} steps of each",
+        title=f"{ISLANDS} islands of a byte-level language model, {steps} steps of each island",
         rows=rows,
         notes=_notes(scale),
         targets=[] if options.quick else list(_targets(rows)),
@@ -142,17 +142,18 @@ def measure_kills(options: report.Options) -> report.Table:
     happened = f"{sum(trained.kills)} kills and {row['faults']} faults"
     return report.Table(
         name="islands_kills",
-        title=f"{ISLANDS} islands and their merger that live some seconds, in a folder that fails",
+        title=f"{ISLANDS} islands and their merger that live some seconds, in a folder that often"
+        " fails",
         rows=[row],
         notes=(
             "These islands train no model: their variables are numbers that change at random. A"
             " step takes 0.05 s, islands exchange values every 10 steps, and write a checkpoint"
             " after each step.",
-            f"A fault is half a second in which half of the requests to the folder fail:"
-            f" {', '.join(FAULTS)}.",
+            "During a fault, which lasts half a second, half of the requests to the folder fail."
+            f" The kinds of faults are {', '.join(FAULTS)}.",
             '"steps" counts the steps of all islands. "killed" counts the steps that were in no'
-            " checkpoint when their island was killed, at most one for each kill."
-            ' "unaccounted" counts all other steps that are in no version, or in two.',
+            " checkpoint when their island was killed, at most one step for each kill."
+            ' "unaccounted" counts all other steps that are in no version, or in two versions.',
             '"wrong or lost" counts versions without a decision or with other bits than --replay'
             " makes, and contributions that are in two versions, or that were neither merged nor"
             " dropped nor refused.",
@@ -364,15 +365,16 @@ def _notes(scale: Scale) -> list[str]:
         f" again {scale.down_seconds:g} s later on average, and then needs time to build its"
         " session.",
         '"1 in N" means that one in N steps of an island ends with a kill of the island.'
-        ' "one program" is OuterOptimizer, where a kill ends all islands.',
+        ' "one program" is a program with OuterOptimizer: a kill ends all islands of this program.',
         '"goodput" is the number of tokens in the last version of the values, divided by the tokens'
-        " that all islands could train on in this time if none was killed or slow."
-        ' "living" divides the tokens that the running islands could train on by the same number.',
+        " that all islands could train on if no island was killed or slow."
+        ' "living" divides the tokens that the running islands could train on by the tokens that'
+        " all islands could train on.",
         '"useful/living" divides the tokens in the last version by the tokens that running islands'
-        ' could train on, and "useful/made" by the tokens that they did train on.',
-        'Islands exchange values every 10 steps and train on meanwhile (wait="none").'
+        ' could train on, and "useful/made" by the tokens that running islands did train on.',
+        'Islands exchange values every 10 steps, and train on during an exchange (wait="none").'
         f' "held-out nats" is the mean loss of the last {LAST} versions at the same number of'
-        " tokens, and is empty if a series was stopped before.",
+        " tokens, and is empty if a series was stopped before this number.",
     ]
 
 

@@ -70,7 +70,7 @@ def measure(options: report.Options) -> report.Table:
             rows.append({**row, "mean": float(np.mean(found))})
     return report.Table(
         name="islands_merges",
-        title=f"How changes of four islands are merged, {steps} steps of each",
+        title=f"How changes of four islands are merged, {steps} steps of each island",
         rows=rows,
         notes=[
             f"The language model of the table of islands, {INNER_STEPS} steps between versions, "

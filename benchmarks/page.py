@@ -67,12 +67,13 @@ MEASURED_BY = {
 READ = {
     "islands": """\
 The guide on islands says [what this table shows](guides/islands.md#what-was-measured), and has a
-picture of it.
+picture of these figures.
 """,
     "less_communication": """\
-With two seeds no loss is measurable for gradients in 8 bits, with error feedback or without, and
-none for outer gradients in 8 bits or in fragments. Gradients in 4 bits or of rank 16 cost one or
-two hundredths of a nat. Rank 4 and outer steps cost about a tenth of a nat, and rank 1 a third.
+With two seeds, gradients in 8 bits (with or without error feedback), and outer gradients in 8 bits
+or in fragments, do not measurably increase the held-out loss. Gradients in 4 bits or of rank 16
+increase it by one or two hundredths of a nat. Gradients of rank 4 and outer steps increase it by
+about a tenth of a nat, and gradients of rank 1 by a third.
 The model still learns fast when this training ends. How much outer steps cost in a longer training
 was not measured. The guide [less communication](guides/less_communication.md) shows how to use
 these optimizers and strategies.
@@ -101,8 +102,8 @@ HEAD = """\
 
 `python -m benchmarks.page` writes this page from the files in `benchmarks/results`. The command
 above each table measures the table. Programs are measured in turns, round after round. A ratio is
-the median of the ratios of all rounds, followed by their quartiles in brackets. Compare ratios,
-because times depend on the machine. In all tables *bare* is Mesh-TensorFlow's own optimizer with
+the median of the ratios of all rounds, with their quartiles in brackets. Compare ratios, because
+times depend on the machine. In all tables *bare* is Mesh-TensorFlow's own optimizer with
 the same model, mesh, session options and resource variables, and *wrapped* is `CrossShardOptimizer`
 around this optimizer. Nothing on this page was timed on a GPU or a TPU.
 """
@@ -129,12 +130,15 @@ def _section(name: str, table: dict[str, Any]) -> str:
     machine = table["machine"]
     program = MEASURED_BY.get(name, name)
     about = (
-        f"`python -m benchmarks.{program}`{': ' + rest if rest else ''}. {machine['cpus']} cores, "
-        f"Python {machine['python']}, TensorFlow {machine['tensorflow']}, {machine['time'][:10]}."
+        f"`python -m benchmarks.{program}` made {'a' if name in ELSEWHERE else 'this'} table"
+        f"{f' ({rest})' if rest else ''} on {machine['time'][:10]}, on a machine with "
+        f"{machine['cpus']} CPU cores, Python {machine['python']} and TensorFlow "
+        f"{machine['tensorflow']}."
     )
     if name in ELSEWHERE:
         where, part, program = ELSEWHERE[name]
-        return f"## {heading}\n\n{about} `{program}` writes [its tables]({where}#{part}).\n"
+        there = f"`{program}` writes [this table]({where}#{part}) on another page."
+        return f"## {heading}\n\n{about} {there}\n"
     lines = [f"## {heading}", "", about, "", *_rows_and_notes(table)]
     if name in READ:
         lines.append(READ[name])

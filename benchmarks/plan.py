@@ -95,7 +95,7 @@ def _said(calibration: Calibration, names: list[str]) -> tuple[str, ...]:
     """A calibration, and the models that were planned with it, for the notes of the table."""
     rates = calibration.rates
     return (
-        f"Rates fitted to calibration steps, for {'; '.join(names)}: "
+        'For "' + '", "'.join(names) + '", these rates were fitted to calibration steps: '
         f"{1e-9 / rates.flop if rates.flop else math.inf:.0f} GFLOP/s and "
         f"{1e-9 / rates.byte if rates.byte else math.inf:.0f} GB/s of all cores, "
         f"{1e6 * rates.operation:.2f} us for an operation, {1e9 * rates.core_byte:.3f} s more for "
@@ -103,8 +103,8 @@ def _said(calibration: Calibration, names: list[str]) -> tuple[str, ...]:
         f"{1e9 * rates.exchanged_byte:.3f} s for a GB that a core puts into collectives, "
         f"{1e9 * rates.new_byte:.3f} s for a GB of memory that is allocated anew, "
         f"{1e6 * rates.division:.2f} us to divide an operation among threads.",
-        "Calibration steps took this many times as long as predicted, by the number of cores and "
-        "of cores in a collective: "
+        "This list has the measured time of calibration steps divided by their predicted time, for "
+        "each number of cores, and of cores in a collective: "
         + "; ".join(f"{n}, {g}: {c:.3f}" for (n, g), c in calibration.corrections.items())
         + f". The calibration took {calibration.took:.0f} s.",
     )
@@ -138,8 +138,9 @@ def _certainty(name: str, rows: list[report.Row]) -> str:
     return (
         f'For the model "{name}", a step on the slowest mesh takes {max(times) / min(times):.2f} '
         "times as long as on the fastest mesh, and on the mesh that is predicted to be the fastest "
-        f"{first['measured ms'].median / min(times):.3f} times. The measurement tells for "
-        f"{sum(apart(*pair) for pair in pairs)} of {len(pairs)} pairs of meshes which is faster."
+        f"{first['measured ms'].median / min(times):.3f} times. For "
+        f"{sum(apart(*pair) for pair in pairs)} of {len(pairs)} pairs of meshes the measurement "
+        "tells which mesh of the pair is faster."
     )
 
 

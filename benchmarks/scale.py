@@ -56,15 +56,15 @@ def measure(options: report.Options) -> report.Table:
         targets.append(report.Target(what, ratio, GROWTH))
     return report.Table(
         name="scale",
-        title="Growth with cores and layers, processor seconds",
+        title="Growth with cores and layers, in seconds of CPU time",
         rows=rows,
         notes=(
             "On N cores the layers are 128 wide, and the batch of 2N sequences of 64 tokens is"
             " split N/2 ways.",
             'In programs "to be compiled" all cores share variables (simd.compiled_only), as in the'
             " commands plan and compile.",
-            '"compile s" is wall-clock time in the compiler\'s process. "GiB" is the memory of the'
-            " larger process.",
+            '"compile s" is wall-clock time in the compiler\'s process. "GiB" is the memory of this'
+            " process or of the process that builds the program, whichever is larger.",
         ),
         targets=targets,
         plot=lambda axes: _plot(axes, rows),

@@ -83,14 +83,16 @@ def measure(options: report.Options) -> report.Table:
             print(rows[-1], file=sys.stderr, flush=True)
     return report.Table(
         name="sharded_sums",
-        title=f"Sums of gradients over four microbatch steps, AdamW, {TOPOLOGY}",
+        title=f"Sums of gradients over four microbatch steps, AdamW on {TOPOLOGY}",
         rows=rows,
         notes=(
-            "MB and ms of one core. kept: from step to step, that is variables, Adam's slots and "
-            "sums. memory: all of it, as the compiler plans it. sent: between replicas, around a "
-            "ring.",
-            "ms: by the compiler's program, as `mtf-gradsync plan` predicts it, links included. "
-            "mean: over three microbatch steps without an update and one with it.",
+            'All figures are MB or ms of one core. "kept" is what the core keeps from step to '
+            'step: variables, Adam\'s slots and accumulated gradients. "memory" is all memory of '
+            'the core, as the compiler plans it. "sent" is what the core sends to other '
+            "replicas in rings.",
+            '"ms" is the time that `mtf-gradsync plan` predicts from the compiled program, links '
+            'included. "mean ms" is the mean of three microbatch steps without an update and one '
+            "with an update.",
         ),
     )
 

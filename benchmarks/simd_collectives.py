@@ -36,13 +36,14 @@ def measure(options: report.Options) -> report.Table:
             )
     return report.Table(
         name="simd_collectives",
-        title="CrossReplicaSum operations for the gradients on a SIMD mesh, bytes a core",
+        title="CrossReplicaSum operations for the gradients on a SIMD mesh, with the bytes of one"
+        " core",
         rows=rows,
         notes=(
-            '"in the whole step" also counts the operations of the forward pass, the backward pass'
-            " and the update.",
-            '"groups" counts groups of sums that are made together, each of which the compilers of'
-            " TPUs and GPUs combine.",
+            '"in the whole step" is the number of all CrossReplicaSum operations of a step: those'
+            " of the forward pass, the backward pass and the update.",
+            '"groups" is the number of groups of sums. The compilers of TPUs and GPUs combine the'
+            " sums of each group.",
         ),
     )
 

@@ -65,11 +65,11 @@ def measure(options: report.Options) -> report.Table:
     notes = (
         "The language models are trained by Adafactor on a mesh of 4x2, and have 1 to 5 layers of "
         "width 64 to 256, and batches of 8 to 32 sequences of 32 to 128 tokens.",
-        "The times are estimates of the TPU compiler, as in the table of tpu_cost. The rows "
-        '"reports" are relative to a bare program that clips by hand, because this program also '
-        "computes the norm of the gradients.",
+        "The times are estimates of the TPU compiler, as in the tables of benchmarks.tpu_cost. The "
+        'rows "reports" are relative to a bare program that clips by hand, because such a program '
+        "also computes the norm of the gradients.",
         "The memory of SyncReplicas is the memory of a program with both branches, the update and "
-        "the skipped update, as in the table of tpu_cost.",
+        "the skipped update, as in the tables of benchmarks.tpu_cost.",
     )
     title = "Wrappers on a TPU, the compiler's estimate for language models of random sizes"
     return report.Table("tpu_sizes", title, rows, notes)

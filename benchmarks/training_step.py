@@ -52,8 +52,8 @@ def measure(options: report.Options) -> report.Table:
             'The model "lm" is a 4-layer transformer, trained by Adafactor on a mesh of 4x2.',
             '"wrapped+mesh" is the wrapped optimizer on a mesh of'
             " mtf_gradsync.placement_mesh_impl.",
-            '"floor" is the time of the forward and backward pass alone, whose gradients stay'
-            " unreduced.",
+            '"floor" is the time of the forward and backward pass alone, without a reduction of'
+            " the gradients.",
         ),
         targets=targets,
         plot=lambda axes: _plot(axes, rows),
