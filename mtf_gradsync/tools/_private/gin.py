@@ -15,8 +15,8 @@ from mtf_gradsync.extension import load_configurables
 def bindings() -> dict[tuple[str, str, str], Any]:
     """Returns all values that gin has bound, by scope, full name of configurable, and parameter.
 
-    The scope is "" for a binding without one. Values are as gin keeps them: a reference such as
-    ``@f()`` is not called.
+    The scope is "" for a binding without a scope. Values are as gin keeps them: the function of a
+    reference such as ``@f()`` is not called.
     """
     return {
         (scope, selector, parameter): value
@@ -28,8 +28,9 @@ def bindings() -> dict[tuple[str, str, str], Any]:
 def called_in(name: str) -> list[str]:
     """Returns which bindings call the configurable `name`, such as ["CrossShardOptimizer.opt"].
 
-    The values of these bindings contain the reference ``@name()``, with parentheses. `name` is
-    without a module. A binding in a scope begins with the scope and a slash.
+    A binding calls a configurable if its value contains the reference ``@name()``, with
+    parentheses. `name` has no module in front. In the result a binding with a scope begins with the
+    scope and a slash.
     """
     return [
         f"{scope}/{gin.config._REGISTRY.minimal_selector(selector)}.{parameter}".lstrip("/")
@@ -42,7 +43,8 @@ def called_in(name: str) -> list[str]:
 def take(selector: str) -> dict[str, Any]:
     """Removes the bindings of a configurable that have no scope, and returns them.
 
-    `selector` is the configurable's full name. The result has the bound values by parameter.
+    `selector` is the configurable's full name. The result has the removed values by the names of
+    their parameters.
     """
     return gin.config._CONFIG.pop(("", selector), {})
 
@@ -66,7 +68,7 @@ def bound(lines: Iterable[str]) -> Iterator[None]:
 def short_name(selector: str) -> str:
     """Returns the shortest name that a gin file may use for a configurable.
 
-    `selector` is the full name, with all modules.
+    `selector` is the configurable's full name, with all modules.
     """
     return gin.config._REGISTRY.minimal_selector(selector)
 
@@ -89,8 +91,8 @@ _written: tuple[set[tuple[str, str, str]], set[tuple[str, str]]] = (set(), set()
 def note_written(texts: Iterable[str]) -> None:
     """Notes which bindings the user's own files and flags have, for a later call of `unread`.
 
-    `texts` are the contents of the gin files that the user named, and the bindings given as flags.
-    They do not have the content of files that a gin file includes.
+    `texts` are the contents of the gin files that the user named, and the bindings that the user
+    gave as flags. The contents of files that a gin file includes are not in `texts`.
     """
     global _written
     keys = [key for text in texts for key in _KEY.findall(text)]
@@ -100,8 +102,9 @@ def note_written(texts: Iterable[str]) -> None:
 def unread() -> list[str]:
     """Returns the bindings, except macros, that no call has read yet, as "scope/name.parameter".
 
-    If `note_written` was called for this configuration, bindings of optimizers that are not in its
-    texts are left out: they come from an included file, and the user has chosen another optimizer.
+    If `note_written` was called for gin's present configuration, the result leaves out bindings of
+    optimizers that are not in the texts given to `note_written`. Such a binding comes from an
+    included file, and is unread because the user has chosen another optimizer.
     """
     there, written = _written
     is_noted = set(bindings()) == there
@@ -136,7 +139,7 @@ _KEY = re.compile(r"^\s*(?:[\w/]+/)?([\w.]+)\.(\w+)\s*=", re.MULTILINE)
 def bindings_in(text: str) -> dict[str, str]:
     """Returns the bindings in a text that `gin.operative_config_str` has written.
 
-    The result has each value as the text of one line, by "scope/name.parameter".
+    The result is a dictionary from "scope/name.parameter" to the bound value, as text in one line.
     """
     # A long value begins with a backslash, in the next line.
     return {name: " ".join(value.lstrip("\\").split()) for name, value in _BINDING.findall(text)}
@@ -149,8 +152,8 @@ _BINDING = re.compile(r"^([^\s#=]+) = (.*(?:\n[ \])}].*)*)", re.MULTILINE)
 def registered() -> dict[str, list[str]]:
     """Returns the names of each configurable's parameters, by the configurable's full name.
 
-    All configurables of this package are loaded first. A list is empty if the parameters of a
-    function written in C are not known.
+    Before the names are read, all configurables of this package are loaded. The list of names is
+    empty for a function written in C whose parameters are not known.
     """
     load_configurables()
     found = {}

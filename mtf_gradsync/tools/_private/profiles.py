@@ -13,8 +13,9 @@ from typing import Any, Iterator
 def profile_data(serialized: bytes) -> Any:
     """Parses a serialized ``XSpace``, as jax's profiler writes it, into a ``ProfileData`` of jax.
 
-    Jax 0.4 has no such class; with it the result is an object with the attributes that this package
-    reads. Raises a ValueError if the bytes are no ``XSpace``.
+    Jax 0.4 has no class ``ProfileData``. With jax 0.4 the result is an object that has the
+    attributes of ``ProfileData`` that this package reads. Raises a ValueError if the bytes are no
+    ``XSpace``.
     """
     from google.protobuf.message import DecodeError
     from jax import profiler
@@ -33,9 +34,10 @@ def profile_data(serialized: bytes) -> Any:
 def _with_types(data: Any) -> Any:
     """Returns a ``ProfileData`` of jax, after a first use of its iterators without warnings.
 
-    The first use of a kind of iterator makes a type, for which Python 3.12 and later give a
-    warning. Where warnings are raised as exceptions, this one would end the process, because it
-    comes from C++. Here it is ignored, and later uses give no warning.
+    When an iterator of ``ProfileData`` is used for the first time, its C++ code makes a type, and
+    Python 3.12 and later give a warning for this. Where warnings are raised as exceptions, the
+    warning would end the process, because it comes from C++. So this function uses each kind of
+    iterator once while it ignores the warning. Later uses of the iterators give no warning.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
@@ -51,8 +53,9 @@ def _with_types(data: Any) -> Any:
 def _plane(plane: Any) -> Any:
     """Converts a plane of an ``XSpace`` protocol buffer to an object like jax's planes.
 
-    It has `name`, `lines` and `stats`, an iterator of pairs (name, value). A line has `name` and
-    `events`; an event has `name`, `start_ns`, `duration_ns` and `stats`.
+    The returned object has the attributes `name`, `lines` and `stats`. A line has the attributes
+    `name` and `events`; an event has `name`, `start_ns`, `duration_ns` and `stats`. `stats` is an
+    iterator of pairs (name, value).
     """
 
     def stats(of: Any) -> Iterator[tuple[str, Any]]:

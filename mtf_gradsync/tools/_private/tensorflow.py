@@ -12,7 +12,8 @@ def singular_monitored_session(
 ) -> tf.train.SingularMonitoredSession:
     """Returns a monitored session that does not restart itself after an exception.
 
-    `creator` makes the plain session inside it, and `hooks` are `tf.train.SessionRunHook` objects.
+    `creator` makes the plain session inside the monitored session. `hooks` are objects of
+    `tf.train.SessionRunHook`.
     """
 
     class Singular(tf.train.SingularMonitoredSession):
@@ -27,7 +28,7 @@ def singular_monitored_session(
 def summary_writers(graph: tf.Graph) -> list[tf.Operation]:
     """Returns the operations of a graph that open its version 2 summary writers.
 
-    Input 0 of such an operation is the writer.
+    Input 0 of an operation that opens a writer is the writer.
     """
     return graph.get_collection("_SUMMARY_WRITER_V2")
 

@@ -239,7 +239,8 @@ def all_choices(
 def _order(choice: Choice) -> tuple[Any, ...]:
     """Returns a key that sorts divisions: the shortest predicted time first, then least memory.
 
-    Of equal divisions, a simpler stack comes first, and then a layout with more rules.
+    Of divisions that are equal in time and memory, the one whose stack has the shorter name comes
+    first, and then the one with the longer layout.
     """
     predicted, stack = choice.predicted, choice.stack
     return (predicted.seconds, predicted.bytes_per_core, len(str(stack)), -len(choice.layout))
@@ -248,8 +249,8 @@ def _order(choice: Choice) -> tuple[Any, ...]:
 def _with_fewer_rules(layout: str, mesh_shape: str, batch_dims: Sequence[str]) -> list[str]:
     """Returns a layout, and its variants without some of the rules that split the model.
 
-    Rules of mesh axes of size 1, and rules that split the batch, are always kept. A layout with
-    more than six other rules is returned alone.
+    All variants keep the layout's rules for mesh axes of size 1, and the rules that split the
+    batch. If the layout has more than six other rules, it is returned without variants.
 
     Args:
       layout: the layout rules, such as "batch:batch;heads:model".
@@ -287,10 +288,10 @@ def best_of(
       check: a function that asks the compiler what a division needs. None trusts the prediction.
 
     Returns:
-      The best division, with the compiler's answers. A larger budget never leads to a division with
-      a longer predicted time. For this, whether the compiler is asked about a division depends on
-      its prediction, and only on answers for earlier divisions that are predicted to need no more
-      memory.
+      The best division, with the compiler's answers. A larger `budget` never leads to a division
+      with a longer predicted time. To ensure this, the function decides whether to ask the compiler
+      about a division from two things only: the division's prediction, and the answers for earlier
+      divisions that are predicted to need no more memory than this one.
     """
     tried: list[tuple[Choice, Checked]] = []
     chosen, found = None, None

@@ -1,6 +1,6 @@
 """Predicts the cost of a training step in each division, from its mtf graph and without compiling.
 
-A division is a mesh and layout, and settings of wrappers.
+Here a division is a mesh, a layout, and the settings of the wrappers around the optimizer.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ class Array(NamedTuple):
     def of(cls, tensor: Any, dtype: Any = None) -> Array:
         """Returns the array of an mtf tensor or variable.
 
-        `dtype` says how many bytes a number takes; by default it is the dtype of the tensor.
+        `dtype` says how many bytes a number of the array takes; None stands for the dtype of the
+        tensor or variable.
         """
         dims = tuple((dim.name, dim.size) for dim in tensor.shape.dims)
         return cls(dims, (dtype or tensor.dtype).size)
@@ -65,8 +66,8 @@ class Array(NamedTuple):
 class _Product(NamedTuple):
     """A product of matrices.
 
-    `dims` are the names and sizes of all dimensions of its operands, each dimension once. `arrays`
-    are its inputs, followed by its output.
+    `dims` are the names and sizes of all dimensions of the two matrices, each dimension once.
+    `arrays` are the two matrices, followed by their product.
     """
 
     dims: tuple[tuple[str, int], ...]
@@ -91,7 +92,7 @@ class _Reshape(NamedTuple):
 class StepCosts(NamedTuple):
     """The facts of a training step from which its cost on any mesh is predicted.
 
-    Mappings go from an item to how often the graph has an equal one.
+    Attributes that are mappings say, for each array or product, how many equal ones the graph has.
 
     Attributes:
       products: products of matrices in the forward and the backward pass.
@@ -150,7 +151,7 @@ def read_costs(
 ) -> StepCosts:
     """Returns the facts that decide a step's cost, from its mtf graph.
 
-    Call it after gradients have been computed and applied.
+    Call `read_costs` after the step's gradients have been computed and applied.
 
     Args:
       loss: the loss. Operations up to the loss are the forward pass.
@@ -230,11 +231,11 @@ def _reduced(operation: mtf.Operation) -> frozenset[str]:
 def _pending_sums(operations: Sequence[mtf.Operation]) -> dict[mtf.Operation, frozenset[str]]:
     """Returns the sums among the operations that need an all-reduce if their dimensions are split.
 
-    If two such sums over the same dimensions are added, Mesh-TensorFlow makes one all-reduce after
-    the addition. So the addition is listed in place of the two.
+    If two sums over the same dimensions are added to each other, Mesh-TensorFlow makes one
+    all-reduce after the addition. So the result has the addition in place of the two sums.
 
     Returns:
-      A dictionary from each of these operations to the names of the dimensions that it sums over.
+      A dictionary from each sum to the names of the dimensions that are summed over.
     """
     over: dict[mtf.Operation, frozenset[str]] = {}
     for operation in operations:
@@ -260,7 +261,8 @@ def _kept(operations: Sequence[mtf.Operation], forward: int, backward: int) -> M
       backward: the number of the first operation after the backward pass.
 
     Returns:
-      A dictionary from each such array to the number of results that are equal to it.
+      A dictionary from each array that the backward pass reads to the number of results of the
+      forward pass that are equal to the array.
     """
     own = set(operations[:forward])
     read = {
@@ -484,11 +486,12 @@ class Predictor:
     def _sync(self, stack: Stack) -> tuple[float, float]:
         """Returns the seconds of the collectives by which a stack's wrappers synchronize replicas.
 
-        They exchange gradients, or new values of variables.
+        The wrappers exchange gradients, or new values of variables.
 
         Returns:
-          Two numbers: the seconds in each microbatch step, and the further seconds once in an
-          update. With outer steps, the second number is an update's share of an outer step.
+          Two numbers: the seconds that collectives take in each microbatch step, and the seconds
+          that they take once more in an update. With outer steps, the second number is the seconds
+          of an outer step, divided by the number of updates from one outer step to the next.
         """
         axes, costs = self.replica_axes, self._costs
         if stack.inner_steps:

@@ -42,7 +42,8 @@ def exchanges_of(
 ) -> list[Exchange]:
     """Returns the collectives that run in a step, with their cores, bytes and counts.
 
-    Exchanges between slices have the axis `DCN`. Collectives of each core with itself are left out.
+    Collectives between TPU slices have the axis `DCN` in the result. Collectives in which each core
+    is alone are left out.
 
     Args:
       compiled: the collectives of the compiled program. Those outside loops are taken from here,
@@ -87,7 +88,7 @@ def exchanges_of(
 def _axis_around(groups: Groups, axes: Mapping[Any, str]) -> str | None:
     """Returns the smallest mesh axes along which all the given groups of cores lie.
 
-    A group lies along mesh axes if one of the groups of these axes contains it.
+    A group of cores lies along mesh axes if its cores differ in their positions on these axes only.
 
     Args:
       groups: the numbers of the cores in each group.
@@ -105,16 +106,17 @@ def _axis_around(groups: Groups, axes: Mapping[Any, str]) -> str | None:
 
 
 def _by_slice(one: Exchange, of_slice: int) -> list[Exchange]:
-    """Splits a collective into collectives within slices and between slices, as the compiler does.
+    """Splits a collective into ones within and between TPU slices, as the compiler does.
 
     Args:
       one: the collective.
-      of_slice: the number of cores in a slice.
+      of_slice: the number of cores in a TPU slice.
 
     Returns:
-      `one` alone if all its groups lie within slices. An all-reduce that crosses slices becomes a
-      reduce-scatter within slices, an all-reduce between slices of the parts, and an all-gather
-      within slices. Any other collective becomes one within slices and one between slices.
+      A list with `one` alone if all its groups lie within TPU slices. For an all-reduce that
+      crosses slices, the list has a reduce-scatter within slices, an all-reduce of the scattered
+      parts between slices, and an all-gather within slices. For any other collective it has the
+      same collective within slices, and between slices.
     """
     members = [sum(core // of_slice == group[0] // of_slice for core in group)
                for group in one.groups]  # fmt: skip

@@ -53,9 +53,9 @@ def bytes_sent(operation: str, members: int, size: float) -> float:
 def bytes_of_chip(operation: str, cores: float, size: float) -> float:
     """Returns the bytes that a chip gives to a collective if `cores` of its cores give `size` each.
 
-    `operation` is HLO's name of the collective, such as "all-reduce". In a reduction the cores of a
-    chip first add up their data on the chip, so the result is `size`. In an all-gather or
-    all-to-all the data of all cores are sent, so the result is `cores` times `size`.
+    `operation` is HLO's name of the collective, such as "all-reduce". In an all-gather or
+    all-to-all the data of all cores of the chip are sent, so the result is `cores` times `size`.
+    In a reduction the cores of a chip first add up their data on the chip, so the result is `size`.
     """
     return cores * size if operation in ("all-gather", "all-to-all") else size
 
@@ -63,8 +63,8 @@ def bytes_of_chip(operation: str, cores: float, size: float) -> float:
 def hops(operation: str, members: int) -> int:
     """Returns how many hops between neighbours a collective makes one after the other on a ring.
 
-    `operation` is HLO's name of the collective, such as "all-reduce", and `members` is the number
-    of chips in the ring. The result is 0 for one chip.
+    `operation` is HLO's name of the collective, such as "all-reduce". `members` is the number of
+    chips that are joined to a ring. The result is 0 for one chip.
     """
     if members < 2:
         return 0
@@ -114,8 +114,8 @@ class Torus:
     def links(self, group: Sequence[int]) -> Links:
         """Returns the links that a group of cores uses in a collective.
 
-        These are the links in the smallest box of the grid that holds the chips of the group. If
-        other cores are in that box, the group gets only its share of the links' rate.
+        A group of cores uses the links in the smallest box of the grid that holds the group's
+        chips. If other cores are in this box, the group gets only its share of the links' rate.
 
         Args:
           group: the numbers of the cores that exchange data with each other.
@@ -142,8 +142,8 @@ class Torus:
     def seconds(self, operation: str, groups: Sequence[Sequence[int]], size: float) -> float:
         """Returns the seconds that a collective takes on the links, if there is no other traffic.
 
-        All groups run at the same time, and the result is the time of the slowest. The time to read
-        and write memory is not counted.
+        All groups of cores run the collective at the same time, and the result is the time of the
+        slowest group. The time to read and write memory is not counted.
 
         Args:
           operation: HLO's name of the collective, such as "all-reduce".
@@ -198,15 +198,16 @@ class Machine(Protocol):
     def lower(self, program: Program, fetches: Sequence[object]) -> LoweredProgram:
         """Returns the program of a core in the form that `compile` takes.
 
-        `fetches` are the tensors that a step returns besides the updates, such as the loss. If the
-        program cannot be compiled at all, `LoweredProgram.refused` of the result says why.
+        `fetches` are the tensors that a step of the program returns besides the updates, such as
+        the loss. If the program cannot be compiled at all, `LoweredProgram.refused` of the result
+        says why.
         """
 
     def compile(self, lowered: LoweredProgram, begun: Begun) -> Compiled:
         """Compiles a program that `lower` returned; returns its memory and estimates, or an error.
 
-        `begun` is called with each process that is started to compile, so that the caller can kill
-        the process.
+        `begun` is called with each process that is started to compile the program, so that the
+        caller can kill the process.
         """
 
     def seconds(self, operation: str, groups: Sequence[Sequence[int]], size: float) -> float:
@@ -264,16 +265,17 @@ class TpuMachine:
     def lower(self, program: Program, fetches: Sequence[object]) -> LoweredProgram:
         """Returns the program of a core as an HLO module, or the reason why it is refused.
 
-        `fetches` are the tensors that a step returns besides the updates, such as the loss.
+        `fetches` are the tensors that a step of the program returns besides the updates, such as
+        the loss.
         """
         return lower(program, fetches)
 
     def compile(self, lowered: LoweredProgram, begun: Begun) -> Compiled:
         """Compiles a program for this topology; returns its memory and estimates, or an error.
 
-        If the program has conditionals, `Compiled.step` is a step with the update, and
-        `Compiled.skipped` a step without it. `begun` is called with each process that is started to
-        compile, so that the caller can kill the process.
+        If the program has conditionals, `Compiled.step` of the result describes a step with the
+        update, and `Compiled.skipped` a step without the update. `begun` is called with each
+        process that is started to compile the program, so that the caller can kill the process.
         """
         made = compile_lowered(lowered, self.name, begun=begun, by_branches=self._by_branches)
         if made.memory is None:
@@ -291,7 +293,8 @@ class TpuMachine:
     def seconds(self, operation: str, groups: Sequence[Sequence[int]], size: float) -> float:
         """Returns the seconds that a collective takes on the links or the data center network.
 
-        The estimate of a step's operations counts a collective's access to memory, but no links.
+        The time in which a collective reads and writes memory is not counted here, because the
+        estimate of a step's operations has it already.
 
         Args:
           operation: HLO's name of the collective, such as "all-reduce".
@@ -313,9 +316,9 @@ class TpuMachine:
 def topology_of(chips: str) -> str:
     """Returns the topology for a number of chips, such as "v5e:16x16" for "v5e:256".
 
-    `chips` is the kind and number of chips, after "2x" for two such slices ("2xv5e:256"). The chips
-    of a slice are arranged as close to a square or cube as possible. Text that already names a
-    topology is returned unchanged, and so is text with an unknown kind of chip.
+    `chips` is the kind and number of chips of a TPU slice. For two equal slices "2x" stands in
+    front ("2xv5e:256"). The chips of a slice are arranged as close to a square or cube as possible.
+    `chips` is returned unchanged if it already names a topology, or has an unknown kind of chip.
 
     Raises:
       ValueError: the number is no power of two, so that the arrangement is unknown.
@@ -365,9 +368,9 @@ def factorizations(cores: int, axes: Sequence[str]) -> list[str]:
 def shapes_of(cores: int, axes: Sequence[str], slices: int) -> list[str]:
     """Returns all mesh shapes of a machine, such as "batch:4;model:2".
 
-    The first axis of a mesh shape crosses the data center network between slices. So, with several
-    slices, each shape is returned once for every axis whose size `slices` divides, with this axis
-    first.
+    The first axis of a mesh shape crosses the data center network between TPU slices. So, with
+    several slices, each mesh shape is returned several times: once for every mesh axis whose size
+    can be divided by the number of slices, with this axis first.
 
     Args:
       cores: the number of the machine's cores, of all slices together.

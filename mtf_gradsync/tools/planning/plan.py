@@ -51,7 +51,7 @@ def plan(
         `axes`. With several slices, the first axis of a mesh shape crosses the data center network;
         by default each axis whose size the number of slices divides comes first once.
       axes: names of the mesh axes; None for those that the first layout names, in its order.
-      jobs: the number of compilers that run at once. Each takes a processor, and memory.
+      jobs: the number of compilers that run at once. Each takes a CPU of this computer, and memory.
       progress: whether to show a progress bar on terminals.
       refusals: further types of errors by which `build` says that a mesh is not possible.
       price: dollars for an hour of one chip: one number for all topologies, or a dictionary with

@@ -42,7 +42,7 @@ class AxisTraffic:
 
 @dataclasses.dataclass(frozen=True)
 class FewerMessages:
-    """The time of a step if slices exchange values over the network only once in several steps.
+    """The time of a step if TPU slices exchange values only once in several steps.
 
     Attributes:
       way: "OuterOptimizer", or "islands" (programs that exchange changes through a folder).
@@ -112,10 +112,10 @@ class PlanRow:
         `mean_step_seconds`; None if `model_flops` or the peak is unknown.
       dollars_per_hour: what the machine's chips cost by the given price; None without a price.
       tokens_per_dollar: from `dollars_per_hour` and `tokens_per_second`; None if one is unknown.
-      slices: the number of slices that a data center network joins.
+      slices: the number of TPU slices that a data center network joins.
       dcn_seconds: the part of `link_seconds` spent on the data center network (the axis "DCN").
-      fewer_messages: the time of a step with fewer exchanges over that network. It is empty for one
-        slice, and if the axis that crosses the network does not split the batch.
+      fewer_messages: the times of a step if TPU slices exchange values only once in several steps.
+        It is empty for one slice, and if the mesh axis between slices does not split the batch.
     """
 
     mesh_shape: str
@@ -277,8 +277,8 @@ class Plan:
 def sorted_rows(rows: list[PlanRow]) -> tuple[PlanRow, ...]:
     """Returns the rows in the order of `Plan.rows`.
 
-    Programs that fit into memory come first, and of these the fastest. Rows whose estimate is in
-    doubt come last.
+    Rows of programs that fit into memory come first, the fastest program before the others. Rows
+    with a `PlanRow.doubt` come last.
     """
 
     def key(row: PlanRow) -> Any:
@@ -292,8 +292,8 @@ def sorted_rows(rows: list[PlanRow]) -> tuple[PlanRow, ...]:
 def _parameters(rows: tuple[PlanRow, ...]) -> list[str]:
     """Returns a list with one line that says how many parameters the model has.
 
-    The line has several numbers if rows differ, as when padding depends on the mesh. The list is
-    empty if no row knows its number.
+    The line has several numbers if the models of rows differ, as when padding depends on the mesh.
+    The list is empty if no row has a number of parameters.
     """
     counts = sorted({row.parameters for row in rows if row.parameters is not None})
     return [f"{' or '.join(f'{n:,}' for n in counts)} parameters."] if counts else []
@@ -305,10 +305,11 @@ def _name(row: PlanRow | Refused, with_layout: bool) -> str:
 
 
 def _fewer_messages(rows: tuple[PlanRow, ...]) -> list[str]:
-    """Returns the lines of the plan's text on fewer exchanges between slices.
+    """Returns lines of text on TPU slices that exchange values only once in several steps.
 
-    These are a table of the step times in `PlanRow.fewer_messages`, and a sentence for each row on
-    how much time is saved. There are no lines if no row has such times.
+    The lines are a table of the step times in `PlanRow.fewer_messages`, and a sentence for each row
+    on how much of a step's time is saved. There are no lines if `PlanRow.fewer_messages` is empty
+    in all rows.
     """
     table, words = [], []
     several = len({row.layout for row in rows}) > 1
@@ -355,7 +356,7 @@ _LEAST_SAVED = 0.05
 def _reasons(refused: tuple[Refused, ...], with_layout: bool) -> list[str]:
     """Returns lines of text that give each reason once, with the meshes that are refused for it.
 
-    `with_layout` says whether the layout is part of a mesh's name.
+    `with_layout` says whether the lines name the layout of each mesh, too.
     """
     meshes: dict[str, list[str]] = {}
     for one in refused:
@@ -373,7 +374,7 @@ def _parts(rows: tuple[PlanRow, ...]) -> dict[str, list[float]]:
     """Returns the milliseconds of a step, split into operations and the links of each mesh axis.
 
     The result is a dictionary from the label of a part, "operations" or "along batch", to a list
-    with the milliseconds of this part in each row.
+    with the milliseconds of this part in each row of the plan.
     """
     parts = {"operations": [1e3 * row.estimate_seconds for row in rows]}
     for axis in dict.fromkeys(t.axis for row in rows for t in row.traffic):

@@ -63,12 +63,12 @@ class Built(NamedTuple):
 def model_flops(loss: mtf.Tensor) -> float:
     """Returns how many floating-point operations a model needs in a training step (model FLOPs).
 
-    The count is 6 for each pair of a weight and a token that are multiplied (2 in the forward and 4
-    in the backward pass). Attention adds 12 for each layer, element of a head, token, and token
-    attended to, masked or not. These are 6 N D and 12 L H Q T D of Chowdhery et al. (2022),
-    https://arxiv.org/abs/2204.02311, appendix B. Embedding lookups and the dispatch of tokens to
-    experts do not count, although Mesh-TensorFlow makes them by products. Recomputed operations
-    count once.
+    Each pair of a weight and a token that are multiplied counts as 6 operations: 2 in the forward
+    and 4 in the backward pass. Attention adds 12 operations for each layer, element of a head,
+    token, and token attended to, whether the latter is masked or not. These counts are the formulas
+    6 N D and 12 L H Q T D of Chowdhery et al. (2022), https://arxiv.org/abs/2204.02311, appendix B.
+    Embedding lookups and the dispatch of tokens to experts do not count, although Mesh-TensorFlow
+    computes them as products of matrices. Recomputed operations count once.
 
     Args:
       loss: the loss, a tensor of an mtf graph. Only operations up to the loss are counted.
@@ -155,9 +155,9 @@ def search(
 ) -> Plan:
     """Builds and compiles the program of each candidate; returns the predicted costs of all.
 
-    After a KeyboardInterrupt the plan has the candidates planned so far. Programs are built one
-    after the other, each once for all machines, while compilers run. Equal programs are compiled
-    once for each machine.
+    After a KeyboardInterrupt the result has the candidates planned so far. Programs are built one
+    after the other, while compilers work on the programs built before. A mesh shape and layout is
+    built once for all machines, and equal programs are compiled once for each machine.
 
     Args:
       build: builds the program for a mesh shape and a layout, in a new graph.
@@ -388,19 +388,20 @@ _BATCH = ("batch", "outer_batch")
 
 
 def _fewer_messages(work: _Work, alone: float) -> tuple[FewerMessages, ...]:
-    """Returns step times if slices exchange values only once in several steps.
+    """Returns step times if TPU slices exchange values only once in several steps.
 
-    There are two entries for each number of the candidate's `inner_steps`. For "OuterOptimizer", an
-    outer step adds up float32 values of each core over the slices. For "islands", an island sends
-    its change and reads the merged values through one process, while its steps go on.
+    The result has two entries for each number in the candidate's `inner_steps`. In the entry
+    "OuterOptimizer", an outer step adds up float32 values of each core over the TPU slices. In the
+    entry "islands", one process of each island sends the changes of the island's values and reads
+    the merged values, while the island goes on with its training steps.
 
     Args:
       work: the candidate with its program.
-      alone: the seconds of a step without any exchange between slices.
+      alone: the seconds of a step without any exchange between TPU slices.
 
     Returns:
-      The entries. There are none for one slice, for an unknown number of parameters, or if the
-      first mesh axis, which crosses the network, does not split the batch.
+      The step times. There are none for one TPU slice, for an unknown number of parameters, or if
+      the first mesh axis, which crosses the network between slices, does not split the batch.
     """
     machine, parameters = work.candidate.machine, work.built.parameters
     (first, size), *_ = (axis.split(":") for axis in work.candidate.mesh_shape.split(";"))
@@ -421,9 +422,9 @@ def _fewer_messages(work: _Work, alone: float) -> tuple[FewerMessages, ...]:
 def _roofline(cost: CostEstimate, machine: Machine) -> float | None:
     """Returns the least seconds that a step's operations can take on a core, without the links.
 
-    This is the time of the operations at the core's peak or of the bytes at the memory's bandwidth,
-    whichever is longer; None if the machine's rates are unknown. `cost` has the compiler's counts
-    of operations and bytes.
+    The result is the longer of two times: that of the step's floating-point operations at the
+    core's peak, and that of the step's bytes at the memory's bandwidth. It is None if the machine's
+    rates are unknown. `cost` has the compiler's counts of operations and bytes.
     """
     peak, bandwidth = machine.peak_flops_per_core, machine.bytes_per_second_per_core
     if not peak or not bandwidth:

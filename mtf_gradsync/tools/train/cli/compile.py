@@ -1,18 +1,19 @@
 """Compile what gin files describe for a TPU, without a TPU.
 
-Builds the training step that gin files describe as a TPU program and compiles it with the real TPU
-compiler. Prints whether it is accepted, the collectives before and after the compiler's
-optimizations, the memory per core and an estimate of a step's cost. Nothing is
+Builds the training step that gin files describe, as a TPU program, and compiles the program with
+the real TPU compiler. Prints whether the compiler accepts the program, the collectives before and
+after the compiler's optimizations, the memory per core and an estimate of a step's cost. Nothing is
 trained and no TPU is needed.
 
-Needs the extra "tpu": in a clone, pip install ".[train,tpu]".
+This command needs the extra "tpu": in a clone, pip install ".[train,tpu]".
 
 Examples:
   mtf-gradsync compile --gin_file=configs/lm_cpu_mesh.gin --topology=v3:2x2
   mtf-gradsync compile --gin_file=lm_cpu_mesh.gin --topology=v5e:2x4 --json=compiled.json
 
-The topology must have as many cores as the config's mesh. Exit code 0: accepted, 1: refused.
-docs/tpu.md says what the numbers mean.
+The topology must have as many cores as the config's mesh. The exit code is 0 if the compiler
+accepts the program, and 1 if it refuses the program. docs/tpu.md says what the printed numbers
+mean.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     """Runs ``mtf-gradsync compile`` with its parsed flags `args`, and returns the exit code.
 
-    It is 0 if the TPU compiler accepts the step, and 1 if it refuses it.
+    The exit code is 0 if the TPU compiler accepts the training step, and 1 if it refuses the step.
     """
     json_file = output_path("--json", args.json)
     make_output_folder("--save_hlo", args.save_hlo)
@@ -84,11 +85,11 @@ def compile_config(
 ) -> Any:
     """Compiles the training step of gin's configuration by `mtf_gradsync.xla.compile_for_tpu`.
 
-    `topology` names the TPU, such as "v5e:2x4". `save_hlo` is a folder for the program as text.
-    With `update_not_split` the step is also compiled without splitting the update over the cores,
-    and with `compare_with_bare` a step with the innermost optimizer alone is estimated, too. The
-    step counter and the learning rate that follows from it stay outside the program, on the host,
-    as with TPUEstimator. Returns the result of `compile_for_tpu`.
+    `topology` names the TPU, such as "v5e:2x4". `save_hlo` is a folder into which the program is
+    written as text. With `update_not_split` the step is also compiled without splitting the update
+    over the cores, and with `compare_with_bare` a step with the innermost optimizer alone is
+    estimated, too. The step counter and the learning rate, which follows from the counter, stay
+    outside the program, on the host, as with TPUEstimator. Returns the result of `compile_for_tpu`.
     """
     # Imported here because it takes seconds, which `--help` need not wait for.
     from mtf_gradsync.extension import tf

@@ -1,7 +1,8 @@
 """Print versions, runtimes and devices of this machine.
 
-Prints versions, the runtimes that train.run.runtime can name here and why others cannot run, and
-the devices. Paste it into a bug report.
+Prints the versions of this package and of the libraries it uses, the runtimes that
+train.run.runtime can name on this machine, why other runtimes cannot run, and the machine's
+devices. Paste what it prints into a bug report.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     """Runs ``mtf-gradsync env`` with its parsed flags `args`, and returns the exit code.
 
-    It is 1 if TensorFlow or Mesh-TensorFlow cannot be imported, else 0.
+    The exit code is 1 if TensorFlow or Mesh-TensorFlow cannot be imported, else 0.
     """
     json_file = output_path("--json", args.json)
     found: dict[str, str] = {}

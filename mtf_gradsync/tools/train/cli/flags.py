@@ -60,8 +60,9 @@ def add_output_arguments(parser: argparse.ArgumentParser, what: str, picture: st
 def write_found(paths: Sequence[Path | None], text: str, draw: Callable[[Path], Any]) -> None:
     """Writes what a command has found to the files of --json and --png, if they are given.
 
-    `paths` are the paths of the two files, None for a flag that is not given. `text` is the JSON,
-    and `draw` writes the picture to the path that it gets.
+    `paths` are the path of the file of --json and the path of the file of --png, None for a flag
+    that is not given. `text` is the JSON, and `draw` is a function that writes the picture to a
+    path.
     """
     json_file, png_file = paths
     write_output("--json", json_file, text + "\n")
@@ -73,7 +74,7 @@ def write_found(paths: Sequence[Path | None], text: str, draw: Callable[[Path], 
 def write_output(flag: str, path: Path | None, text: str) -> None:
     """Writes `text` to the file that a flag names, atomically; nothing if `path` is None.
 
-    Raises TrainingError, with the `flag`, if the file cannot be written.
+    Raises TrainingError, with the name of the `flag` in its text, if the file cannot be written.
     """
     if path is None:
         return
@@ -114,7 +115,8 @@ def output_paths(names: Mapping[str, str | None]) -> list[Path | None]:
 def make_output_folder(flag: str, name: str | None) -> None:
     """Makes the folder `name` that a flag names, with its parents; nothing if `name` is None.
 
-    Raises ConfigError, with the `flag`, if the folder cannot be made or written to.
+    Raises ConfigError, with the name of the `flag` in its text, if the folder cannot be made or
+    written to.
     """
     if not name:
         return
@@ -178,8 +180,8 @@ def add_gin_arguments(parser: Any) -> None:
 def whole_number(least: int = 1, below: int | None = None) -> Callable[[str], int]:
     """Returns a function, for `type=` of argparse, that parses a whole number of `least` or more.
 
-    Unless `below` is None, the number also has to be less than `below`. The function raises
-    ArgumentTypeError for another text.
+    Unless `below` is None, the number also has to be less than `below`. The returned function
+    raises ArgumentTypeError for a text that is no such number.
     """
 
     def read(text: str) -> int:
@@ -207,7 +209,7 @@ def number(text: str) -> float:
 def config_of_run(model_dir: str) -> str:
     """Returns the path of the config file that a run left in its directory.
 
-    Raises ConfigError, for the flag --model_dir, if there is none.
+    Raises ConfigError, which names the flag --model_dir, if the directory has no config file.
     """
     config_file = Path(model_dir) / CONFIG_FILE
     if not config_file.is_file():

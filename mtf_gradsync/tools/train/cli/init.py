@@ -1,8 +1,9 @@
 """Copy an example config to start from.
 
-Copies a gin file that comes with the package, to be changed and trained. Without a name it lists
-the files that the package has. It never overwrites a file. With --text the copy trains on your text
-files, of which the last tenth is held out; it gets the name of the first text file.
+Copies a gin file that comes with the package, for you to change and train. Without the name of a
+gin file the command lists the gin files that the package has. It never overwrites a file. With
+--text the copy trains on your text files, of which the last tenth is held out; the copy gets the
+name of the first text file.
 
 Examples:
   mtf-gradsync init
@@ -50,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     """Runs ``mtf-gradsync init`` with its parsed flags `args`, and returns the exit code.
 
-    It is 0; a config or file that cannot be copied raises ConfigError.
+    The exit code is 0. A config or file that cannot be copied raises ConfigError.
     """
     configs = _examples()
     files, after = _texts_and_names(args.text, configs)
@@ -96,8 +97,10 @@ def _texts_and_names(
 ) -> tuple[Sequence[str], Sequence[str]]:
     """Splits `given`, the arguments after --text, into text files, and CONFIG and FILE after them.
 
-    The second list begins with the first argument, but for the first of all, that ends in .gin or
-    is no file and almost spelled like one of `configs`. It is empty if there is no such argument.
+    The first argument is always a text file. Of the others, CONFIG is the first one that ends in
+    .gin, or that names no file on the disk and is spelled like one of `configs`, or almost so.
+    CONFIG and all arguments after it are the second list. Without a CONFIG the second list is
+    empty.
     """
     for at, name in enumerate(given):
         is_config = not Path(name).exists() and difflib.get_close_matches(name, configs, 1, 0.8)
@@ -109,8 +112,9 @@ def _texts_and_names(
 def _name_of_run(text: str) -> str:
     """Returns a name for a run that trains on the text file named `text`: "novel" for a/novel.txt.
 
-    Characters special to shells, gin or TensorFlow are replaced. If the package has a config of
-    that name, the name gets the end "_text", because the copy may include that config.
+    Characters that are special to shells, gin or TensorFlow are replaced. If a config of the
+    package has the same name, "_text" is added to the name of the run, because the new config may
+    include the package's config.
     """
     name = re.sub(r"[^\w.-]+", "_", Path(text).stem).strip("_.-") or "text"
     return f"{name}_text" if (configs_dir() / f"{name}.gin").exists() else name
@@ -119,9 +123,9 @@ def _name_of_run(text: str) -> str:
 def _on_text(config: str, name: str, command: str, files: Sequence[str]) -> str:
     """Returns the text of a config that trains on text files, made from a config of the package.
 
-    `config` is the text of the package's config, and `name` its name. `command` is the command that
-    trains by the result, for the comment at its beginning. Raises ConfigError if `files` cannot be
-    read as UTF-8 or are too short.
+    `config` is the text of the package's config, and `name` is the name of the package's config.
+    `command` is the command that trains by the new config; a comment at the beginning of the result
+    shows it. Raises ConfigError if the text files `files` cannot be read as UTF-8 or are too short.
     """
     documents = read_files(files, "--text")
     included = "".join(_examples().values())

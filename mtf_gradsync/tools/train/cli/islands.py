@@ -1,8 +1,9 @@
 """Merge what islands contribute to a folder, show or replay it.
 
-Runs the merger of ElasticIslands until it is stopped: makes new versions of a model's values from
-what islands have contributed to a folder. If it is killed at any moment and started again, it makes
-the same bits.
+Runs the merger of ElasticIslands until the command is stopped: makes new versions of a model's
+values (the merged values, each time with a new number) from what islands have contributed to a
+folder. If the merger is killed at any moment and started again, it makes the same versions, bit for
+bit.
 
 Examples:
   mtf-gradsync islands runs/folder --quorum=2
@@ -102,7 +103,8 @@ def _quorum(text: str) -> Quorum:
 def main(args: argparse.Namespace) -> int:
     """Runs ``mtf-gradsync islands`` with its parsed flags `args`, and returns the exit code.
 
-    It is 0, 1 if --replay found other bits, and 128 + n if signal n has ended the command.
+    The exit code is 1 if --replay found versions with other bits, 128 + n if signal n has ended the
+    command, and otherwise 0.
     """
     logging.basicConfig(format="%(message)s", stream=sys.stderr)
     try:
@@ -162,9 +164,9 @@ def _watch(folder: Folder, seconds: float) -> None:
 def _export(folder: Folder, directory: Path, version: int | None, run: str | None) -> int:
     """Writes the values that all islands share as a TensorFlow checkpoint to `directory`.
 
-    `version` is the number of the exchange that made the values, None for the newest. `run` is the
-    directory of a run whose config is written next to the checkpoint, None for no config. Returns
-    the exit code 0.
+    `version` is the number of the version whose values are written, None for the newest version.
+    `run` is the directory of a run whose config is written next to the checkpoint, None for no
+    config. Returns the exit code 0.
     """
     from mtf_gradsync.tools.islands.versions import export_version
 

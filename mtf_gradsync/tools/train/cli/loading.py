@@ -30,8 +30,8 @@ _LEVEL = "TF_CPP_MIN_LOG_LEVEL"
 def import_package(verbosity: int) -> None:
     """Imports the whole of ``mtf_gradsync``, unless this is done already.
 
-    `verbosity` is the value of --verbosity. If it is below 0, TensorFlow's C++ code logs fatal
-    errors only, unless TF_CPP_MIN_LOG_LEVEL in the environment asks for more.
+    `verbosity` is the value of the flag --verbosity. If the value is below 0, TensorFlow's C++ code
+    logs fatal errors only, unless TF_CPP_MIN_LOG_LEVEL in the environment asks for more.
     """
     package = sys.modules["mtf_gradsync"]
     is_quiet = verbosity < 0 and os.environ.get(_LEVEL, _FATAL_ALONE) == _FATAL_ALONE
@@ -74,8 +74,9 @@ def _saying_that_it_loads(seconds: float = 1.0) -> Iterator[None]:
 def _without_lines_of_c() -> Iterator[None]:
     """Hides what C++ code prints to standard error inside the block.
 
-    TensorFlow 2.17 and later print lines before a log level is set. If the block raises, the hidden
-    lines are printed; if the block ends the process, Python's fault handler says where.
+    While it is imported, TensorFlow 2.17 or later prints lines before a log level can be set. If
+    the block raises an exception, the hidden lines are printed. If the block crashes the process,
+    Python's fault handler prints the place in the code.
     """
     try:
         real = os.dup(2)
@@ -109,8 +110,8 @@ def loaded_config(args: argparse.Namespace, before: Sequence[str] = ()) -> Itera
     """Prepares TensorFlow for a mesh program, and loads gin's configuration for the block.
 
     `args` are a command's parsed flags, with the flags of `add_gin_arguments`. The gin files
-    `before` are loaded before the files of the flags. Exceptions that the config's own functions
-    raise inside the block become a `ConfigError`.
+    `before` are loaded before the gin files that the flags name. If a function that the config
+    names raises an exception inside the block, a `ConfigError` is raised in its place.
     """
     paths = names_in(args.gin_location_prefix)
     files = [*before, *names_in(args.gin_file)]
@@ -156,8 +157,8 @@ def loaded_config(args: argparse.Namespace, before: Sequence[str] = ()) -> Itera
 def _check_is_there(name: str, paths: Sequence[str]) -> None:
     """Raises ConfigError if a gin file does not exist, without importing TensorFlow.
 
-    `name` is the file's name, and `paths` are the folders of --gin_location_prefix. The current
-    folder and the package's configs are looked through, too.
+    `name` is the gin file's name, and `paths` are the folders that --gin_location_prefix names.
+    The file may also be in the current folder, or among the package's configs.
     """
     folders = [Path(), *map(Path, paths), configs_dir(), configs_dir().parent]
     if "://" in name or any(Path(folder, name).exists() for folder in folders):

@@ -104,9 +104,9 @@ def _as_line(error: Exception) -> str:
 def main(argv: list[str] | None = None) -> int:
     """Runs the command line of the process, or of `argv`, and returns the exit code.
 
-    The code is 0 if the command has done its work, 1 if it has failed, 2 for bad arguments or a bad
-    config, and 128 + n if signal n has stopped it. An error of the system about a file, or of a
-    text's encoding, is reported in one line, as other errors are.
+    The exit code is 0 if the command has done its work, 1 if the command has failed, 2 for bad
+    arguments or a bad config, and 128 + n if signal n has stopped the command. An OSError or a
+    UnicodeError is reported in one line, as a ConfigError and a TrainingError are.
     """
     for stream in (sys.stdout, sys.stderr):
         # Names of files need not be text, and samples may have letters that a terminal does not.
@@ -141,7 +141,8 @@ def main(argv: list[str] | None = None) -> int:
 def _run(args: argparse.Namespace) -> int:
     """Runs the command that the parsed flags `args` name, and returns its exit code.
 
-    With --json=-, standard output has the JSON alone, and all else goes to standard error.
+    With --json=-, the command writes only the JSON to standard output, and all else to standard
+    error.
     """
     if getattr(args, "json", None) != "-":
         return args.run_command(args)

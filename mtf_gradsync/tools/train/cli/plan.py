@@ -1,9 +1,10 @@
 r"""Predict what a training costs on TPUs for each mesh shape, without a TPU.
 
 Predicts what the training step that gin files describe would cost on TPUs, for each mesh shape
-that the chips can have: whether it fits, the time of its operations, the bytes along each mesh axis
-and their time over the links, the time of a step, tokens per second, and the share of the peak.
-Nothing is trained, no data is read, and no TPU is needed. The TPU compiler is needed (extra [tpu]).
+that the chips can have: whether the program fits into memory, the time of its operations, the bytes
+that cores send along each mesh axis and the time that this takes on the links, the time of a step,
+tokens per second, and the share of the chips' peak. Nothing is trained, no data is read, and no TPU
+is needed. The TPU compiler is needed (extra [tpu]).
 
 Examples:
   mtf-gradsync plan --gin_file=lm_cpu_mesh.gin --topologies=v5e:2x4,v5p:2x2x2
@@ -12,11 +13,14 @@ Examples:
       --mesh_shape="batch:16;model:1" --mesh_shape="batch:8;model:2"
   mtf-gradsync plan --best --chips=v5e:256 --budget_bytes=12e9 --gin_file=my_model.gin
 
-With --best it finds the mesh, the layout, the microbatch steps and the wrappers with the shortest
-predicted update that fits, prints the gin lines for that division, and proves on this machine that
-it is the same training. Exit code 0: found and proved, 1: none fits or NOT EQUAL, 3: not shown.
+With --best the command finds the best division of the training: the mesh, the layout, the number of
+microbatch steps and the wrappers for which an update fits into memory and is predicted to take the
+shortest time. It prints the gin lines for this division, and proves on this machine that the
+division trains the same. The exit code is 0 if a division is found and proved, 1 if none fits or
+the proof finds it NOT EQUAL, and 3 if the proof shows neither.
 
-Ctrl-C and SIGTERM end the search and print what it has found. docs/plan.md explains the table.
+Ctrl-C and SIGTERM end the search for meshes; the command then prints what the search has found.
+docs/plan.md explains the printed table.
 """
 
 from __future__ import annotations
@@ -124,7 +128,8 @@ def _whole_numbers(text: str) -> tuple[int, ...]:
 def _price(text: str) -> float | dict[str, float]:
     """Parses the value of --price, dollars for an hour of a chip.
 
-    The result is a number, or for a text such as "v5e:1.2,v5p:4.2" a number for each generation.
+    The result is one number, or, for a text such as "v5e:1.2,v5p:4.2", a dictionary with a number
+    for each generation of TPUs.
     """
     try:
         if ":" not in text:
@@ -140,8 +145,8 @@ def _price(text: str) -> float | dict[str, float]:
 def main(args: argparse.Namespace) -> int:
     """Runs ``mtf-gradsync plan`` with its parsed flags `args`, and returns the exit code.
 
-    It is 0 if there is a plan, 1 if no mesh can be planned, and 128 + n if signal n has ended the
-    search. With --best see `find_and_prove`.
+    The exit code is 0 if there is a plan, 1 if no mesh can be planned, and 128 + n if signal n has
+    ended the search. For the exit code with --best see `find_and_prove`.
     """
     paths = output_paths({"--json": args.json, "--png": args.png})
     if args.jobs < 1:
@@ -200,7 +205,8 @@ def _check_together(args: argparse.Namespace) -> None:
 def _best(args: argparse.Namespace, paths: Sequence[Any]) -> int:
     """Runs ``plan --best``: finds the best division, proves it, and returns the exit code.
 
-    The first of `paths` is the file of --json, or None. See `find_and_prove` for the code.
+    The first of `paths` is the path that the flag --json names, or None. See `find_and_prove` for
+    the exit code.
     """
     with Interruption() as stop, loaded_config(args):
         # Not above: these take seconds, which `--help` need not.
@@ -306,7 +312,8 @@ def plan_config(
 def _as_text(layout: Any) -> str:
     """Returns layout rules as text, such as "batch:batch;heads:model".
 
-    `layout` is such a text, or has pairs of names. Raises ConfigError for another value.
+    `layout` is a text of layout rules, or has pairs of a tensor dimension's name and a mesh axis's
+    name. Raises ConfigError for another value.
     """
     if isinstance(layout, str):
         return layout

@@ -92,12 +92,12 @@ def run_by_flags(
 ) -> Any:
     """Calls `work` with the arguments of `run`, in this process or as one of several processes.
 
-    Whether there are several, and which one this is, follows from the parsed flags `args` or from
-    TF_CONFIG. Then all processes call this. Returns the result of `work`; None on a task of a
-    cluster that only serves devices.
+    The parsed flags `args`, or TF_CONFIG, say whether there are several processes, and which of
+    them this process is. If there are several, each process calls `run_by_flags`. Returns the
+    result of `work`, or None on a task of a cluster that only serves devices.
 
-    `model_dir` may be None only in a single process. For `settings` and `first_does` see
-    `run_on_processes`.
+    `model_dir`, the directory of the run, may be None only in a single process. For `settings` and
+    `first_does` see `run_on_processes`.
     """
     # Imported here because it takes seconds, which `--help` need not wait for.
     from mtf_gradsync.tools.train.distributed_run import run_on_cluster, run_on_processes
@@ -121,7 +121,7 @@ def run_by_flags(
 def _task_of_flags(args: argparse.Namespace) -> Task | None:
     """Returns this process's task in a cluster, from the flags, or else from TF_CONFIG.
 
-    The result is None if neither names a cluster of several tasks.
+    The result is None if neither the flags nor TF_CONFIG name a cluster of several tasks.
     """
     from mtf_gradsync.runtimes.cluster import task_of_environment, task_of_spec
 
@@ -144,8 +144,9 @@ def _task_of_flags(args: argparse.Namespace) -> Task | None:
 def _process_of_flags(args: argparse.Namespace) -> dict[str, Any] | None:
     """Returns the values of --coordinator, --num_processes and --process_id, by name.
 
-    They make this process one of several with XLA devices. The result is None if none is given.
-    Raises ConfigError if they do not fit together, or with the flags of a cluster.
+    These flags make this process one of several with XLA devices. The result is None if none of the
+    three flags is given. Raises ConfigError if the flags' values do not fit together, or if flags
+    of a cluster are given, too.
     """
     values = _all_or_none(args, _PROCESS)
     if values is None:

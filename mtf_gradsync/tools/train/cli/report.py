@@ -1,16 +1,16 @@
 """List what the cores exchange in a training step, bare and wrapped.
 
 Builds the training step that gin files describe, with bare Mesh-TensorFlow (the innermost
-optimizer alone) and with the optimizer of the config, and lists what their cores exchange:
-collectives of the SIMD (TPU) program, transfers between the devices of a placement mesh.
-Nothing is trained, no data is read, and no TPU is needed.
+optimizer alone) and with the optimizer of the config. Then lists what the cores exchange in the two
+steps: the collectives of the SIMD (TPU) program, and the transfers between the devices of a
+placement mesh. Nothing is trained, no data is read, and no TPU is needed.
 
 Examples:
   mtf-gradsync report --gin_file=lm_cpu_mesh.gin
   mtf-gradsync report --gin_file=lm_cpu_mesh.gin --json=report.json --png=report.png
   mtf-gradsync report --gin_file=my_model.gin --gin_param="train.run.mesh_shape = 'batch:32'"
 
-docs/simd.md explains the tables.
+docs/simd.md explains the tables that this command prints.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     """Runs ``mtf-gradsync report`` with its parsed flags `args`, and returns the exit code.
 
-    It is 0; a config that cannot be built raises ConfigError.
+    The exit code is 0. A config whose training step cannot be built raises ConfigError.
     """
     paths = output_paths({"--json": args.json, "--png": args.png})
     with loaded_config(args):

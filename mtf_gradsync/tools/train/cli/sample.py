@@ -1,8 +1,8 @@
 r"""Let the model of a run write.
 
-Prints what the language model of a run writes after a prompt. It uses the config that the run left
-and its newest checkpoint, whatever runtime has made it. The run may be finished, stopped, or still
-going on.
+Prints what the language model of a run writes after a prompt. The command uses the config that the
+run left in its directory and the run's newest checkpoint, whatever runtime has made the checkpoint.
+The run may be finished, stopped, or still going on.
 
 Examples:
   mtf-gradsync sample --model_dir=runs/lm_cpu_mesh --prompt="The list of "
@@ -11,7 +11,8 @@ Examples:
   mtf-gradsync sample --model_dir=runs/mine --prompt=a \
       --gin_param="train.run.evaluate_with_averages = True"
 
-Every token takes a pass of the whole model: the command is for a look at a model, not for serving.
+Every token that is written takes a pass of the whole model, so this command is for a look at what a
+model has learned, not for serving the model to users.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     """Runs ``mtf-gradsync sample`` with its parsed flags `args`, and returns the exit code.
 
-    It is 0; a run without a config or a checkpoint raises ConfigError.
+    The exit code is 0. A run without a config or a checkpoint raises ConfigError.
     """
     json_file = output_path("--json", args.json)
     config_file = config_of_run(args.model_dir)

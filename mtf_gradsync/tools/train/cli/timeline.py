@@ -1,12 +1,13 @@
 """Record where the time of a training step goes.
 
-Makes some training steps of a run and shows where their time goes on each core: compute,
-collectives, the part of collectives that no compute hides, the host, and idle time. It also shows
-the longest operations and the largest collectives. Writes a trace for https://ui.perfetto.dev or chrome://tracing.
+Makes some training steps of a run and shows how the steps' time is divided on each core: compute,
+collectives, the part of collectives during which nothing is computed, the host, and idle time. It
+also shows the longest operations and the largest collectives. Writes a trace for https://ui.perfetto.dev or chrome://tracing.
 
-With --model_dir the steps are those after the run's newest checkpoint; nothing of the run changes.
-Gin files and bindings override the config of the run, or replace it if the run has none.
-With --gin_file alone the steps begin with new values.
+With --model_dir the recorded steps are the ones after the run's newest checkpoint; no file of the
+run changes. Gin files and bindings override the config that the run left in its directory, or
+replace this config if the run has left none. With --gin_file and without --model_dir the steps
+begin with new initial values of the variables.
 
 Examples:
   mtf-gradsync timeline --model_dir=runs/lm_cpu_mesh
@@ -14,9 +15,10 @@ Examples:
   mtf-gradsync timeline --gin_file=lm_cpu_mesh.gin --gin_param="train.run.runtime = 'cpu_replicas'"
   mtf-gradsync timeline --merge=a.part.json --merge=b.part.json --trace=both.trace.json.gz
 
-With several processes on XLA devices, start this command in each; process 0 writes the result for
-all. --part writes what one process has recorded, for --merge. docs/guides/timeline.md explains the
-numbers.
+With several processes on XLA devices, start this command in each process; process 0 writes the
+result of all processes. --part writes the recording of one process into a file of its own, and
+--merge puts such files together. docs/guides/timeline.md explains the numbers that this command
+shows.
 """
 
 from __future__ import annotations
@@ -90,7 +92,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     """Runs ``mtf-gradsync timeline`` with its parsed flags `args`, and returns the exit code.
 
-    It is 0; what fails raises ConfigError or TrainingError.
+    The exit code is 0. If the command fails, a ConfigError or TrainingError is raised.
     """
     outputs = {"--trace": args.trace, "--json": args.json, "--part": args.part}
     trace, json_file, part_file = output_paths(outputs)
@@ -125,8 +127,8 @@ def _merged(files: list[str]) -> Timeline:
 def _left_config(args: argparse.Namespace) -> list[str]:
     """Returns the path of the config file that a run left in --model_dir, in a list.
 
-    The list is empty without --model_dir, and if --gin_file gives the config of a run that has left
-    none. Otherwise a missing file raises ConfigError.
+    The list is empty without --model_dir. It is also empty if the run has left no config file, and
+    --gin_file gives one. If the run has left none and --gin_file is missing, ConfigError is raised.
     """
     if not args.model_dir:
         if not (args.gin_file or args.gin_param):

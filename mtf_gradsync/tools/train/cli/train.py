@@ -1,10 +1,12 @@
 r"""Train a transformer that gin files describe.
 
-Trains a mesh_tensorflow.transformer model that gin files describe, then prints held-out
-perplexity beside a unigram baseline, lets the model write, and leaves a page with plots
-(report.html) and TensorBoard event files.
+Trains a mesh_tensorflow.transformer model that gin files describe. Then prints the model's
+perplexity on held-out text beside the perplexity of a unigram baseline, and continuations of
+held-out text that the model has written. Leaves a page with plots (report.html) and TensorBoard
+event files in the run's directory.
 
-Ctrl-C stops after the current step and saves a checkpoint; the same command goes on from there.
+Ctrl-C stops the training after the current step and saves a checkpoint. If the same command is
+given again, the training goes on from this checkpoint.
 
 Examples:
   mtf-gradsync train --gin_file=configs/lm_cpu_mesh.gin
@@ -55,8 +57,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     """Runs ``mtf-gradsync train`` with its parsed flags `args`, and returns the exit code.
 
-    It is 0 for a finished run, 128 + n if signal n has stopped it, and LOST_PROCESS_EXIT_CODE if
-    one of several processes was lost.
+    The exit code is 0 for a finished run, 128 + n if signal n has stopped the run, and
+    LOST_PROCESS_EXIT_CODE if one of several processes was lost.
     """
     files = names_in(args.gin_file)
     if args.model_dir and not (files or args.gin_param):

@@ -1,19 +1,21 @@
 """Prove that an update is the same however it is divided.
 
-Shows whether an update of the training that gin files describe is the same however it is divided.
-From the same values and batches it makes one update on one core without wrappers, and one update in
-each division: the config's mesh, its cores along one axis, another order of axes, microbatch steps,
-each wrapper taken out, a masked shard, each runtime. It compares the gradients that reach the
-innermost optimizer, new values and slots on all cores, and the losses. The answer is: equal to
-rounding; NOT EQUAL, with the first variable that differs, by what factor, and the part of the
-division that brings it in; or not shown, and why.
+Shows whether an update of the training that gin files describe is the same however the update is
+divided over cores and steps. From the same values and batches the command makes one update on one
+core without wrappers, and one update in each division: on the config's mesh, with all cores along
+one mesh axis, with another order of mesh axes, in microbatch steps, with each wrapper taken out,
+with a masked shard, and on each runtime. It compares the gradients that reach the innermost
+optimizer, the new values and slots on all cores, and the losses. For each division the answer is
+one of three: equal to rounding; NOT EQUAL, with the first variable that differs, the factor by
+which it differs, and the part of the division that causes the difference; or not shown, and why.
 
 Examples:
   mtf-gradsync verify --gin_file=lm_cpu_mesh.gin
   mtf-gradsync verify --gin_file=my.gin --mesh_shape="batch:2;model:4" --divisions=wrappers
   mtf-gradsync verify --gin_file=my.gin --without=dropout --json=verified.json --png=verified.png
 
-Exit code 0: equal, 1: NOT EQUAL, 3: not shown. docs/guides/verify.md explains the table.
+The exit code is 0 if all divisions are equal, 1 if one is NOT EQUAL, and 3 if equality was not
+shown. docs/guides/verify.md explains the table that this command prints.
 """
 
 from __future__ import annotations
@@ -73,7 +75,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     """Runs ``mtf-gradsync verify`` with its parsed flags `args`, and returns the exit code.
 
-    It is 0 for equal, 1 for NOT EQUAL, and 3 if equality was not shown.
+    The exit code is 0 if the divisions are equal, 1 if one is NOT EQUAL, and 3 if equality was not
+    shown.
     """
     paths = output_paths({"--json": args.json, "--png": args.png})
     with Interruption() as stop, loaded_config(args):
