@@ -2,7 +2,8 @@
 
 Makes some training steps of a run and shows how the steps' time is divided on each core: compute,
 collectives, the part of collectives during which nothing is computed, the host, and idle time. It
-also shows the longest operations and the largest collectives. Writes a trace for https://ui.perfetto.dev or chrome://tracing.
+also shows the longest operations and the largest collectives, and writes a trace that
+https://ui.perfetto.dev and chrome://tracing display.
 
 With --model_dir the recorded steps are the ones after the run's newest checkpoint; no file of the
 run changes. Gin files and bindings override the config that the run left in its directory, or
@@ -127,8 +128,9 @@ def _merged(files: list[str]) -> Timeline:
 def _left_config(args: argparse.Namespace) -> list[str]:
     """Returns the path of the config file that a run left in --model_dir, in a list.
 
-    The list is empty without --model_dir. It is also empty if the run has left no config file, and
-    --gin_file gives one. If the run has left none and --gin_file is missing, ConfigError is raised.
+    The list is empty without --model_dir. It is also empty if the run has left no config file, but
+    has a checkpoint, and --gin_file gives its config. In all other cases without a config file,
+    ConfigError is raised.
     """
     if not args.model_dir:
         if not (args.gin_file or args.gin_param):
