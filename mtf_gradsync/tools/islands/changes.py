@@ -1,17 +1,17 @@
 """The changes that islands contribute, their weights, and the outer step that applies them.
 
-A change is the values of a version minus the values that an island has reached from that version.
-The outer step is the same as in `OuterOptimizer`: SGD with (Nesterov) momentum (DiLoCo, Douillard
-et al. 2023), whose gradient is the weighted mean of the changes. `MergeSettings` offers two choices
-from Decoupled DiLoCo (Douillard et al. 2026, arXiv 2604.21428): weights of tokens times tokens per
-step, and directions of changes that are averaged separately from their lengths. Lengths are taken
-for each variable by itself.
+A change is a version's values (the merged values) minus the values that an island has reached from
+this version. The outer step makes the next version. As in `OuterOptimizer`, it is SGD with
+(Nesterov) momentum (DiLoCo, Douillard et al. 2023), whose gradient is the weighted mean of the
+changes. `MergeSettings` offers two choices from Decoupled DiLoCo (Douillard et al. 2026, arXiv
+2604.21428): to weight each change by its tokens times its tokens per step, and to average the
+lengths of a variable's changes separately from their directions.
 
-Variables that are averaged and not trained (their names begin with `MEAN`) become the weighted mean
-of the islands' values, with no learning rate and no momentum.
+Some variables are averaged over islands and not trained: those whose names begin with `MEAN`. They
+become the weighted mean of the islands' values, with no learning rate and no momentum.
 
 A change is sent in float32, in bfloat16, or in integers of 8 or 4 bits with a scale for each block
-of numbers. Rounding errors are stored and added to the next change (error feedback), as
+of numbers. An island adds the rounding errors of a change to its next change (error feedback), as
 `QuantizedAllReduce` does with gradients.
 """
 
@@ -37,8 +37,8 @@ _PART = 1 << 17  # so many numbers, and the results computed from them, fit into
 class _Blocks(NamedTuple):
     """The settings of a rounding to integers.
 
-    `largest` is the largest integer, `size` is how many numbers share a scale, and `in_a_byte` is
-    how many integers are stored in a byte.
+    `largest` is the largest integer that a number is rounded to, `size` is how many numbers share a
+    scale, and `in_a_byte` is how many of the integers are stored in a byte.
     """
 
     largest: int
@@ -76,7 +76,7 @@ class Change(NamedTuple):
 def wide(value: np.ndarray) -> np.ndarray:
     """Returns an array in the dtype that versions of its values have.
 
-    This is float32, or the array's own dtype if that is wider.
+    The dtype is float32, or the array's own dtype if that is wider.
     """
     return value.astype(np.promote_types(value.dtype, np.float32), copy=False)
 
@@ -119,10 +119,11 @@ class Length(NamedTuple):
 def scale_of(change: Length, others: Sequence[Length], max_ratio: float) -> float:
     """Returns the factor that makes a change at most `max_ratio` times as long as usual.
 
-    The usual length is the median of `others`: lengths of other islands' changes for the same
-    version, and of this island's changes for earlier versions. A length in `others` that was
-    learned in fewer steps than `change` is first multiplied by the ratio of the numbers of steps.
-    The factor is 1 if the change is short enough, if `others` is empty, or if `max_ratio` is 0.
+    The usual length of a change is the median of `others`: the lengths of other islands' changes
+    for the same version, and of the same island's changes for earlier versions. If a change in
+    `others` has fewer steps than `change`, its length is first multiplied by the number of steps of
+    `change`, divided by its own. The factor is 1 if the change is short enough, if `others` is
+    empty, or if `max_ratio` is 0.
 
     Examples:
       >>> usual = [Length(norm, steps=5) for norm in (1.0, 1.5, 2.0)]
@@ -143,8 +144,8 @@ def merged(
 ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
     """Makes the outer step: returns the new values, and the new momenta, both by variable's name.
 
-    Only trained variables have momenta. Changes are added up in the order given, in float64. New
-    values are float32 or wider.
+    Only trained variables have momenta. The islands' changes are added up in the order of
+    `changes`, in float64. The new values of variables are float32 or wider.
 
     Args:
       values: a dictionary from the names of variables to their values in the version before.
@@ -194,7 +195,7 @@ def merged(
 def _parts(size: int) -> Iterator[slice]:
     """Yields slices that cut a flat array of `size` numbers into parts.
 
-    Computing part by part keeps temporary arrays small.
+    Arithmetic that is done on one part after the other needs only small temporary arrays.
     """
     return (slice(at, at + _PART) for at in range(0, size, _PART))
 

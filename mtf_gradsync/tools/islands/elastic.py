@@ -30,9 +30,9 @@ ALL_DATA = DataPart()
 def claim_part(folder: Folder, island: str, parts: int, claims: bool = True) -> DataPart:
     """Returns the part of the data that an island learns from, different for each island.
 
-    An island claims the first free part and writes its claim into the folder, so that it has the
-    same part after a restart. If there are more islands than parts, the later ones share parts with
-    others, and a warning is logged.
+    An island claims the first part of the data that no other island has claimed. It writes its
+    claim into the folder, so that it has the same part after a restart. If there are more islands
+    than parts, the last islands share parts with earlier ones, and a warning is logged.
 
     Args:
       folder: the folder of the islands.
@@ -72,8 +72,9 @@ def claim_part(folder: Folder, island: str, parts: int, claims: bool = True) -> 
 class ElasticIslands:
     """The settings, bound by gin, that make a training run an island if they name a folder.
 
-    Fields that are not listed here are explained at `Island`, `MergeSettings` and `Waiting`. Those
-    of `MergeSettings` and `Waiting` count only if this run's process merges (`merge` is True).
+    Fields of `ElasticIslands` that are not listed below are explained at `Island`, `MergeSettings`
+    and `Waiting`. The fields of `MergeSettings` and `Waiting` have an effect only if this run's
+    process merges (`merge` is True).
 
     Attributes:
       folder: path or URL of the folder that all islands share; "" for a run that is no island.
@@ -170,8 +171,8 @@ class IslandHook(tf.train.SessionRunHook):
     def before_run(self, run_context: Any) -> Any:
         """Begins the island before the first step, after other hooks have restored variables.
 
-        Before a later step it saves the island's state if there is a new checkpoint. The returned
-        arguments make the step fetch the number of tokens, if that is a tensor.
+        Before each later step the hook saves the island's state if there is a new checkpoint. The
+        result of the method makes the step fetch the number of tokens, if this number is a tensor.
         """
         newest = self._new_checkpoint()
         if not self._has_begun:
@@ -187,7 +188,7 @@ class IslandHook(tf.train.SessionRunHook):
     def _new_checkpoint(self) -> str | None:
         """Returns the path of the newest checkpoint if the hook has not handled it yet; else None.
 
-        Before the island begins, the newest checkpoint is returned in any case.
+        If the island has not begun yet, the newest checkpoint is returned in any case.
         """
         if self._model_dir is None:
             return None
@@ -198,7 +199,8 @@ class IslandHook(tf.train.SessionRunHook):
     def after_run(self, run_context: Any, run_values: Any) -> None:
         """Lets the island contribute its change, or take merged values, if either is due.
 
-        `run_values` has the step's number of tokens, if that is a tensor; see `Island.after_step`.
+        `run_values` has the step's number of tokens if this number is a tensor of the graph; see
+        `Island.after_step`.
         """
         found = run_values.results
         tokens = float(found["tokens"]) if found else self._tokens

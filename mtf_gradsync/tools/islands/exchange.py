@@ -1,7 +1,7 @@
 """An island's reads and writes of the folder, which survive failures of the folder.
 
-A failure is logged with the object's name, and the operation is tried again later. Failures never
-end training.
+If a read or a write of the folder fails, this is logged with the name of the object (a file of the
+folder), and tried again later. A folder that fails never ends training.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ class IslandError(RuntimeError):
 class Exchange:
     """One island's access to the objects of the folder, during one run of its process.
 
-    Versions are versions of the merged values, which a merger makes one after the other.
+    A merger makes versions one after the other. Each version holds values of variables that are
+    merged from the islands' contributions.
 
     Args:
       folder: the folder of the islands.
@@ -112,9 +113,9 @@ class Exchange:
     def begin(self, seconds: float) -> None:
         """Takes the lease of the island's name, so that no other process is this island.
 
-        It waits while another process that has the lease may be dead, or the folder fails: up to
-        `seconds`, or 40 seconds if that is longer. Raises IslandError if a living process has the
-        lease, or if the folder still fails then.
+        If another process has the lease and may be dead, or if the folder fails, the method waits:
+        at most `seconds`, or 40 seconds if that is longer. It raises IslandError if a living
+        process has the lease, or if the folder still fails at the end of the wait.
         """
         until = time.monotonic() + max(seconds, 2.0 * leases.LIFE_SECONDS)
         while holder := self.trying("begin", self.lease.take, "?"):
@@ -148,8 +149,9 @@ class Exchange:
     def newest(self, version: int | None) -> int | None:
         """Returns the number of the newest version in the folder, or `version` if none is newer.
 
-        `version` is the number of a version, or None for no version. Versions that were found
-        damaged are ignored until their objects change. Raises FolderError if the folder fails.
+        `version` is the number of a version, or None for no version. A version that was found
+        damaged is ignored until its object in the folder changes. The method raises FolderError if
+        the folder fails.
         """
         marks = self.folder.marks("versions")
         for number in sorted(_numbers(marks), reverse=True):
@@ -162,8 +164,8 @@ class Exchange:
     def look(self, version: int, at_once: bool = False) -> tuple[int, bool]:
         """Returns the newest version's number, and whether the merger is about to decide the next.
 
-        Looks into the folder at most every `poll_seconds`. In between, and if the folder fails,
-        returns `version` and False.
+        The method looks into the folder at most every `poll_seconds`. For calls between two looks,
+        and if the folder fails, the result is `version` and False.
 
         Args:
           version: the number of the version that the island has.
@@ -231,7 +233,7 @@ class Exchange:
     def offer(self, facts: ContributionFacts, tensors: Mapping[str, np.ndarray]) -> None:
         """Offers this island's values for version 0; a later call replaces a lost or damaged offer.
 
-        Does nothing if the last offer was made within the last two seconds.
+        The method does nothing if this island's last offer is less than two seconds old.
 
         Args:
           facts: the facts that are sent with the values.
@@ -255,7 +257,8 @@ class Exchange:
     ) -> tuple[str, bool]:
         """Writes a contribution into the folder, after an event in the island's journal.
 
-        So the journal contains everything that is ever merged.
+        The journal's event is written before the contribution. So the journal has an event for each
+        contribution that is ever merged.
 
         Args:
           facts: the facts of the change, such as its version and tokens.
@@ -305,8 +308,9 @@ class Exchange:
     def is_lost(self, name: str, version: int, at_once: bool = False) -> str:
         """Returns in words why a contribution can no longer be merged, or "" if it still can.
 
-        Looks into the folder at most every `poll_seconds`, and in between returns "". Also returns
-        "" if there is a newer version, which will say whether the contribution was merged.
+        The method looks into the folder at most every `poll_seconds`; for calls between two looks
+        the result is "". The result is also "" if the folder has a version newer than `version`:
+        the decision on the newer version says whether the contribution was merged.
 
         Args:
           name: the contribution's name.

@@ -1,11 +1,13 @@
 """The folder through which islands exchange objects; objects are written atomically.
 
 A folder is a path (a local disk, NFS) or a URL of an object store (``gs://``, ``s3://``, ``az://``)
-that `obstore` opens. Every process that can read and write the folder can take part. Objects are
-checked before they are used: by size and schema, and files of tensors as `tensor_files` says.
+that `obstore` opens. Every process that can read and write the folder can take part. An object is a
+file of the folder. The size and the schema of an object are checked before it is used; module
+`tensor_files` says how objects with tensors are checked.
 
-Most objects are created once and never replaced. If two processes create the same object, only one
-of them succeeds. So processes need no locks, and clocks of machines are never compared.
+Most objects (files of the folder) are created once and never replaced. If two processes create the
+same object, only one of them succeeds. So processes need no locks, and the clocks of two machines
+are never compared.
 """
 
 from __future__ import annotations
@@ -62,12 +64,12 @@ class Folder:
     """A folder of objects, at a path or at the URL of an object store.
 
     An object is bytes under a name, as in a file. Names of objects have parts that are separated by
-    ``/``. If a folder on a disk is moved away, every operation raises FolderError until it is back;
-    a new folder at the same path is refused. Errors of an object store are raised as FolderError
-    after some seconds of retries.
+    ``/``. If a folder on a disk is moved away, every operation raises FolderError until the same
+    folder is back; a new folder at the same path is refused. If an object store fails, operations
+    are tried again for some seconds, and then raise FolderError.
 
-    Raises ImportError without the islands extra, and ValueError for a URL that `obstore` cannot
-    open.
+    `Folder(...)` raises ImportError if the package's extra "islands" is not installed, and
+    ValueError for a URL that `obstore` cannot open.
     """
 
     def __init__(self, url: str | os.PathLike[str]):
@@ -114,8 +116,8 @@ class Folder:
     def _is_there(self, creates: bool = False) -> bool:
         """Returns whether the folder exists; an object store always does.
 
-        `creates` says whether to make the folder if it was never there. Raises FolderError if a
-        folder on a disk is gone or was replaced by another.
+        `creates` says whether to make the folder if it never existed. The method raises FolderError
+        if a folder on a disk is gone or was replaced by another folder.
         """
         if not self.is_local:
             return True
@@ -150,8 +152,8 @@ class Folder:
     def _asking(self, name: str, what: str) -> Iterator[None]:
         """Turns the store's errors inside the block into FolderErrors.
 
-        `name` is the object of the operation, and `what` is a participle for the message, as in
-        "cannot be read".
+        `name` is the name of the object that the block reads or writes. `what` is the participle
+        that follows "cannot be" in the error's text, such as "read".
         """
         _check_not_forked()
         if name and any(part in ("", ".", "..") for part in name.split("/")):
@@ -167,7 +169,7 @@ class Folder:
     def names(self, folder: str) -> list[str]:
         """Returns the sorted names in a subfolder, or in the folder itself if it is "".
 
-        Objects that are only half written do not count.
+        Names of objects that are only half written are left out.
         """
         return sorted(self.marks(folder))
 
@@ -217,8 +219,8 @@ class Folder:
     def read(self, name: str, most: int | None = JSON_BYTES) -> Any:
         """Returns the bytes of an object, as a buffer; None if it does not exist.
 
-        Raises DamagedObjectError for an object of more than `most` bytes, or if the name is that of
-        something else, such as a directory.
+        The method raises DamagedObjectError if the object has more than `most` bytes, or if the
+        name is that of no object, such as a directory's.
         """
         import obstore
 
@@ -245,7 +247,7 @@ class Folder:
         """Writes an object atomically; replaces an existing object of the same name.
 
         `name` is the object's name, such as "versions/00000008.soon", and `data` are its bytes.
-        Raises FolderError if the folder cannot be written now.
+        The method raises FolderError if the folder cannot be written now.
         """
         import obstore
 
@@ -258,8 +260,8 @@ class Folder:
         """Writes an object atomically, unless it exists; returns whether this call created it.
 
         If several processes create the same object, only one succeeds. An object store may create
-        an object and answer too late: so an existing object counts as created by this call if it
-        holds exactly `data`.
+        an object and not answer in time. So an existing object that holds exactly `data` counts as
+        created by this call.
         """
         import obstore
         from obstore.exceptions import AlreadyExistsError
@@ -305,7 +307,7 @@ class Folder:
     def remove_half_written(self) -> None:
         """Removes half-written files that are over an hour old, since their writers were killed.
 
-        It does nothing for an object store.
+        The method does nothing if the folder is in an object store.
         """
         if not self.is_local or not self._is_there():
             return
@@ -324,8 +326,9 @@ class Folder:
     def read_json(self, name: str, kind: Any = Any) -> Any:
         """Returns the decoded value of an object that holds JSON; None if it does not exist.
 
-        `kind` is the type that the value must have, such as a `msgspec.Struct`, which is then
-        returned. Raises DamagedObjectError if the object holds no JSON, or a value of another type.
+        `kind` is the type that the value must have, such as a subclass of `msgspec.Struct`; the
+        result has this type. The method raises DamagedObjectError if the object holds no JSON, or a
+        value of another type.
         """
         import msgspec
 
@@ -346,7 +349,7 @@ class Folder:
     def create_json(self, name: str, value: Any) -> bool:
         """Creates an object that holds a value as JSON, unless the object exists.
 
-        Returns whether this call created it, as `create` does.
+        As for `create`, the result says whether this call created the object.
         """
         return self.create(name, encoded_json(value))
 

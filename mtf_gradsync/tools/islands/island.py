@@ -39,8 +39,8 @@ Follow = Literal["version", "own"]
 def check_island_name(name: Any) -> None:
     """Raises ValueError unless `name` can be an island's name, which is part of objects' names.
 
-    Such a name is a string of at most 100 letters, digits, ".", "_" and "-", and begins with a
-    letter or a digit.
+    The name of an island is a string of at most 100 letters, digits, ".", "_" and "-", and begins
+    with a letter or a digit.
     """
     if not isinstance(name, str) or not ISLAND_NAME.fullmatch(name):
         raise ValueError(
@@ -65,14 +65,14 @@ _LONG = 120.0
 class Island:
     """An island: contributes its change every `inner_steps` steps, and takes merged values.
 
-    Each island is a program of its own, on a mesh and a runtime of its own. It may die, lag, come
-    back or be added while the others go on. Islands exchange objects through a folder, in which a
-    merger (see `Merger`) makes versions: the values of all variables, merged from the changes that
-    islands contribute.
+    Each island is a program of its own, on a mesh and a runtime of its own. An island may die, be
+    late, come back or be added while the others go on. Islands write their changes into a folder.
+    In this folder a merger (see `Merger`) makes versions: the values of all variables, merged from
+    the changes that islands contribute.
 
-    Create the Island after the step has been built and lowered, and before the session. Call
-    `begin(session)` once variables are initialized or restored, then `after_step(session, tokens)`
-    after each step.
+    Create the `Island` after the training step has been built and lowered, and before the session.
+    Call `begin(session)` once the session's variables are initialized or restored, and then
+    `after_step(session, tokens)` after each step.
 
     Args:
       folder: path or URL that all islands and the merger can read and write; see `Folder`.
@@ -192,8 +192,8 @@ class Island:
     def begin(self, session: Any, step: int = 0, checkpoint: str | None = None) -> None:
         """Takes the folder's newest version, or offers this island's values for the first version.
 
-        Call it before the first step; and again after `finish`, or if a new session has restored
-        older values.
+        Call `begin` before the first step. Call it again after `finish`, or if a new session has
+        restored older values.
 
         Args:
           session: a session in which variables are initialized or restored from a checkpoint.
@@ -246,8 +246,8 @@ class Island:
     def save(self, checkpoint: str) -> None:
         """Writes the island's state into a file beside a checkpoint, for a later `begin`.
 
-        Without this file, an island that is killed and restarted from the checkpoint loses
-        everything that it had learned since its last contribution.
+        Without the file beside the checkpoint, an island that is killed and restarted from the
+        checkpoint loses everything that it had learned since its last contribution.
 
         Args:
           checkpoint: path of a checkpoint of the session's current values. The file's name is this
@@ -290,7 +290,8 @@ class Island:
     def _restore(self, session: Any, saved: SavedIsland) -> None:
         """Restores the island's state from `saved`, the content of the file beside its checkpoint.
 
-        The variables of `session` have been restored from the checkpoint, and keep their values.
+        The method does not change the variables of `session`: these have been restored from the
+        checkpoint already.
         """
         self._learning.restore(saved)
         self._sent_at = time.monotonic()
@@ -303,8 +304,8 @@ class Island:
     def _counts_in(self, values: Mapping[str, Any]) -> dict[str, int]:
         """Returns the counters that schedules follow, by name: "step", and counts of updates.
 
-        `values` are the values of the session's variables by name. The counts of updates are read
-        from them, and "step" is the island's own `step`.
+        `values` are the values of the session's variables by name, among them the counts of
+        updates. The counter "step" is the island's own attribute `step`.
         """
         found = {key: int(values[name]) for key, name in self._follows.items()}
         return {"step": self.step, **found}
@@ -312,7 +313,7 @@ class Island:
     def _await_version(self, session: Any) -> tuple[int, Decision]:
         """Waits for a version that can be read, and reads it into `_new`.
 
-        Until there is a version, it offers the session's values for the first one.
+        Until the folder has a version, the island offers the session's values for the first one.
 
         Returns:
           The version's number, and the decision that made it.
@@ -479,7 +480,7 @@ class Island:
     def _look_after_sent(self) -> None:
         """Takes the last contribution back if it cannot be merged, or has waited too long.
 
-        Its change is then part of the next contribution.
+        The change of a contribution that is taken back becomes part of the next contribution.
         """
         learning = self._learning
         if learning.sent is None:
@@ -500,7 +501,8 @@ class Island:
     def _take_back(self, why: str) -> None:
         """Treats the last contribution as not made, so that the next one contains its change.
 
-        `why` is the reason, which is logged and goes into the journal; "" logs nothing.
+        `why` says why the contribution is taken back: it is logged and written into the journal. If
+        `why` is "", nothing is logged.
         """
         self._learning.take_back()
         if why:
@@ -510,8 +512,9 @@ class Island:
     def finish(self, session: Any, waits: bool = True) -> None:
         """Contributes what is left, takes merged values that come in time, and leaves the folder.
 
-        What was learned after the last contribution can be contributed only once that one is
-        merged. So this method waits for the merge up to `wait_seconds`, whatever `wait` is.
+        What the island learned after its last contribution can be contributed only once this
+        contribution is merged. So `finish` waits for the merge for at most `wait_seconds`, even if
+        the island's `wait` is "none".
 
         Args:
           session: the session in which steps were made.
@@ -560,8 +563,8 @@ class Island:
     def _wait_and_take(self, session: Any, seconds: float) -> bool:
         """Waits for a version that is newer than the island's, and takes its values.
 
-        It waits up to `seconds`, and only while a contribution of this island waits to be merged.
-        Returns whether a version was taken.
+        The method waits for at most `seconds`, and only while a contribution of this island waits
+        to be merged. The result says whether a version was taken.
         """
         assert self.version is not None
         learning, before, until = self._learning, self.version, time.monotonic() + seconds
@@ -582,8 +585,8 @@ class Island:
     def _contribute(self, session: Any, is_early: bool) -> bool:
         """Contributes this island's change of the variables that the next version changes.
 
-        Values that are not finite are not contributed: the island then goes back to the values of
-        its version.
+        If one of the values is not finite, nothing is contributed, and the island goes back to the
+        values of its version.
 
         Args:
           session: the session that trains.
@@ -641,8 +644,8 @@ class Island:
     def _go_back(self, session: Any) -> list[str]:
         """Resets variables to the values of the version that the island has taken last.
 
-        Slots that are not finite, and the other slots of their variables, get their initial values.
-        Returns the names of these slots.
+        If a slot of a variable is not finite, all slots of this variable get their initial values.
+        The result is the names of the slots that were reset in this way.
         """
         begin_anew = getattr(self._values, "begin_anew", None)
         anew = begin_anew(session) if begin_anew else {}
@@ -659,7 +662,8 @@ class Island:
     ) -> None:
         """Takes a newer version's values, and adds what the island learned that is not in them.
 
-        A contribution that can no longer be merged counts as not contributed.
+        If the island's last contribution can no longer be merged, its change counts as not
+        contributed.
 
         Args:
           session: the session to write to.
