@@ -1,8 +1,9 @@
 """The file beside an island's checkpoint, which saves what the island has not contributed yet.
 
-A checkpoint has the island's values now. What the island has learned since its last contribution is
-the difference between these and the values from which it went on then. The file has those earlier
-values, and the contributions that no version contains yet.
+A checkpoint has the island's values when it was written. The island's change since its last
+contribution is the difference between the checkpoint's values and the values from which the island
+went on after that contribution. The file beside the checkpoint has these earlier values, and the
+island's contributions that no version contains yet.
 """
 
 from __future__ import annotations
@@ -109,7 +110,8 @@ class SavedIsland(NamedTuple):
     def is_left(self, contributed: Sequence[str], life: int, version: int, fragments: int) -> bool:
         """Returns whether what the island had learned by the checkpoint is still to be contributed.
 
-        Returns False if a later contribution contains it, or if the file belongs to another folder.
+        The result is False if a contribution made after the checkpoint contains what the island had
+        learned by then, or if the file beside the checkpoint belongs to another folder.
 
         Args:
           contributed: names of the island's last contributions, "" for none.
@@ -159,8 +161,8 @@ class SavedIsland(NamedTuple):
     def read(cls, checkpoint: str) -> SavedIsland | None:
         """Reads the file beside a checkpoint; returns None if there is none.
 
-        `checkpoint` is the checkpoint's path, such as "/run/model.ckpt-100". Raises
-        DamagedObjectError if the file is damaged.
+        `checkpoint` is the checkpoint's path, such as "/run/model.ckpt-100". The method raises
+        DamagedObjectError if the file beside the checkpoint is damaged.
         """
         folder, name = _place(checkpoint)
         found = folder.load(name, kind=Learned)
@@ -185,8 +187,9 @@ def saved_beside(
 ) -> SavedIsland | None:
     """Returns what an island saved beside a checkpoint, or None if it saved nothing usable.
 
-    The result is None if there is no file, if the file is of another island or of other variables,
-    or if it is damaged or cannot be read. In the last case a warning is logged.
+    The result is None if there is no file beside the checkpoint, or if the file is another island's
+    or has other variables. The result is also None if the file is damaged or cannot be read; then a
+    warning is logged.
 
     Args:
       checkpoint: the checkpoint's path, such as "/run/model.ckpt-100".

@@ -1,8 +1,9 @@
 """The journal of a folder of islands: what happened to each island, after which step and when.
 
-Each run of an island's process writes JSON lines into objects of its own. They are of limited size,
-since an object store cannot append to an object. Which contributions were merged is not in the
-journal but in the merger's decisions.
+Each run of an island's process writes lines of JSON into objects (files of the folder) of its own.
+An object gets a limited number of lines, since an object store cannot append to an object. The
+journal does not say which contributions were merged: the objects in which the merger writes down
+each version's contributions (its decisions) do.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _DECISIONS_SHOWN = 8  # the table lists contributions that the last so many deci
 class Journal:
     """The writer of the events of one island, during one run of its process.
 
-    Events that cannot be written now are written with the next ones.
+    If an event cannot be written into the folder, it is written together with the next event.
 
     Attributes:
       life: the number of the run of the process. Set it before the first event.
@@ -78,7 +79,7 @@ class Journal:
     def _is_behind(self) -> bool:
         """Writes the events of the newest object; returns whether the folder failed.
 
-        The newest object gets events until it has 200 of them.
+        Events are added to the newest object of the journal until it has 200 events.
         """
         try:
             self._folder.write(self._name(), b"".join(map(_line, self._lines)))
@@ -117,8 +118,9 @@ class JournalEvent(msgspec.Struct, frozen=True):
 def read_journal(folder: Folder, island: str) -> dict[int, list[dict[str, Any]]]:
     """Returns a dictionary from the number of each run of an island's process to its events.
 
-    The events of a run are in order; each is a dictionary with the fields of `JournalEvent` and
-    others. Damaged parts of the journal are left out, with a warning.
+    The events of a run are in the order in which they were written. Each event is a dictionary with
+    the fields of `JournalEvent` and possibly more fields. Damaged parts of the journal are left
+    out, and a warning is logged.
 
     Args:
       folder: the folder of the islands.
@@ -143,8 +145,9 @@ def read_journal(folder: Folder, island: str) -> dict[int, list[dict[str, Any]]]
 def events_by_step(folder: Folder, island: str) -> dict[int, list[dict[str, Any]]]:
     """Returns a dictionary from steps to an island's events after each of them, in order.
 
-    A process that was killed begins again from its checkpoint. Events of the killed process after
-    that checkpoint have no effect any more, and are left out.
+    If an island's process was killed, its next run goes on from the island's last checkpoint.
+    Events of the killed process after this checkpoint have no effect any more, and are left out of
+    the result.
 
     Args:
       folder: the folder of the islands.
@@ -183,7 +186,7 @@ class IslandRow(NamedTuple):
       written: bytes of tensors that the island has written.
       read: bytes of tensors that the island has read.
       first: the time of its first event.
-      last: the time of its last event or sign of life.
+      last: the time of its last event or heartbeat.
       state: whether the merger sees the island alive, and at which step it was last.
       version: the version that it has; None if that is unknown.
     """
@@ -225,7 +228,8 @@ class Status(NamedTuple):
     def table(self) -> str:
         """Returns the state as text: a table with a line for each island, then messages.
 
-        The messages are those in `says`, and the reasons of recently refused contributions.
+        The messages are the texts in `says`, and the reasons for which contributions were refused
+        recently.
         """
         head = "no version yet" if self.version is None else f"version {self.version}"
         columns = ("island", "joined", "contributed", "merged", "late", "refused", "tokens merged",
@@ -248,9 +252,11 @@ class Status(NamedTuple):
 
 
 def read_status(folder: Folder) -> Status:
-    """Returns the state of a folder, from its journals, decisions and signs of life.
+    """Returns the state of a folder, read from the files of its islands and of its merger.
 
-    Objects that cannot be read are logged and left out.
+    Journals say what islands have done. The merger's decisions say which contributions it has
+    merged into each version. Heartbeats say which processes still run. Damaged files of the folder
+    are left out, and a warning is logged for each.
     """
     decisions = [
         decision
@@ -281,9 +287,9 @@ def read_status(folder: Folder) -> Status:
 
 
 def _merger(folder: Folder) -> tuple[str, Beat]:
-    """Returns which process merges, in words, and the last sign of life of that process.
+    """Returns which process merges, in words, and the last heartbeat of that process.
 
-    If no process merges, the words say so, and the sign of life is an empty `Beat()`.
+    If no process merges, the words say so, and the heartbeat is an empty `Beat()`.
     """
     term = terms_of(folder.marks("merger")).get("")
     if term is None:

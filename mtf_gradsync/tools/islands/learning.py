@@ -31,10 +31,11 @@ class Change(NamedTuple):
 class Learning:
     """The record of what an island has learned since the version that it took last.
 
-    Versions are versions of the values that are merged from all islands. A contribution is the
-    difference between the version's values (`base`) and the island's values now. While it waits to
-    be merged, the island goes on with steps. The newer version then takes the place of what was
-    contributed, and what was learned since is added to it.
+    A version holds values of variables that are merged from all islands. A contribution is the
+    version's values (`base`) minus the island's values when it contributes. While the contribution
+    waits to be merged, the island goes on with steps. When the island takes the newer version,
+    which contains the contribution, it adds what it has learned since the contribution to the
+    values of this version.
 
     Attributes:
       version: the number of the version that was taken last; None before the first.
@@ -69,7 +70,7 @@ class Learning:
     def start_from(self, version: int | None, counts: Mapping[str, int]) -> None:
         """Begins to learn from a version anew, and drops what was not contributed.
 
-        The caller sets `base`.
+        The method does not set the attribute `base`: its caller does.
 
         Args:
           version: the number of the version; None if there is none yet.
@@ -86,7 +87,8 @@ class Learning:
     def restore(self, saved: SavedIsland) -> None:
         """Restores all attributes to those that were saved beside a checkpoint.
 
-        `saved` is the content of the file beside the checkpoint, which the method `saved` returned.
+        `saved` is the content of the file beside the checkpoint: what the method `saved` returned
+        when the file was written.
         """
         learned = saved.learned
         self.version, self.base = learned.version, dict(saved.base)
@@ -115,7 +117,7 @@ class Learning:
     def specs_after(self, version: int) -> dict[str, TensorSpec]:
         """Returns the shapes and dtypes of the variables that the version after `version` changes.
 
-        The result is a dictionary from the names of the variables.
+        The result is a dictionary from the names of these variables to their shapes and dtypes.
         """
         names = fragment_of(version + 1, list(self._specs), self.fragments)
         return {name: self._specs[name] for name in names}
@@ -148,7 +150,7 @@ class Learning:
     def tokens_to_send(self) -> float:
         """The number of tokens that the next contribution is learned from.
 
-        These are the tokens since the last contribution of the variables that the next version
+        Tokens are counted from the last contribution of the variables that the next version
         changes.
         """
         assert self.version is not None
@@ -157,8 +159,8 @@ class Learning:
     def changed(self, values: Mapping[str, Any]) -> dict[str, np.ndarray]:
         """Returns the change of each variable that the next version changes, in float32.
 
-        The change is the value in `base` minus the value now. `values` are the session's values by
-        name, and the result is a dictionary from names to changes.
+        The change of a variable is its value in `base` minus its value in `values`, the session's
+        values by name. The result is a dictionary from the names of variables to their changes.
         """
         assert self.version is not None
         names = fragment_of(self.version + 1, list(self.base), self.fragments)
@@ -173,7 +175,7 @@ class Learning:
     ) -> Change:
         """Returns the change to contribute, in the form in which it is sent.
 
-        Rounding errors of earlier contributions are added to it.
+        The rounding errors of earlier contributions are added to the change before it is rounded.
 
         Args:
           changed: the result of the method `changed`.
@@ -194,7 +196,8 @@ class Learning:
     def send(self, change: Change, name: str) -> None:
         """Records that a change was contributed, and begins to count the next one.
 
-        `name` is the name of the contribution's object; "" in a replay, which writes no objects.
+        `name` is the name of the object (a file of the folder) that holds the contribution. It is
+        "" in a replay, which writes nothing.
         """
         if name:
             self.attempts[name] = change.sent
@@ -215,8 +218,9 @@ class Learning:
     def merged_was(self, name: str) -> None:
         """Records which contribution to the version was merged.
 
-        `name` is a key of `attempts`. If it is not the last attempt, tokens and updates that only
-        later attempts had count as not contributed.
+        `name` is the name of the merged contribution, a key of `attempts`. If the island made
+        further attempts to contribute after this one, the tokens and updates that only these have
+        count as not contributed.
         """
         then, sent = self.attempts[name], self.sent
         if sent is not then:
@@ -232,7 +236,7 @@ class Learning:
     ) -> dict[str, np.ndarray]:
         """Takes a newer version, and returns what was learned that it does not contain.
 
-        The caller adds the result to the version's values by `values_of`.
+        The caller of `take` adds the result to the version's values by the method `values_of`.
 
         Args:
           version: the version's number.
@@ -267,7 +271,8 @@ class Learning:
     ) -> dict[str, np.ndarray]:
         """Returns new values of variables by name: merged values plus what was learned since.
 
-        It also sets `base` for these variables, so that the next change contains what was learned.
+        The method also sets `base` for the variables in `merged`, so that the island's next change
+        contains what is in `learned`.
 
         Args:
           merged: a dictionary from the names of variables to their values in the version.
@@ -289,8 +294,9 @@ class Learning:
     ) -> dict[str, int]:
         """Returns new values of the island's counters, by name.
 
-        A counter becomes the version's, plus what the island has counted since its contribution. It
-        is never lowered, and a counter that the version lacks stays.
+        The new value of a counter is the version's value plus what the island has counted since its
+        contribution. If this is lower than the island's present value, or if the version does not
+        have the counter, the counter keeps the present value.
 
         Args:
           version: the version's counters, by name; {} if the island follows its own counters.

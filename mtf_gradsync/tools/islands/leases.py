@@ -1,10 +1,11 @@
 """Leases in a folder, each held by one process at a time: one to merge, one for each island's name.
 
-To take a lease, a process creates an object with the next number, which only one process can do.
-That process then writes signs of life (heartbeats). Other processes measure by their own clocks how
-old these are, so that clocks of machines are never compared and no locks are needed. A process that
-was stopped and wakes up finds a newer number, and knows that it has lost its lease. Objects that it
-writes before it looks have new names, and replace nothing.
+To take a lease, a process creates an object (a file of the folder) whose name has the next number.
+Only one process can create this object. The process that has a lease writes heartbeats into the
+folder, which show that it still runs. Other processes measure by their own clocks how old the
+heartbeats are, so that clocks of machines are never compared and no locks are needed. If a process
+was stopped and wakes up, it may find an object with a newer number: then it knows that it has lost
+its lease. Objects that this process writes before it looks have new names, and replace nothing.
 """
 
 from __future__ import annotations
@@ -43,15 +44,15 @@ class Holder(msgspec.Struct, frozen=True):
 
 
 class Beat(msgspec.Struct, frozen=True):
-    """A sign of life (heartbeat) of a process that holds a lease.
+    """A heartbeat of a process that holds a lease, which shows that the process still runs.
 
     Attributes:
-      count: the number of this sign, so that each sign differs from the one before.
+      count: the number of this heartbeat, so that each differs from the one before.
       time: the time by the writer's clock, for people who read it.
       says: messages on what the process waits for, or cannot do.
       version: the number of the version of the outer values that the process has; None if none.
       step: the step that an island is at; None for a merger.
-      living: the names of the islands that give signs of life, as the merger sees them.
+      living: the names of the islands that write heartbeats, as the merger sees them.
     """
 
     count: int = 0
@@ -100,14 +101,14 @@ def terms_of(marks: Mapping[str, str]) -> dict[str, LeaseTerm]:
 
 
 class LifeSigns:
-    """A record of when leases gave new signs of life, by this process's clock.
+    """A record of when leases got new heartbeats, by this process's clock.
 
     Args:
-      seconds: after how many seconds without a new sign a holder counts as dead.
+      seconds: after how many seconds without a new heartbeat a holder counts as dead.
       clock: a function that returns the time in seconds.
 
     Attributes:
-      changed: the names of the leases that gave a new sign since they were first seen.
+      changed: the names of the leases that got a new heartbeat since they were first seen.
     """
 
     def __init__(self, seconds: float = LIFE_SECONDS, clock: Callable[[], float] = time.monotonic):
@@ -118,8 +119,8 @@ class LifeSigns:
     def living(self, terms: Mapping[str, LeaseTerm]) -> set[str]:
         """Returns the names of the leases whose holders may be alive.
 
-        Such a holder has not given its lease up, and has given a sign of life recently. A sign is
-        as old as the time since this object first saw it.
+        The holder of a lease may be alive if it has not given the lease up, and has written a
+        heartbeat recently. The age of a heartbeat is the time since this `LifeSigns` first saw it.
 
         Args:
           terms: the newest term of each lease, by the name of the lease.
@@ -145,7 +146,7 @@ class Lease:
       folder: the folder of the islands.
       where: the subfolder with the lease's objects.
       name: the name of the lease in the subfolder; "" if there is only one.
-      report: a function that is called for each sign of life. It returns a dictionary of fields of
+      report: a function that is called for each heartbeat. It returns a dictionary of fields of
         `Beat` other than `count` and `time`.
       replaces_own: whether the lease may be taken from another holder in this process.
     """
@@ -182,10 +183,10 @@ class Lease:
                 logger.warning("%s; it goes to %s", error, self._folder.set_aside(name))
 
     def take(self) -> str:
-        """Takes the lease if it is free; from then on a thread writes signs of life.
+        """Takes the lease if it is free; from then on a thread writes heartbeats.
 
-        Call it repeatedly to wait for the lease: a process that gives no sign of life for
-        `LIFE_SECONDS` can be replaced.
+        Call `take` repeatedly to wait for the lease: if the process that has the lease writes no
+        heartbeat for `LIFE_SECONDS`, another process can take it.
 
         Returns:
           "" if this process has the lease now; else the process that has it, in words such as
@@ -213,7 +214,7 @@ class Lease:
         return ""
 
     def has_changed(self) -> bool:
-        """Returns whether the lease's holder has given a sign of life since `take` first looked."""
+        """Returns whether the lease's holder has written a heartbeat since `take` first looked."""
         return self._name in self._signs.changed
 
     def _lives(self, term: LeaseTerm, holder: Holder) -> bool:
@@ -229,7 +230,7 @@ class Lease:
     def is_held(self) -> bool:
         """Returns whether this process still has the lease, and no other process has taken it.
 
-        If the lease's object in the folder is gone, it is created again.
+        If the lease's object (a file of the folder) is gone, it is created again.
         """
         if self.term is None:
             return False
@@ -244,7 +245,7 @@ class Lease:
         return number < self.term or (number == self.term and holder in (self._own, None))
 
     def beat(self) -> None:
-        """Writes a sign of life of this process into the folder; ignores a folder that fails."""
+        """Writes a heartbeat of this process into the folder; ignores a folder that fails."""
         assert self.term is not None
         self._beats += 1
         with contextlib.suppress(FolderError):
@@ -261,7 +262,7 @@ class Lease:
             self.term = None
 
     def abandon(self) -> None:
-        """Stops the signs of life and writes nothing, as if the process were killed."""
+        """Stops the heartbeats and writes nothing, as if the process were killed."""
         self._stopped.set()
         _HELD.discard(self._own.id)
         self.term = None
@@ -270,7 +271,8 @@ class Lease:
 class Reminders:
     """A logger of conditions that last: it repeats a message, and logs when the condition ends.
 
-    A condition, such as a folder that fails, has a key.
+    Each condition, such as a folder that fails, has a key: messages with the same key are about the
+    same condition.
 
     Args:
       log: the logger that gets the messages.

@@ -1,10 +1,11 @@
 """The merger: the process or thread that makes versions of the values from islands' contributions.
 
-A version is made in two steps. First the merger writes the decision: which contributions are
-merged, with which weights and checksums. Then it writes the values (see `versions`). Both objects
-are created once and never replaced. So a merger that was killed at any point makes the same bits
-when it is started again. A merger that was stopped and wakes up finds that another one has decided.
-`replay` can make every version again from its decision.
+A version is made in two steps. First the merger writes down which contributions it merges into the
+version, with their weights and checksums: this object is the decision on the version. Then the
+merger writes the version's values (see module `versions`). Both objects are files of the folder
+that are created once and never replaced. So a merger that was killed at any point makes the same
+bits when it is started again. A merger that was stopped and wakes up finds it if another merger has
+made a decision meanwhile. `replay` can make every version again from its decision.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ class Waiting(NamedTuple):
 
     Attributes:
       quorum: how many contributions to the newest version a merge needs: a number, or "living" for
-        one of each island that gives signs of life.
+        one of each island that writes heartbeats.
       min_grace: the least seconds to wait for more contributions after the quorum is reached.
       max_grace: the most seconds to wait. Between the two limits, the wait is 1.5 times the usual
         time between the first and the last contribution to a version.
@@ -170,8 +171,8 @@ class Merger:
     ) -> None:
         """Makes versions until `should_stop()` is True.
 
-        If the folder fails, this is logged and tried again. Raises FolderTakenError if another
-        merger works in the folder.
+        If the folder fails, the failure is logged, and the work is tried again. The method raises
+        FolderTakenError if another merger works in the folder.
 
         Args:
           should_stop: a function that says whether to end; it is called again and again.
@@ -203,7 +204,7 @@ class Merger:
     def begin_anew(self) -> None:
         """Forgets what was read from the folder, so that it is read again.
 
-        Call it if another merger may have worked in the folder meanwhile.
+        Call `begin_anew` if another merger may have worked in the folder since the last read.
         """
         self._has_begun, self._decisions = False, {}
         self._received.read_again()
@@ -215,8 +216,8 @@ class Merger:
     def _take(self, place: Lease) -> bool:
         """Takes the lease to merge if it is free; returns whether this process has it now.
 
-        `place` is the lease. Raises FolderTakenError if another process has the lease and gives
-        signs of life.
+        `place` is the lease to merge. The method raises FolderTakenError if another process has the
+        lease and writes heartbeats.
         """
         holder = place.take()
         if holder and place.has_changed():
@@ -230,8 +231,8 @@ class Merger:
     def _go_on(self, place: Lease, on_version: Callable[[Decision], None]) -> bool:
         """Makes the next version if it is due.
 
-        The first call reads the folder's newest version instead. If the next version was decided
-        before and not made, it makes that version.
+        The first call of the method reads the folder's newest version. It makes the next version
+        only if the folder has a decision on this version already.
 
         Args:
           place: the lease to merge, which this process has.
@@ -296,8 +297,8 @@ class Merger:
     def _newest_state(self) -> MergedState | None:
         """Returns values and momenta of the newest version; None if there is no version.
 
-        A damaged version is made again from its decision. A version without a decision is moved
-        away, and the one before it is read.
+        If the newest version is damaged, it is made again from its decision. If the version is
+        damaged and has no decision, it is moved away, and the version before it is read.
         """
         known = {*numbers_in(self._folder, "versions", SUFFIX)}
         for version in sorted(known, reverse=True):
@@ -378,7 +379,8 @@ class Merger:
     def _create(self, name: str, decision: Decision, tensors: Mapping[str, np.ndarray]) -> None:
         """Creates an object of a version in the folder.
 
-        If an object of this name exists and has other bits, it is moved away first.
+        If the folder has an object of the same name with other bits, this other object is moved
+        away first.
 
         Args:
           name: the name of the object.
@@ -472,7 +474,8 @@ class Merger:
     def _are_enough(self, islands: Sequence[str], quorum: int) -> bool:
         """Returns whether enough islands have contributed to merge their contributions.
 
-        If a wait for contributions is long, it is logged, with the islands that are missing.
+        If the merger has waited for contributions for a long time, a message is logged that names
+        the islands whose contributions are missing.
 
         Args:
           islands: the names of the islands that have contributed to the newest version.
@@ -496,8 +499,9 @@ class Merger:
     def _pairs(self, oldest: int) -> tuple[set[tuple[str, int]], set[tuple[str, int]]]:
         """Returns the contributions that earlier decisions name, as two sets of pairs.
 
-        A pair is an island's name and the version from which its change begins. The first set has
-        the contributions that were merged. The second has these and those that came too late.
+        A pair stands for a contribution: it is the island's name and the version from which the
+        change begins. The first set has the contributions that were merged. The second set has the
+        merged contributions and those that came too late.
 
         Args:
           oldest: the oldest version to which a contribution may still be merged. Decisions on
@@ -514,8 +518,8 @@ class Merger:
     def _decision(self, version: int) -> Decision | None:
         """Returns the decision on a version; None if it is gone. Each is read only once.
 
-        It is read from the object with the version's values if the decision's object is damaged or
-        gone.
+        If the object (a file of the folder) with the decision is damaged or gone, the decision is
+        read from the object with the version's values.
         """
         if version not in self._decisions:
             found = self._stored_decision(version) if version >= 0 else None
@@ -564,9 +568,11 @@ class Merger:
     def _clean_up(self, decision: Decision) -> None:
         """Removes objects that no island and no restarted merger needs any more.
 
-        With `keep_all`, only offers and announcements are removed. Otherwise these objects stay:
-        values and momenta from which the newest two versions are read, contributions that may still
-        be merged or are to be counted as late, and the last `_DECISIONS_KEPT` decisions.
+        If the merger's `keep_all` is True, only two kinds of objects are removed: offers of initial
+        values, and announcements that the merger will soon decide. Otherwise old versions, momenta,
+        contributions and decisions are removed, too. What stays is the values and momenta from
+        which the newest two versions are read, contributions that may still be merged or are to be
+        counted as late, and the last `_DECISIONS_KEPT` decisions.
 
         Args:
           decision: the decision on the newest version.
@@ -613,8 +619,9 @@ class Merger:
 class MergerThread:
     """A thread that runs a merger, or waits while another process merges in the folder.
 
-    `make` returns the merger, and is called at once, so that wrong settings raise errors. Later
-    errors are logged, and the merger begins again: only `stop` ends the thread.
+    `make` is a function that returns the merger. It is called when the `MergerThread` is made, so
+    that wrong settings raise errors there. Errors in the thread are logged, and the merger begins
+    again: only the method `stop` ends the thread.
     """
 
     def __init__(self, make: Callable[[], Merger]):

@@ -86,7 +86,8 @@ class Contribution(ContributionFacts, frozen=True, kw_only=True):
     def of(cls, facts: ContributionFacts, **more: Any) -> Contribution:
         """Returns the record of a contribution from the facts that the island sent with it.
 
-        `more` are the fields that `ContributionFacts` lacks, such as `object` and `checksum`.
+        `more` are the fields of a `Contribution` that `ContributionFacts` lacks, such as `object`
+        and `checksum`.
         """
         return cls(**msgspec.structs.asdict(facts), **more)
 
@@ -161,8 +162,8 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
     def with_totals_after(self, before: Decision | None) -> Decision:
         """Returns this decision with `totals` filled in.
 
-        They are the totals of the decision on the version before (`before`; None if there is none),
-        plus the contributions that this decision names.
+        The totals are those of `before`, plus the contributions that this decision names. `before`
+        is the decision on the version before; None if there is none.
         """
         found = dict(before.totals) if before else {}
 
@@ -221,8 +222,8 @@ def contribution_object(version: int, island: str, life: int, number: int) -> st
 def parsed_contribution(name: str) -> tuple[int, str, int, int] | None:
     """Returns what the name of a contribution's object says; None for other names.
 
-    The result has the arguments of `contribution_object`: the version, the island's name, the
-    number of the run of its process, and the number of the contribution in that run.
+    The result has what `contribution_object` takes as arguments: the version, the island's name,
+    the number of the run of the island's process, and the number of the contribution in that run.
     """
     found = _CONTRIBUTION.fullmatch(name)
     return found and (int(found[1]), found[2], int(found[3]), int(found[4]))
@@ -231,8 +232,8 @@ def parsed_contribution(name: str) -> tuple[int, str, int, int] | None:
 def life_and_number(name: str) -> tuple[int, int]:
     """Returns a sort key of an island's contributions: a later one has a larger key.
 
-    The key is the number of the run of the island's process and the number in that run; (0, 0) if
-    the name is no contribution's.
+    The key is a pair: the number of the run of the island's process, and the number of the
+    contribution in that run. It is (0, 0) if the name is not a contribution's.
     """
     parsed = parsed_contribution(name)
     return parsed[2:] if parsed else (0, 0)
@@ -262,7 +263,7 @@ def contribution_names(folder: Folder, version: int) -> dict[tuple[str, int], st
 def island_of(name: str) -> str:
     """Returns the name of the island that wrote a contribution or an offer.
 
-    `name` is the name of the object, with or without its subfolder.
+    `name` is the name of the contribution's or offer's object, with or without its subfolder.
     """
     return name.rsplit("/", 1)[-1].removesuffix(SUFFIX).rsplit("@", 1)[0]
 
@@ -275,8 +276,8 @@ def offer_object(island: str) -> str:
 def numbers_in(folder: Folder, place: str, ending: str) -> list[int]:
     """Returns the numbers of the objects in a subfolder whose names are a number and an ending.
 
-    They are in ascending order. `place` is the subfolder, such as "versions", and `ending` is what
-    follows the number, such as ".soon"; "" for subfolders named by a number alone.
+    The numbers are in ascending order. `place` is the subfolder, such as "versions". `ending` is
+    what follows the number in the names, such as ".soon"; "" for names that are only a number.
     """
     found = (_NUMBERED.fullmatch(name) for name in folder.names(place))
     return [int(one[1]) for one in found if one and (one[2] or "") == ending]
@@ -285,7 +286,8 @@ def numbers_in(folder: Folder, place: str, ending: str) -> list[int]:
 def read_decision(folder: Folder, version: int) -> Decision | None:
     """Returns the decision on a version; None if there is none.
 
-    Raises DamagedObjectError if its object is damaged, or holds the decision on another version.
+    The function raises DamagedObjectError if the decision's object (a file of the folder) is
+    damaged, or holds the decision on another version.
     """
     name = decision_object(version)
     found = folder.read_json(name, Decision)

@@ -68,8 +68,9 @@ class ReceivedContributions:
     ) -> Contribution | None:
         """Reads and checks a contribution or an offer; returns its record for a decision.
 
-        A wrong contribution is refused: an object with the reason is written beside it. The result
-        is None if the object is gone, is refused, or cannot be read now.
+        If a contribution is wrong, it is refused: an object (a file of the folder) with the reason
+        is written beside it. The result is None if the contribution or offer is gone, is refused,
+        or cannot be read now.
 
         Args:
           before: the values and momenta of the newest version; None before the first.
@@ -105,8 +106,8 @@ class ReceivedContributions:
     def _refuse(self, name: str, reason: str) -> None:
         """Refuses a contribution: writes the reason into an object beside it, and logs the reason.
 
-        The island that made it reads this object, and then contributes the change again. `name` is
-        the name of the contribution's object.
+        The island that made the contribution reads the object with the reason, and contributes the
+        change again. `name` is the name of the object with the contribution.
         """
         logger.warning("%s", reason)
         self.refused[name] = reason
@@ -115,8 +116,8 @@ class ReceivedContributions:
     def name_equal(self, contributions: Sequence[Contribution]) -> None:
         """Logs a warning of islands with identical changes, which seem to learn from the same data.
 
-        `contributions` are those that are merged into one version. Each group of islands is named
-        only once.
+        `contributions` are the contributions that are merged into one version. The warning on the
+        same set of islands is logged only once.
         """
         lengths = collections.defaultdict(list)
         for one in contributions:

@@ -45,12 +45,13 @@ class StepCounts(NamedTuple):
 class Values:
     """The access, in a session, to the variables that islands exchange: it reads and writes them.
 
-    These are the trained variables, and floating-point variables that are averaged and not trained,
-    such as means over batches and moving averages. Names of averaged variables begin with
-    `changes.MEAN` here. Both the master (the variable in checkpoints) and its slices (the parts on
-    processors) are written.
+    Islands exchange the trained variables, and floating-point variables that are averaged and not
+    trained, such as means over batches and moving averages. In the names that `Values` takes and
+    returns, `changes.MEAN` comes before the name of an averaged variable. If a variable is written,
+    both its master (the whole variable, as in checkpoints) and its slices (the parts that
+    processors hold) are written.
 
-    Create the object after the step has been built and lowered: for sessions of TensorFlow it adds
+    Create `Values` after the step has been built and lowered: for sessions of TensorFlow it adds
     operations to the graph.
 
     Args:
@@ -137,7 +138,8 @@ class Values:
     ) -> list[str]:
         """Returns names of the model's floating-point variables that are averaged and not trained.
 
-        Such variables are means over batches. Slots and the state of wrappers are left out.
+        Variables that are averaged and not trained are means over batches, for example. Slots and
+        the state of wrappers are left out of the result.
 
         Args:
           there: a dictionary from names to variables, for all variables of the graph.
@@ -157,7 +159,8 @@ class Values:
     def _reads_of_counters(self, names: Sequence[str]) -> dict[str, tf.Tensor]:
         """Adds operations to the graph that read and add up the optimizers' counters.
 
-        Counters are added up in the graph because each fetched tensor costs time after each step.
+        Counters are added up in the graph, since each tensor that is fetched costs time after each
+        step.
 
         Args:
           names: the names of the counters' variables.
@@ -192,8 +195,8 @@ class Values:
     def counts(self, session: Any) -> StepCounts:
         """Returns how many steps' gradients the session's optimizers hold back or have skipped.
 
-        The counts are zeros if no optimizer accumulates or skips steps. `session` is the session
-        that trains: a session of TensorFlow, or one of this package's runtimes.
+        Both counts are zero if no optimizer accumulates or skips steps. `session` is the session
+        that trains: a session of TensorFlow, or of one of this package's runtimes.
         """
         if not self._counters:
             return StepCounts()
@@ -211,7 +214,8 @@ class Values:
     def read(self, session: Any) -> dict[str, np.ndarray]:
         """Returns the present values of exchanged variables, and of the counters in `follows`.
 
-        The result is a dictionary from names to arrays. `session` is the session that trains.
+        The result is a dictionary from the names of variables and counters to arrays. `session` is
+        the session that trains.
         """
         return self._read(
             session, {**self._variables, **{n: self._state[n] for n in self.follows.values()}}
@@ -259,8 +263,9 @@ class Values:
     def begin_anew(self, session: Any) -> dict[str, np.ndarray]:
         """Returns initial values for slots that hold numbers that are not finite.
 
-        If one slot of a variable is not finite, all slots of this variable are returned. Nothing is
-        written: the caller passes the result, a dictionary from names to values, to `write`.
+        If one slot of a variable is not finite, the result has the initial values of all slots of
+        this variable. The method writes nothing: its caller passes the result, a dictionary from
+        the names of slots to values, to `write`.
         """
         now = self._read(session, self._state)
         bad = {

@@ -1,7 +1,8 @@
 """Files of tensors and facts, written by `safetensors` and checked when they are read.
 
-Facts are a value that JSON can hold. Files hold numbers and text, and no code. Each has the SHA-256
-of its content. Size, schema, shapes and checksum are checked before a file is used.
+A file of tensors holds arrays by name, and facts about them: a value that JSON can hold. The file
+contains numbers and text, and no code. It also contains the SHA-256 of its content. The size, the
+schema, the shapes and the checksum of a file are checked before the file is used.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ def dtype_of(name: str) -> np.dtype[Any]:
 def checksum(facts: Any, tensors: Mapping[str, np.ndarray]) -> str:
     """Returns the SHA-256 of an object's content, in hexadecimal digits.
 
-    The order of the tensors does not change it.
+    The checksum does not depend on the order of the tensors.
 
     Args:
       facts: a value that JSON can hold.

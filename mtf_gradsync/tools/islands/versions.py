@@ -1,8 +1,8 @@
 """Versions of the outer values (the values merged from all islands): making and reading them.
 
-A version is a function of its decision and of the objects that the decision names. It does not
-depend on when anything arrived, so it can be made again with the same bits. Module `changes` has
-the arithmetic.
+A version is computed from its decision (the merger's record of which contributions make it) and
+from the contributions that the decision names. The version does not depend on when contributions
+arrived, so that it can be made again with the same bits. The arithmetic is in module `changes`.
 """
 
 from __future__ import annotations
@@ -106,8 +106,9 @@ class MergeSettings(NamedTuple):
     def of(cls, folder: Folder) -> MergeSettings | None:
         """Returns the settings of a folder; None if no merger has begun in it.
 
-        If the object with the settings is gone or damaged, they are read from a decision. Raises
-        DamagedObjectError if the object is damaged and there is no decision to read.
+        If the object with the settings (a file of the folder) is gone or damaged, the settings are
+        read from a decision. The method raises DamagedObjectError if the object is damaged and
+        there is no decision to read.
         """
         damaged: DamagedObjectError | None = None
         try:
@@ -149,8 +150,8 @@ def counts_behind(
 ) -> dict[str, int]:
     """Returns the counters of a version, by name: each is the largest in any contribution.
 
-    Schedules follow these counters (global step, updates). A counter never becomes smaller than in
-    the version before.
+    The counters are those that schedules follow: the global step, and counts of updates. A counter
+    never becomes smaller than in the version before.
 
     Args:
       before: the counters of the version before, by name.
@@ -166,8 +167,8 @@ def counts_behind(
 def fragment_of(version: int, names: Sequence[str], fragments: int) -> list[str]:
     """Returns the names of the variables that a version changes, out of the names of all variables.
 
-    Version 0 changes all of them. Each later version changes one of the sets into which variables
-    are divided; the sets, `fragments` in number, take turns.
+    Version 0 changes all variables. For later versions, the variables are divided into `fragments`
+    sets. Each later version changes one set; the sets take turns.
 
     Examples:
       >>> [fragment_of(version, ["a", "b", "c"], fragments=2) for version in (0, 1, 2)]
@@ -189,8 +190,8 @@ def newest_version(folder: Folder) -> int | None:
 def versions_that_make(version: int, fragments: int) -> list[int]:
     """Returns the numbers of the versions whose objects together hold all values as of `version`.
 
-    These are as many versions as there are `fragments`, the sets of variables that versions change
-    in turn, or fewer at the beginning.
+    Each version changes one of `fragments` sets of variables, and the sets take turns. So as many
+    versions as there are sets together hold all values; at the beginning fewer versions do.
 
     Examples:
       >>> versions_that_make(5, fragments=2)
@@ -208,8 +209,8 @@ def read_version(
 ) -> tuple[dict[str, np.ndarray], Decision]:
     """Returns the variables that versions from `since` to `version` changed, and the decision.
 
-    The variables are a dictionary from names to values as of `version`. The decision is the one
-    that made `version`.
+    The result is a pair: a dictionary from the names of the variables to their values as of
+    `version`, and the decision that made `version`.
 
     Args:
       folder: the folder of the islands.
@@ -271,7 +272,8 @@ class MergedState(NamedTuple):
     def changed(self, settings: MergeSettings) -> MergedState:
         """Returns the part of this state that the version changed, which its objects hold.
 
-        `settings` are the settings of the folder, which say how variables take turns.
+        `settings` are the settings of the folder: their `fragments` says which variables a version
+        changes.
         """
         names = fragment_of(self.version, list(self.values), settings.fragments)
         momenta = {name: self.momenta[name] for name in names if name in self.momenta}
@@ -281,8 +283,9 @@ class MergedState(NamedTuple):
 def read_state(folder: Folder, version: int, settings: MergeSettings) -> MergedState:
     """Returns the values and momenta as of a version, for making the next one.
 
-    `settings` are the settings with which the folder's versions are made. Raises DamagedObjectError
-    if an object is damaged, gone, or not written by a merger.
+    `settings` are the settings with which the folder's versions are made. The function raises
+    DamagedObjectError if an object (a file of the folder) with values or momenta is damaged, gone,
+    or not written by a merger.
     """
     values = read_values(folder, version, settings.fragments)
     momenta: dict[str, np.ndarray] = {}
@@ -298,8 +301,8 @@ def read_state(folder: Folder, version: int, settings: MergeSettings) -> MergedS
 def make_version(folder: Folder, decision: Decision, before: MergedState | None) -> MergedState:
     """Computes a version from the version before it and the contributions in its decision.
 
-    If a variable's new value would not be finite, it keeps its old value, and its momentum becomes
-    0. Nothing is written.
+    If a variable's new value would not be finite, the variable keeps its old value, and its
+    momentum becomes 0. The function writes nothing into the folder.
 
     Args:
       folder: the folder of the islands, from which the contributions are read.
@@ -354,7 +357,7 @@ def make_version(folder: Folder, decision: Decision, before: MergedState | None)
 def most_bytes(specs: Mapping[str, TensorSpec]) -> int:
     """Returns the largest allowed size, in bytes, of a contribution.
 
-    `specs` are the shapes and dtypes of the variables that it changes, by name.
+    `specs` are the shapes and dtypes of the variables in the contribution, by name.
     """
     return sum(2 * spec.nbytes for spec in specs.values()) + JSON_BYTES
 
@@ -364,7 +367,7 @@ def replay(
 ) -> list[int]:
     """Makes every version again from its contributions, and compares it with the stored version.
 
-    Nothing is written into the folder.
+    The function only reads the folder.
 
     Args:
       folder: the folder of the islands.
@@ -412,8 +415,8 @@ def export_version(
 ) -> str:
     """Writes a version's values as a checkpoint, which `train`, Estimator and Saver can restore.
 
-    The checkpoint has the variables that islands exchange, and the global step. It has no slots, so
-    they begin with their initial values.
+    The checkpoint has the variables that islands exchange, and the global step. It has no slots: a
+    program that restores it gives the slots their initial values.
 
     Args:
       folder: the folder of the islands.
