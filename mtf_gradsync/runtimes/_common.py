@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 class ConfigError(ValueError):
     """The error of a setting that cannot work.
 
-    The message names the setting and a remedy. The command line prints the message without a
-    traceback and exits with code 2.
+    The message of a `ConfigError` names the setting that cannot work, and a remedy. The command
+    line prints the message without a traceback and exits with code 2.
     """
 
 
@@ -40,7 +40,7 @@ _PACKAGE_DIR = Path(__file__).resolve().parents[1]
 def install_extra(extra: str) -> str:
     """Returns the command that installs an extra of this package (such as "xla") from its clone.
 
-    The package is on no package index.
+    This package is on no package index (such as PyPI), so it is installed from a clone.
     """
     clone = _PACKAGE_DIR.parent
     if (clone / "pyproject.toml").is_file():
@@ -51,9 +51,10 @@ def install_extra(extra: str) -> str:
 def configs_dir() -> Path:
     """Returns the folder of the gin files that come with the package.
 
-    An installed package has them in ``mtf_gradsync/configs``; in a checkout, or an editable install
-    of one, they are in ``configs`` beside the package. Put this folder on gin's search path
-    (``gin.add_config_file_search_path(str(configs_dir()))``) to include them by name.
+    An installed package has the gin files in ``mtf_gradsync/configs``. A checkout, or an editable
+    installation of a checkout, has them in ``configs`` beside the package. Put the folder that this
+    function returns on gin's search path (``gin.add_config_file_search_path(str(configs_dir()))``)
+    to include gin files by name.
 
     Raises:
       FileNotFoundError: the package was installed without its gin files.

@@ -21,8 +21,8 @@ class StopSignal:
     """A context manager that turns SIGINT and SIGTERM into a request to stop.
 
     `received` is the number of the first signal, or None if no signal has come. The first signal
-    calls `on_first` with its number. A second signal, unless it comes within the same moment,
-    raises a KeyboardInterrupt: a user who presses Ctrl-C twice does not want to wait.
+    calls `on_first` with its number. A second signal, unless it comes almost at the same time as
+    the first, raises a KeyboardInterrupt: a user who presses Ctrl-C twice does not want to wait.
     """
 
     def __init__(self, on_first: Callable[[int], None] = lambda number: None):
@@ -55,8 +55,9 @@ class StopSignal:
 class Interruption(StopSignal):
     """A context manager that turns SIGINT and SIGTERM into a KeyboardInterrupt at once.
 
-    Python drops an exception that a handler raises in a callback of the garbage collector, where
-    handlers often run beside jax. So `check` raises it again between the parts of the work.
+    Python drops an exception that a signal's handler raises in a callback of the garbage collector,
+    and handlers often run in such callbacks if jax is imported. So the program calls `check`
+    between the parts of its work, which raises the KeyboardInterrupt again.
     """
 
     def __init__(self) -> None:
@@ -71,7 +72,7 @@ class Interruption(StopSignal):
 def signal_of(error: KeyboardInterrupt) -> int:
     """Returns the number of the signal that caused a KeyboardInterrupt.
 
-    It is SIGINT if the exception does not tell.
+    The result is SIGINT if the exception does not hold a signal's number.
     """
     return error.args[0] if error.args else signal.SIGINT
 
@@ -80,8 +81,8 @@ def signal_of(error: KeyboardInterrupt) -> int:
 def handler_kept(number: int) -> Iterator[None]:
     """Restores a signal's handler at the end of the block, even a handler that C code had set.
 
-    `number` is the signal's number. Python itself can restore only handlers that Python set, but
-    faulthandler and some libraries set theirs in C.
+    `number` is the signal's number. Python itself can restore only handlers that Python code has
+    set, but faulthandler and some libraries set their handlers in C.
     """
     action = ctypes.create_string_buffer(_MOST_OF_SIGACTION)
     try:

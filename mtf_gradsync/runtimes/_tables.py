@@ -19,7 +19,8 @@ _PIECES = re.compile(r"[^ /+;>]*[ /+;>]+|[^ /+;>]+")
 def terminal_width() -> int:
     """Returns the number of characters in a line of output.
 
-    It is the environment variable COLUMNS, else the terminal's width, else `WIDE`.
+    The number is the value of the environment variable COLUMNS; without this variable, it is the
+    width of the terminal; without a terminal, it is `WIDE`.
     """
     return shutil.get_terminal_size((WIDE, 24)).columns
 
@@ -27,8 +28,8 @@ def terminal_width() -> int:
 def wrapped(lines: Sequence[str], width: int | None = None) -> list[str]:
     """Returns lines of text, of which those longer than `width` are broken between words.
 
-    A continuation has the indentation of the line that it continues. `width` is a number of
-    characters; None takes `terminal_width()`.
+    A line that continues a broken line has the same indentation as the broken line. `width` is the
+    largest number of characters in a line; None takes `terminal_width()`.
     """
     width = width or terminal_width()
     short: list[str] = []
@@ -52,16 +53,17 @@ def text_table(
 ) -> list[str]:
     """Returns the lines of a table that fits into the terminal. Figures are never cut.
 
-    If a table is too wide, the words of its headers are written below each other. If it still is,
-    its widest columns of text are broken into several lines. If that is not enough, the columns are
-    divided over several tables below each other.
+    If a table is too wide, the words of its headers are written below each other. If the table is
+    still too wide, its widest columns of text are broken into several lines. If that is not enough,
+    the columns are divided over several tables, which are written below each other.
 
     Args:
-      headers: a header for each column. They, and cells, may have several lines.
+      headers: a header for each column. Headers and cells may have several lines.
       rows: the cells of each row.
       text: headers of columns of text, which are aligned to the left and may be broken; all others
         are aligned to the right.
-      keys: the number of columns that name a row. They come first in each of several tables.
+      keys: the number of columns that name a row. If the columns are divided over several tables,
+        each table begins with these columns.
       width: the number of characters in a line; None for `terminal_width`.
     """
     width = width or terminal_width()
@@ -100,7 +102,7 @@ class _Column(NamedTuple):
 def _broken(lines: Sequence[str], width: int, indent: str = " ") -> list[str]:
     """Returns the lines of a cell, broken into lines of at most `width` characters.
 
-    `indent` begins each continuation.
+    `indent` is the text at the beginning of each line that continues a broken line.
     """
     made = []
     for line in lines:
@@ -130,7 +132,8 @@ def _narrowest(column: _Column) -> _Column:
 def _bands(columns: list[_Column], keys: int, width: int) -> list[list[_Column]]:
     """Splits columns into as few tables of at most `width` characters as possible.
 
-    Returns the columns of each table; the first `keys` columns come first in each.
+    The result has a list of columns for each table. Each table begins with the first `keys`
+    columns.
     """
     bands: list[list[_Column]] = []
     for column in columns:
@@ -145,7 +148,7 @@ def _bands(columns: list[_Column], keys: int, width: int) -> list[list[_Column]]
 def _fitted(columns: Sequence[_Column], width: int) -> list[_Column]:
     """Returns the columns, whose widest columns of text are narrowed until all fit into `width`.
 
-    If they do not fit then, they are returned as narrow as they can be.
+    If the columns do not fit even at their smallest widths, they are returned with these widths.
     """
     fitted = list(columns)
     while _width(fitted) > width:

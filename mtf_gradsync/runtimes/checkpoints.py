@@ -1,9 +1,10 @@
 """Adapts checkpoints to a graph with another mesh, other islands, or another stack.
 
-A value is read as `[islands..., shards...] + its own dims`. The values of an island's shards are
-terms of a sum. The value of each island is an estimate for the whole batch, so that a run with one
-island continues with the mean over islands. But weights, and sums of gradients times weights, are
-those of the island's own part of the batch, and are added up over islands.
+The value of a variable in a checkpoint has the dims `[islands..., shards...] + dims of the
+variable`. The values of an island's shards are terms of a sum. The value of each island is an
+estimate for the whole batch, so that a run with one island continues with the mean over islands.
+But weights, and sums of gradients times weights, belong to an island's own part of the batch, and
+are added up over islands.
 """
 
 from __future__ import annotations
@@ -41,15 +42,15 @@ _COPIES = {"Fill": 1, "BroadcastTo": 0, "Cast": 0, "Identity": 0}
 def reshard(value: np.ndarray, num_shard_dims: int, new_shape: Sequence[int]) -> np.ndarray:
     """Returns values of S shards, distributed over T shards so that their sum stays the same.
 
-    Shards are numbered in row-major order over the shard dims. The value of shard j goes to shard
-    j * T // S, which adds up all values that it gets. If T is less than S, each new shard gets the
-    values of consecutive shards. If T is greater, some new shards get zeros, and no value is
-    changed, so that nothing is rounded.
+    Shards are numbered in row-major order over the shard dims. The value of old shard j goes to new
+    shard j * T // S. A new shard to which several values go gets their sum. If T is less than S,
+    each new shard gets the values of consecutive old shards. If T is greater than S, some new
+    shards get zeros, and no value is changed, so that nothing is rounded.
 
-    `value` has the shape `[shard dims...] + rest`, of which the first `num_shard_dims` dims are
-    shard dims; a reduced sum has none. `new_shape` is the shape of the result: shard dims of any
-    number and sizes, and the same rest. The dtype does not change. Raises ValueError if the rest
-    differs.
+    `value` has the shape `[shard dims...] + rest`. The number of its shard dims is
+    `num_shard_dims`, which is 0 for a reduced sum. `new_shape` is the shape of the result: shard
+    dims of any number and sizes, followed by the same rest. The result has the dtype of `value`.
+    Raises ValueError if `new_shape` does not end with the rest.
     """
     value, new_shape = np.asarray(value), tuple(new_shape)
     rest = value.shape[num_shard_dims:]
@@ -78,16 +79,17 @@ class Change(NamedTuple):
     """A wrapper's variable that a checkpoint has in another form, or not at all.
 
     Attributes:
-      saved_name: the variable's name in the checkpoint; None if it is missing there, or belongs to
-        another wrapper.
+      saved_name: the variable's name in the checkpoint; None if the checkpoint does not have the
+        variable, or has one of this name that belongs to another wrapper.
       saved_shape: the variable's shape in the checkpoint.
       num_shard_dims: how many dims of the saved value, after those of islands, number the shards;
         None if the shapes differ in more than shards and islands.
       shape: the variable's shape in the graph.
       dtype: the variable's dtype in the graph.
       note: the graph's note on how to read the variable.
-      looks_alike: whether name, shape and dtype are the same in both, although the value means
-        something else, so that a plain saver would restore a wrong value without an error.
+      looks_alike: whether name, shape and dtype are the same in the checkpoint and in the graph,
+        although the value means something else, so that a plain saver would restore a wrong value
+        without an error.
     """
 
     saved_name: str | None
@@ -133,8 +135,8 @@ class Saved:
     def find(self, name: str | None, of_islands: bool = False) -> str | None:
         """Returns the name that a variable has in the checkpoint; None if it is missing.
 
-        It is `name`, or `<name>/island` for a variable with a value for each island. If the
-        checkpoint has both, `of_islands` says whether the second name is returned.
+        The result is `name`, or `<name>/island` for a variable with a value for each island. If the
+        checkpoint has both names, `of_islands` says whether `<name>/island` is returned.
         """
         names = [name, f"{name}/{ISLAND}"]
         return next((n for n in names[:: -1 if of_islands else 1] if n in self.shapes), None)
@@ -142,8 +144,8 @@ class Saved:
     def unlike(self, variable: Any) -> str:
         """Returns a sentence on how the checkpoint's variable of the same name differs.
 
-        `variable` is a tf variable, which the checkpoint must have. The result is "" if shape and
-        dtype are the same.
+        `variable` is a tf variable of the graph; the checkpoint must have a variable of the same
+        name. The result is "" if shape and dtype are the same in the checkpoint and in the graph.
         """
         name, shape, dtype = variable.op.name, variable.shape.as_list(), variable.dtype.base_dtype
         if list(self.shapes[name]) != shape:
@@ -156,7 +158,8 @@ class Saved:
     def changes(self) -> dict[str, Change]:
         """The graph's variables that the checkpoint has in another form, or not at all, by name.
 
-        Only wrappers' state, slots, and variables with a value for each island are compared.
+        Only three kinds of the graph's variables are compared: the state of wrappers, slots, and
+        variables with a value for each island.
         """
         notes = {note.name: note for note in self._graph.get_collection(STATE_COLLECTION)}
         found = {}
@@ -172,11 +175,12 @@ class Saved:
 
     @functools.cached_property
     def _new_slots(self) -> dict[str, Change]:
-        """The graph's slots that the checkpoint does not have, by name, if it has others of them.
+        """The graph's slots that the checkpoint lacks, by name; {} if the checkpoint has no slots.
 
-        Such a checkpoint is from a run in which other optimizers, or none, updated some variables.
-        These are slots of variables of which the checkpoint has no slot: if it has one slot of a
-        variable, the variable's other slots must not begin anew beside that one.
+        A checkpoint that has only some of the graph's slots is from a run in which other
+        optimizers, or none, updated some variables. The result has the slots of variables of which
+        the checkpoint has no slot: if it has one slot of a variable, the variable's other slots
+        must not begin anew beside that one.
         """
         own: list[StateNote] = self._graph.get_collection(STATE_COLLECTION)
         state, held = {note.name for note in own}, {n.name: n.held for n in own if n.held}
@@ -210,7 +214,8 @@ class Saved:
     def _change(self, variable: Any, note: StateNote) -> Change | None:
         """Returns how the checkpoint's variable differs from the graph's; None if it does not.
 
-        `variable` is the graph's tf variable, and `note` says how its value is to be read.
+        `variable` is the graph's tf variable, and `note` says how the variable's value is to be
+        read.
         """
         name, shape = variable.op.name, tuple(variable.shape.as_list())
         dtype = variable.dtype.base_dtype
@@ -241,9 +246,11 @@ class Saved:
     def _of_ring(self, name: str, change: Change) -> np.ndarray:
         """Returns the value for the graph's variable `name`, which belongs to a ring of values.
 
-        A ring is a buffer of the newest values, and a count of them. In the checkpoint it has
-        another size, or is of other islands. The result has the newest values that the ring has
-        room for, from the oldest to the newest, or their count. If islands differ, all is 0,
+        A ring of values consists of two variables: one holds the newest values of a series, and the
+        other counts the values that have been written. The ring in the checkpoint has another size
+        than the graph's ring, or belongs to other islands. The result holds the newest values that
+        the graph's ring has room for, from the oldest to the newest; or the number of these values,
+        if `name` is the name of the counter. If the islands differ, the result is all zeros,
         because values of other islands mean something else.
         """
         note, ring = change.note, change.note.ring
@@ -264,8 +271,8 @@ class Saved:
     def _islands_of(self, name: str, note: StateNote | None = None) -> tuple[int, ...]:
         """Returns the sizes of the first dims of a saved variable, which number islands.
 
-        `name` is the variable's name in the checkpoint. `note` is the graph's note on it, if there
-        is one. The result is () if the variable has no such dims.
+        `name` is the variable's name in the checkpoint. `note` is the graph's note on the variable,
+        if there is one. The result is () if no dims of the variable number islands.
         """
         is_own = note is not None and note.held is None and note.num_island_dims > 0
         return self.islands if is_own or name.endswith(f"/{ISLAND}") else ()
@@ -273,7 +280,9 @@ class Saved:
     def _had_weights(self, note: StateNote) -> bool:
         """Returns whether the saved values of islands are to be added up, not averaged.
 
-        Sums of gradients times weights are added up. `note` is the graph's note on the variable.
+        If the checkpoint has weights of gradients, sums of gradients are sums of gradients times
+        weights, and are added up. Without weights in the checkpoint they are averaged. For other
+        values, `note`, which is the graph's note on the variable, says what is done.
         """
         return note.is_total if note.weight is None else self.find(note.weight) is not None
 
@@ -285,8 +294,9 @@ class Saved:
     def _weights(self, name: str | None, islands: int) -> np.ndarray | None:
         """Returns the saved weights of islands, a float64 vector with one for each.
 
-        `name` is the name of the weights' variable, and `islands` the number of islands. The result
-        is None if the checkpoint does not have one weight for each island, or if all are 0.
+        `name` is the name of the weights' variable, and `islands` is the number of islands. The
+        result is None if the checkpoint does not have one weight for each island, or if all weights
+        are 0.
         """
         if name not in self.shapes or math.prod(self.shapes[name]) != islands:
             return None
@@ -324,8 +334,9 @@ class Saved:
     def _value_of(self, name: str) -> Any:
         """Returns the value, converted for the graph, of a variable that a note names.
 
-        It is the mean over islands if the variable has a value for each of them, and 0 if it is
-        missing. For "global_step" it is the number of updates, or None if nothing counts them.
+        If the variable has a value for each island, the result is the mean over islands. If the
+        checkpoint does not have the variable, the result is 0. For the name "global_step" the
+        result is the number of updates that were made, or None if no variable counts updates.
         """
         if name == "global_step":
             return self._updates()
@@ -376,8 +387,9 @@ class Saved:
     def sums_lost(self) -> dict[str, tuple[int, str]]:
         """Returns the sums of gradients in the checkpoint that the graph has no accumulators for.
 
-        The result has, by the name of the sums' counter, the number of microbatch steps in the sums
-        and a sentence with a remedy. Counters that are 0 are left out.
+        The result's keys are the names of the variables that count microbatch steps. The value for
+        each is the number of microbatch steps in the sums, and a sentence that names a remedy.
+        Counters that are 0 are left out.
         """
         noted = self._graph.get_collection(SUMS_NOT_KEPT)
         counts = {c: (int(self.read(c)), remedy) for c, remedy in noted if c in self.shapes}
@@ -395,8 +407,8 @@ class Saved:
     def warn_of_changes(self) -> None:
         """Logs warnings about state that the checkpoint lacks, and about values of islands.
 
-        A graph without islands begins with the variables' values of the last outer step, so that
-        what islands have learned since then is lost.
+        A graph without islands begins with the values that the variables had at the last outer
+        step, so that what islands have learned since then is lost.
         """
         new = [
             name
@@ -445,7 +457,8 @@ class Saved:
 def _begins_with(variable: Any) -> float | None:
     """Returns the number that all elements of a variable begin with.
 
-    The result is None if elements begin with different numbers, or if the graph does not tell.
+    The result is None if the elements begin with different numbers, or if the graph does not say
+    with which number they begin.
     """
     value = variable.initial_value
     while value.op.type in _COPIES:
@@ -459,27 +472,33 @@ def _begins_with(variable: Any) -> float | None:
 def adapt_checkpoint(path: str, directory: str, drop_sums: bool = False) -> str:
     """Makes a checkpoint of another run restorable into the default graph.
 
-    The checkpoint itself is only read, and an adapted copy is written:
+    The checkpoint itself is only read. This function writes a copy of the checkpoint, in which
+    values are adapted to the graph:
 
-    - If the other run had another mesh, sums of the shards are distributed anew by `reshard`, and
-      every replica of a SyncReplicasOptimizer begins with the step of the last update.
-    - If it had other islands (`OuterOptimizer`), or none, sums keep the mean over the batch, and
-      slots begin with the mean over the islands.
-    - If it had weights and the graph has none, sums of gradients times weights are divided by the
-      weights.
-    - If it had no wrapper, sums and counts begin at zero, moving averages with the values of their
-      variables, and counters of updates with the number of updates of that run.
+    - If the other run had another mesh, the sums that its shards held are distributed by `reshard`
+      over the graph's shards, and every replica of a SyncReplicasOptimizer begins with the step of
+      the last update.
+    - If the other run had other islands (`OuterOptimizer`), or none, accumulated sums of gradients
+      are converted so that the mean gradient over the batch stays the same, and each new island's
+      slots begin with the mean of the slots over the other run's islands.
+    - If the other run had weights of gradients and the graph has none, each sum of gradients times
+      weights becomes a sum without weights: the weighted mean of the gradients, times the number of
+      gradients in the sum.
+    - If the other run had no wrapper, sums and counts begin at zero, moving averages begin with the
+      values of their variables, and counters of updates begin with the number of updates that the
+      other run had made.
     - All other values are copied.
 
-    Call it once the graph has its optimizer's state (after `apply_grads`), in programs that make
-    their own Saver. `ReshardingSaver` calls it itself.
+    Call `adapt_checkpoint` after the optimizer has added its state to the graph (after
+    `apply_grads`), in programs that make a Saver of their own. `ReshardingSaver` calls
+    `adapt_checkpoint` itself.
 
     Args:
       path: a checkpoint.
       directory: a directory to write to, made if it is missing. The new checkpoint has the name of
-        the old one, or "<name>-resharded" if directory is that of path.
-      drop_sums: whether to drop sums of gradients for which the graph has no accumulators, by
-        zeros in their place. If not, such sums are an error.
+        the old one, or "<name>-resharded" if `directory` is the directory of the old one.
+      drop_sums: whether sums of gradients for which the graph has no accumulators are dropped: the
+        copy has zeros in their place. If False, such sums are an error.
 
     Returns:
       The checkpoint to restore: path itself if everything fits, or the one that was written.
@@ -543,8 +562,10 @@ def write_changed(
     Args:
       path: the path of the checkpoint.
       target: the path of the copy.
-      new: the other values by the variables' names; variables may be new, too.
-      only: the names of the variables that are copied besides; None copies all.
+      new: the values of these variables by name. Variables that the checkpoint does not have may be
+        among them; the copy has them, too.
+      only: the names of the variables whose values are copied from the checkpoint, unless they are
+        in `new`; None copies all.
     """
     dtypes = tf.train.load_checkpoint(path).get_variable_to_dtype_map()
     copied = sorted(set(dtypes if only is None else only) - set(new))
@@ -587,8 +608,9 @@ def check_averages_kept() -> None:
 def averaged_checkpoint(path: str, variables: Sequence[Any]) -> Iterator[str]:
     """Yields the path of a temporary checkpoint with averages in place of the variables.
 
-    The temporary checkpoint has only `variables`; a variable without an average keeps its own
-    value. The file name is that of `path`. The checkpoint is deleted when the block ends.
+    The temporary checkpoint has only those of the tf variables `variables` that the checkpoint
+    `path` has; a variable without an average keeps its own value. The temporary checkpoint has the
+    file name of `path`, and is deleted when the block ends.
 
     Raises:
       NoAveragesError: the checkpoint has no average of any of the variables.

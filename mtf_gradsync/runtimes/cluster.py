@@ -75,7 +75,7 @@ class Task(NamedTuple):
     def free_port(self) -> int:
         """Returns the first port number after the chief's that is no task's port.
 
-        Raises ValueError if there is none.
+        Raises ValueError if no such port number is left.
         """
         taken = {
             _host_and_port(address, job)[1] for job, tasks in self.jobs.items() for address in tasks
@@ -207,10 +207,10 @@ _LOSSES = (
 class Cluster(Membership):
     """A process as a task of a cluster. Use it as a context manager around all work on the mesh.
 
-    The chief works inside the context. Any other task that reaches the end of the context keeps
-    running the operations that the chief places on its devices, until the chief reaches the end,
-    too. An exception that leaves the context of one task ends the other tasks with an error that
-    quotes it.
+    The chief works inside the context. Any other task that reaches the end of its context keeps
+    running the operations that the chief places on its devices, until the chief reaches the end of
+    the chief's context. An exception that leaves the context of one task ends the other tasks with
+    an error that quotes the exception.
 
     Attributes:
       task: the task that this process is.
@@ -268,9 +268,10 @@ def join_cluster(
 ) -> Cluster:
     """Starts this process's ``tf.train.Server``; returns when all tasks have started.
 
-    Call it in every task. Afterwards a thread watches over the tasks: when one dies, or says
-    nothing for a while, all others end with an error that names it and
-    `mtf_gradsync.LOST_PROCESS_EXIT_CODE`. TensorFlow itself would wait without end.
+    Call this function in every task. Afterwards a thread in each task watches over all tasks: when
+    a task dies, or sends no heartbeat for a while, all other tasks end with an error that names the
+    lost task, and with the exit code `mtf_gradsync.LOST_PROCESS_EXIT_CODE`. TensorFlow itself would
+    wait for the lost task for ever.
 
     Args:
       cluster_spec: addresses "host:port" of each job's tasks: a dictionary, such a dictionary as
@@ -282,7 +283,7 @@ def join_cluster(
       watch_port: the port of the chief's machine at which the tasks meet and watch each other; None
         is the first port number after the chief's that no task of the cluster has.
       timeout: seconds to wait for the other tasks.
-      silence: seconds without a sign of life after which a task is lost.
+      silence: seconds without a heartbeat after which a task counts as lost.
       open_to_network: whether other machines may call the server, which obeys anybody who can reach
         it. If False, a cluster on loopback addresses keeps other machines out, and does not start
         if the system cannot do that (only Linux can). A cluster on other addresses then logs a
@@ -331,9 +332,10 @@ def join_cluster(
 def _keep_others_out(me: Member, task: Task) -> None:
     """Closes a server's port to other machines, if all tasks of the cluster are on this machine.
 
-    It has to be called before the server starts. `me` and `task` are this process. If the cluster
-    has other machines, a warning is logged instead. Raises ProcessesError if the system cannot
-    close the port.
+    This function has to be called before the server starts. `task` says which task this process is,
+    and `me` is its name in messages. If the cluster has tasks on other machines, the port stays
+    open and a warning is logged. Raises ProcessesError if the system cannot close the port to other
+    machines.
     """
     addresses = [_host_and_port(a, job) for job, tasks in task.jobs.items() for a in tasks]
     what = (

@@ -1,8 +1,8 @@
 """Compares the copies of variables on cores while a training runs, and ends it if they differ.
 
 Each core of a mesh has its own copy of all values that the mesh does not split: variables, slots,
-counters. All copies get the same updates, and nothing in a step compares them. A copy that becomes
-different, because of a memory fault or a race, spoils every later gradient.
+counters. All copies get the same updates, and nothing in a step compares the copies. A copy that
+becomes different from the others, because of a memory fault or a race, spoils every later gradient.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class CopiesError(RuntimeError):
       variable: the variable's name.
       cores: the cores whose copy differs from the copy of most cores; all cores if there is no
         majority.
-      step: the global step at which the difference was found; without a global step, the number of
-        runs.
+      step: the global step at which the difference was found; in a graph without a global step, the
+        number of the session's runs.
     """
 
     def __init__(self, variable: str, cores: Sequence[int], step: int, text: str):
@@ -51,11 +51,11 @@ class CopiesError(RuntimeError):
 def watch_copies(every: int = 100) -> CopiesHook:
     """Makes a session hook that compares the copies of each variable and slot on all cores.
 
-    The hook compares checksums of bits, which each device computes from its own copy. So equal NaNs
-    are no difference, but -0.0 in place of 0.0 is a difference. State that belongs to one shard,
-    such as accumulated gradients, is compared among the cores of this shard. Give the hook to
-    `tf.train.MonitoredTrainingSession` or `Estimator.train`; without hooks, call its `begin` before
-    the session is opened, and `after_step` after each step.
+    The hook compares checksums of bits, which each device computes from its own copy. So two equal
+    NaNs are no difference, but -0.0 in place of 0.0 is a difference. State that belongs to one
+    shard, such as accumulated gradients, is compared among the cores of this shard. Give the hook
+    to `tf.train.MonitoredTrainingSession` or `Estimator.train`. A program without hooks calls the
+    hook's `begin` before it opens the session, and `after_step` after each step.
 
     Args:
       every: the number of runs of the session between two comparisons. The copies are also compared
@@ -63,7 +63,8 @@ def watch_copies(every: int = 100) -> CopiesHook:
         end.
 
     Returns:
-      The hook. If copies differ, it raises a `CopiesError` and no checkpoint of them is written.
+      The hook. If copies differ, the hook raises a `CopiesError`, and no checkpoint with these
+      copies is written.
 
     Raises:
       ValueError: every is not a whole number of 1 or more.
@@ -184,7 +185,7 @@ class CopiesHook(tf.train.SessionRunHook):
     def _compared(self, session: Any) -> Iterator[tuple[_Copies, Sequence[bytes]]]:
         """Yields, for each slice that several cores hold, its copies and the checksum of each copy.
 
-        Checksums are bytes, in the order of the copies.
+        The checksums are `bytes` objects, in the order of the copies.
         """
         on_cores = _replica_session(session)
         checksums = None if on_cores is None else on_cores.checksums()
@@ -271,7 +272,7 @@ def _bits(value: np.ndarray) -> np.ndarray:
 def _minority(copies: Sequence[bytes]) -> tuple[list[int], list[int]]:
     """Returns two lists: indices of copies that differ from the commonest one, and of all others.
 
-    `copies` are checksums.
+    `copies` are the checksums of the copies.
     """
     most = collections.Counter(copies).most_common(1)[0][0]
     alike = [number for number, x in enumerate(copies) if x == most]
@@ -307,7 +308,7 @@ _INTEGERS = {1: tf.int8, 2: tf.int16, 4: tf.int32, 8: tf.int64}
 def _checksum(value: tf.Tensor) -> tf.Tensor:
     """Returns a checksum of a tensor's bits, a uint8 tensor of 8 bytes.
 
-    It is computed on the current device.
+    The checksum is computed on TensorFlow's current device.
     """
     # Slices of a TPU's program are read by its host.
     if tf.DeviceSpec.from_string(value.device).device_type != "GPU":

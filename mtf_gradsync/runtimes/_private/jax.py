@@ -1,9 +1,10 @@
 """Parts of jax without a public name that this package uses, one function each.
 
 Functions that compile and run programs are in `mtf_gradsync.runtimes.xla.runner`, because exported
-steps need them, too. All were checked with jax and jaxlib 0.4.34, 0.4.38, 0.10.2 and 0.12.0.1;
-public names of later versions are tried first. Each function imports what it needs: jax belongs to
-an extra.
+steps need these functions, too. The functions of this module were checked with jax and jaxlib
+0.4.34, 0.4.38, 0.10.2 and 0.12.0.1. If later versions of jax have a public name for something, that
+name is tried first. Each function imports the modules that it needs, because jax is only installed
+with an extra of this package.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ class MemoryBytes(NamedTuple):
 def writes_over_arguments_well() -> bool:
     """Returns whether, with this jaxlib, results may be written over arguments on CPU devices.
 
-    Deserialized executables of jaxlib 0.4.34 and 0.4.38 read values that they have overwritten.
-    Those of 0.10.2 do not.
+    With jaxlib 0.4.34 and 0.4.38, a deserialized executable reads the memory of arguments after
+    results have been written there. With jaxlib 0.10.2 it does not.
     """
     import jaxlib
 
@@ -107,8 +108,8 @@ def stablehlo_to_hlo(module: str) -> bytes:
 def stablehlo_flops(module: str, device: Any) -> float:
     """Returns XLA's count of a StableHLO module's floating-point operations.
 
-    `module` is the module's text, and `device` is any device of jax, whose compiler counts. A loop
-    counts as one iteration.
+    `module` is the module's text. `device` is any device of jax; the compiler for this device
+    counts. The operations in a loop are counted for one iteration.
     """
     read = _hlo().HloModule.from_serialized_hlo_module_proto(stablehlo_to_hlo(module))
     try:
@@ -121,9 +122,9 @@ def stablehlo_flops(module: str, device: Any) -> float:
 def compiled_for_topology(module: str, devices: Sequence[Any], options: Any) -> Any:
     """Returns StableHLO, compiled for devices that a topology describes; it cannot be run.
 
-    `module` is the module's text, `devices` are the topology's devices, and `options` jax's
-    CompileOptions. The result is an executable, for `compiled_hlo` and `memory_bytes`. Raises
-    RuntimeError if XLA refuses the program.
+    `module` is the module's text, `devices` are the topology's devices, and `options` are jax's
+    CompileOptions. The result is an executable, of which `compiled_hlo` and `memory_bytes` take
+    what they return. Raises RuntimeError if XLA refuses the program.
     """
     client = devices[0].client
     if not hasattr(client, "compile_and_load"):  # before jaxlib 0.6
@@ -163,7 +164,7 @@ class JaxCluster(NamedTuple):
 def detected_cluster(timeout: float) -> JaxCluster:
     """Returns the cluster that ``jax.distributed.initialize`` would find around this process.
 
-    jax may wait up to `timeout` seconds until the cluster's manager answers.
+    To find the cluster, jax may wait up to `timeout` seconds until the cluster's manager answers.
     """
     from jax._src.clusters import ClusterEnv
 
@@ -185,8 +186,8 @@ def distributed_is_initialized() -> bool:
 def use_cpu_collectives(implementation: str) -> None:
     """Sets how CPU devices of several processes exchange values, unless the user has set it.
 
-    `implementation` is a name of jax, such as "gloo". Later versions of jax choose one themselves,
-    and nothing is set.
+    `implementation` is jax's name of a way to exchange values, such as "gloo". Later versions of
+    jax choose a way by themselves; with these versions this function sets nothing.
     """
     import jax
 

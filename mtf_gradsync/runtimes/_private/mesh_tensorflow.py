@@ -1,7 +1,8 @@
 """Parts of Mesh-TensorFlow without a public name that runtimes and tools use, one function each.
 
-All were checked with Mesh-TF 0.1.21; ``tests/private/test_mesh_tensorflow.py`` has a test of each,
-which fails if a version changes its meaning.
+All functions of this module were checked with Mesh-TF 0.1.21.
+``tests/private/test_mesh_tensorflow.py`` has a test of each function, which fails if a version of
+Mesh-TF changes the meaning of a part that the function uses.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ SLICES_COLLECTION = "TPU_VAR"
 def restored_lowering(hook: mtf.MtfRestoreHook) -> mtf.Lowering:
     """Returns the lowering whose variables an `MtfRestoreHook` copies from masters to slices.
 
-    A master is the whole variable, as checkpoints hold it; a slice is a processor's part of it.
+    A master is a whole variable, as checkpoints hold it; a slice is the part of a variable that a
+    processor holds.
     """
     return hook._lowering
 
@@ -25,6 +27,7 @@ def restored_lowering(hook: mtf.MtfRestoreHook) -> mtf.Lowering:
 def variables_of_cores(replicated: Any) -> list[tf.Variable]:
     """Returns the tf variables that hold a SIMD mesh's variable, one per core in physical order.
 
-    `replicated` is the object that Mesh-TF's laid-out variable gives as its only slice.
+    `replicated` is an object of Mesh-TF: the only slice that Mesh-TF's laid-out variable has on a
+    SIMD mesh.
     """
     return replicated._vars

@@ -1,7 +1,8 @@
 """Parts of TensorFlow without a public name that runtimes use, one function each.
 
-All were checked with TensorFlow 2.12 to 2.21; ``tests/private`` has a test of each, which fails if
-a version changes its meaning.
+All functions of this module were checked with TensorFlow 2.12 to 2.21. ``tests/private`` has a test
+of each function, which fails if a version of TensorFlow changes the meaning of a part that the
+function uses.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ def session_interface() -> type:
 def kernel_devices(op_type: str) -> frozenset[str]:
     """Returns the kinds of devices, such as "CPU", for which TensorFlow has a kernel of `op_type`.
 
-    "DEFAULT" stands for all devices.
+    In the result, "DEFAULT" stands for all kinds of devices.
     """
     from tensorflow.python.framework import kernels
 
@@ -44,9 +45,10 @@ def kernel_devices(op_type: str) -> frozenset[str]:
 def bind_to_loopback(port: int) -> None:
     """Makes a server's port reachable from this machine only; raises OSError if it cannot.
 
-    TensorFlow's servers listen on "0.0.0.0", and no setting changes that. Connections that were
-    made earlier are closed. Call it after the server's constructor, which listens, and before its
-    start: until then the server executes no request.
+    TensorFlow's servers listen on "0.0.0.0", and no setting of TensorFlow changes that. Connections
+    that were made before the call are closed. Call this function after the server's constructor, in
+    which the server begins to listen, and before the server is started: a server that is not
+    started executes no request.
     """
     if not hasattr(socket, "SO_BINDTODEVICE"):
         raise OSError(f"A system like {sys.platform} cannot bind a socket to a device")
@@ -74,7 +76,7 @@ def bind_to_loopback(port: int) -> None:
 def tpu_replicate_context(name: str, num_replicas: int, pivot: tf.Operation) -> Iterator[None]:
     """Marks the operations made inside as part of the TPU program `name` on `num_replicas` cores.
 
-    `pivot` is an operation on which all operations of the program depend.
+    `pivot` is an operation on which all operations of the TPU program depend.
     """
     from tensorflow.python.tpu import tpu as home
 
@@ -106,7 +108,7 @@ def tpu_shard_context(num_replicas: int) -> ContextManager[None]:
 def tpu_replicated_input(tensors: Sequence[tf.Tensor], name: str) -> tf.Tensor:
     """Returns a tensor of a TPU program that is `tensors[i]` on core i.
 
-    All of `tensors` have one dtype and shape.
+    All tensors in `tensors` must have the same dtype and the same shape.
     """
     from tensorflow.python.tpu.ops import tpu_ops
 
@@ -125,8 +127,8 @@ def xla_custom_call(
 ) -> tf.Tensor:
     """Returns an operation that TensorFlow's bridge turns into a custom call of XLA.
 
-    `target` is the name of the custom call, `settings` its ``backend_config``, and `name` the name
-    of the operation. The result has the given shape and the dtype of `operand`.
+    `target` is the name of the custom call, `settings` is the call's ``backend_config``, and `name`
+    is the name of the operation. The result has the given shape and the dtype of `operand`.
     """
     from tensorflow.compiler.tf2xla.ops import gen_xla_ops
 
@@ -145,7 +147,8 @@ def xla_custom_call(
 def with_own_types(value: np.ndarray) -> np.ndarray:
     """Returns an array in TensorFlow's bfloat16 if it is in another library's, with the same bytes.
 
-    TensorFlow 2.12 has its own bfloat16. Arrays of other dtypes are returned as they are.
+    TensorFlow 2.12 has a bfloat16 type of its own, which is not the type of other libraries. Arrays
+    of other types than bfloat16 are returned as they are.
     """
     own = tf.bfloat16.as_numpy_dtype
     if value.dtype.name == "bfloat16" and value.dtype != own:
@@ -160,10 +163,11 @@ class BridgeError(RuntimeError):
 def function_hlo(function: Any, input_specs: Sequence[tf.TensorSpec]) -> bytes:
     """Returns the unoptimized HLO that TensorFlow's bridge to XLA makes of a concrete function.
 
-    Call it with eager execution enabled. `input_specs` describe the function's arguments, without
-    its captures. The result is a serialized ``HloModuleProto``. Its program returns first the
-    function's results, then the new values of the variables that the function assigns. The module's
-    aliases say which result belongs to which variable.
+    Call this function with eager execution enabled. `input_specs` describe the arguments of the
+    concrete function, without its captures. The result is a serialized ``HloModuleProto``. The
+    program in it returns first the results of the concrete function, then the new values of the
+    variables that the concrete function assigns. The aliases of the HLO module say which result
+    belongs to which variable.
 
     Raises:
       BridgeError: XLA has no kernel for an operation.
@@ -181,8 +185,8 @@ def function_hlo(function: Any, input_specs: Sequence[tf.TensorSpec]) -> bytes:
 def hlo_module(serialized: bytes) -> Any:
     """Returns the message of a serialized ``HloModuleProto``; an empty message for b"".
 
-    Fields of later versions of XLA are kept as unknown fields. Raises
-    google.protobuf.message.DecodeError if the bytes are no such message.
+    Fields that later versions of XLA have added are kept as unknown fields. Raises
+    google.protobuf.message.DecodeError if the bytes are no ``HloModuleProto``.
     """
     from tensorflow.compiler.xla.service import hlo_pb2
 
@@ -199,8 +203,9 @@ def xla_element_types() -> dict[str, int]:
 def advance_step_after_reads(graph: tf.Graph) -> None:
     """Makes increments of the global step wait for all reads of it in the same training step.
 
-    Otherwise a hook, or a printed line, gets the number before the increment in one run and the
-    number after it in another. A second call does the same for reads made since the first one.
+    Without this function, a hook or a printed line that reads the global step gets the number
+    before the increment in one run and the number after the increment in another. A second call
+    makes increments wait, too, for reads that were added to the graph after the first call.
     """
     step = tf.train.get_global_step(graph)
     if step is None or not hasattr(step, "handle"):  # a ref variable's reads have no operation
@@ -213,8 +218,8 @@ def advance_step_after_reads(graph: tf.Graph) -> None:
 def variables_of_saver(saver: tf.train.Saver) -> set[str] | None:
     """Returns the names of the variables that a saver was given to save.
 
-    Returns None if it was given none, as it then saves all variables of its graph, or was made from
-    a SaverDef.
+    The result is None if the saver was given no variables: such a saver saves all variables of its
+    graph, or was made from a SaverDef.
     """
     given = saver._var_list
     if given is None:
