@@ -65,7 +65,8 @@ def _numbers(version: str) -> tuple[int, ...]:
 def _why_unfit(jax: str, jaxlib: str) -> str:
     """Returns why a small program fails with these versions of jax; "" if it works.
 
-    It is called only for versions that are not known to work.
+    This function is called only for versions that are not known to work. `jax` and `jaxlib` are the
+    versions' numbers.
     """
     try:
         done = subprocess.run(
@@ -92,7 +93,7 @@ def _why_unfit(jax: str, jaxlib: str) -> str:
 def _error_in(stderr: str) -> str:
     """Returns the last line of a process's `stderr` that names an exception; "" if there is none.
 
-    The line is cut after 200 characters.
+    If the line has more than 200 characters, only the first 200 are returned.
     """
     errors = re.findall(r"^[A-Za-z_][\w.]*: .*", stderr, re.MULTILINE)
     return errors[-1][:200].rstrip(".: ") if errors else ""

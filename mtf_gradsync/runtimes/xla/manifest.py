@@ -30,10 +30,11 @@ def input_names(
 ) -> dict[str, ReplicaInput]:
     """Gives names to the inputs of a program; returns the inputs by name, in their order.
 
-    `tensors` are the program's inputs that are tensors. `names` are the names that the user chose:
-    a dict from name to the tensor that the program reads (or its name), or to the result of
-    `Program.per_replica`. Other inputs are named after their operations. Raises a ValueError if the
-    program does not read such a tensor, or if two inputs have one name.
+    `tensors` are the program's inputs that are tensors, not variables. `names` has the names that
+    the user chose. It is a dict whose values say which tensor the program reads: the tensor, the
+    tensor's name, or the result of `Program.per_replica`. Inputs that are not in `names` are named
+    after their operations. Raises a ValueError if the program does not read a tensor in `names`, or
+    if two inputs have the same name.
     """
     by_tensor: dict[str, ReplicaInput] = {}
     for i in tensors:
@@ -96,9 +97,9 @@ def master_names(
 ) -> list[str]:
     """Returns the names of the masters of which a program's variable holds slices.
 
-    There are several if Mesh-TensorFlow stacked variables, and none if the variable is not
-    Mesh-TensorFlow's. `given` is the program's variable, and `mesh_variables` is what the function
-    of that name returned.
+    `given` is the program's variable, and `mesh_variables` is what the function `mesh_variables`
+    returned. The result has several names if Mesh-TensorFlow has stacked several variables into
+    `given`. The result is empty if `given` is not a variable of Mesh-TensorFlow.
     """
     variable, _ = mesh_variables.get(given.sources[0], (None, None))
     return [] if variable is None else getattr(variable, "original_names", [variable.name])
@@ -111,8 +112,9 @@ def describe_variable(
 ) -> dict[str, Any]:
     """Returns the manifest's entry for a variable of the program, `given`.
 
-    `mesh_variables` is what the function of that name returned. `rows` says for each core which row
-    of the stored array is the core's value.
+    `mesh_variables` is what the function `mesh_variables` returned. The variable's values are
+    stored as the rows of an array; `rows` has, for each core, the number of the row that is the
+    core's value.
     """
     variable, impl = mesh_variables.get(given.sources[0], (None, None))
     return {
@@ -129,8 +131,9 @@ def describe_variable(
 def _slices_of(variable: mtf.Variable, impl: mtf.MeshImpl) -> dict[str, Any]:
     """Returns how to assemble a variable from slices, as a dict for the manifest.
 
-    It has the shape and dtype of the whole variable, and for each slice a core that holds it and
-    the position where it begins. `impl` is the variable's mesh.
+    The dict has the shape and dtype of the whole variable. For each slice, the dict has the number
+    of a core that holds the slice, and the position in the whole variable where the slice begins.
+    `impl` is the variable's mesh.
     """
     shape = variable.outputs[0].shape
     slices: dict[tuple[int, ...], int] = {}
@@ -149,7 +152,8 @@ def _slices_of(variable: mtf.Variable, impl: mtf.MeshImpl) -> dict[str, Any]:
 def describe_random_state(rows: Sequence[int]) -> dict[str, Any]:
     """Returns the manifest's entry for the state of random numbers.
 
-    `rows` says for each core which row of the stored array is the core's state.
+    The states of the cores are stored as the rows of an array. `rows` has, for each core, the
+    number of the row that is the core's state.
     """
     return {
         "kind": "random_state",
@@ -169,7 +173,8 @@ def describe_results(
 ) -> list[dict[str, Any]]:
     """Returns the manifest's entries for a program's results, in the order of the results.
 
-    An entry says which fetches the result is, or which variable it updates.
+    The entry of a result says which fetches have the result as their value, or which variable has
+    the result as its new value.
 
     Args:
       replica: the program of one core.

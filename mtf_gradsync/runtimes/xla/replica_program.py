@@ -52,9 +52,10 @@ class ReplicaProgram(NamedTuple):
 def replica_program(program: Program, fetches: Sequence[Any] = ()) -> ReplicaProgram:
     """Returns the program of one core: the operations of all side effects, and of some fetches.
 
-    `program` is what `tpu_program` yielded. `fetches` are tensors of the program outside loops and
-    conditionals, or their names. Raises a ValueError for other fetches, and an
-    UnsupportedProgramError for an operation that HLO lacks or an input without a static shape.
+    `program` is what `tpu_program` yielded. `fetches` are tensors of the program, or names of such
+    tensors. The tensors must not be inside loops or conditionals. Raises a ValueError if a fetch is
+    anything else. Raises an UnsupportedProgramError if HLO has nothing for one of the operations,
+    or if an input has no static shape.
     """
     return _Cut(program, fetches).result()
 
@@ -103,7 +104,7 @@ class _Cut:
     def _after(self, name: str) -> set[str]:
         """Returns the names of the nodes that must run before a node that uses the same variable.
 
-        `name` is the name of the later node.
+        `name` is the name of the node that runs later and uses the same variable.
         """
         effects = self._effects
         return effects.after.get(name, set()) | effects.after_all_cores.get(name, set())
@@ -111,7 +112,8 @@ class _Cut:
     def _is_inside(self, name: str) -> bool:
         """Returns whether the node `name` is in the core's program.
 
-        Constants that were made outside are in it, too: XLA needs constants for shapes.
+        Constants that were made outside the program are also in the core's program, as XLA needs
+        constants for shapes.
         """
         return name in self._facts.cluster or self._facts.node[name].op == "Const"
 
@@ -149,9 +151,9 @@ class _Cut:
     def _input(self, source: str, number: int) -> str:
         """Adds an input to the core's program, for a tensor from outside; returns its name.
 
-        The tensor is output `number` of the node `source`. It may be a variable's handle. The name
-        is that of the input's placeholder. Raises an UnsupportedProgramError if a core cannot hold
-        the tensor.
+        The tensor is output `number` of the node `source`; it may be the handle of a variable. The
+        input is a placeholder in the core's program, and the placeholder's name is returned. Raises
+        an UnsupportedProgramError if a core cannot hold the tensor.
         """
         facts = self._facts
         key = join_input(source, number)
@@ -191,8 +193,9 @@ class _Cut:
     def _fetch(self, fetch: Any) -> str:
         """Returns the name of the tensor of the program to which a fetch leads, as in "loss:0".
 
-        `fetch` is a tensor or its name; it may stand for the program's result outside. Raises a
-        ValueError if it cannot be fetched.
+        `fetch` is a tensor, or the name of a tensor. The tensor may be in the program, or it may be
+        the tensor outside that stands for a result of the program. Raises a ValueError if `fetch`
+        cannot be fetched.
         """
         try:
             tensor = self._program.graph.as_graph_element(fetch, allow_operation=False)

@@ -33,10 +33,11 @@ _STABLEHLO = {
 def to_stablehlo(hlo: Hlo, with_names: bool = False) -> str:
     """Turns a core's program into the text of an MLIR module of StableHLO.
 
-    New values of variables are marked as written over the old values. If `with_names` is True, each
-    operation has the name of the graph's operation that it comes from, and profiles of the compiled
-    program show these names. If it is False, a loop has its number of iterations as the attribute
-    `TURNS`, provided that the graph says this number.
+    In the module, results that are new values of variables are marked as values that may be written
+    over the old values. If `with_names` is True, each operation of the module has the name of the
+    operation in the TensorFlow graph from which it was made, and profiles of the compiled program
+    show these names. If `with_names` is False, a loop has its number of iterations as the attribute
+    `TURNS`, provided that the TensorFlow graph says this number.
     """
     from jax.interpreters import mlir
     from jaxlib.mlir import ir
@@ -77,8 +78,9 @@ def without_overwriting(module: str) -> str:
 def share_constants(operation: Any) -> None:
     """Replaces equal constant arrays in each block of an MLIR operation by the first of them.
 
-    TensorFlow makes such arrays for each layer, of relative positions, for example: each a
-    megabyte, and more than twice as much as text.
+    Equal constant arrays take much space: TensorFlow makes an array of relative positions, for
+    example, once for each layer. Such an array may have a megabyte, and more than two megabytes as
+    text.
     """
     from jaxlib.mlir import ir
 
@@ -102,7 +104,8 @@ def share_constants(operation: Any) -> None:
 def _put_collective(op: Any) -> None:
     """Replaces a custom call that stands for a collective by XLA's own collective.
 
-    `op` is the custom call, an MLIR operation. Other custom calls are not changed.
+    `op` is the custom call, an MLIR operation. If `op` is a custom call that does not stand for a
+    collective, it is not changed.
     """
     from jaxlib.mlir import ir
 
@@ -131,7 +134,7 @@ def _put_collective(op: Any) -> None:
 def _matrix(groups: list[list[int]]) -> Any:
     """Returns groups of cores as an MLIR attribute: a matrix with a row for each group.
 
-    Rows of shorter groups are filled up with -1.
+    If groups differ in size, the rows of the smaller groups are filled up with -1.
     """
     from jaxlib.mlir import ir
 
@@ -160,7 +163,7 @@ def _type_of(function: Any) -> Any:
 def _return_separately(main: Any) -> None:
     """Makes a function that returns one tuple return the tuple's elements as results.
 
-    `main` is the function, an MLIR operation. A function that returns no tuple is not changed.
+    `main` is the function, an MLIR operation. If `main` does not return a tuple, it is not changed.
     """
     from jaxlib.mlir import ir
 
@@ -189,8 +192,8 @@ def _is_tuple(kind: Any) -> bool:
 def _mark_updates(main: Any, hlo: Hlo) -> None:
     """Marks variables' new values as results that may be written over the old values.
 
-    `main` is the module's function, an MLIR operation, and `hlo` says which results are new values
-    of which parameters.
+    `main` is the module's function, an MLIR operation. `hlo` says which results of `main` are new
+    values of variables, and which parameters of `main` are the variables' old values.
     """
     from jaxlib.mlir import ir
 
@@ -214,8 +217,8 @@ class Artifact(NamedTuple):
 def to_artifact(module: str) -> Artifact:
     """Returns StableHLO as a portable artifact, in a format that old versions of jax can read.
 
-    `module` is the text of an MLIR module. If it has operations that artifacts cannot hold, the
-    artifact's content is this text.
+    `module` is the text of an MLIR module with the StableHLO. If the module has operations that a
+    portable artifact cannot hold, the content of the result is the text `module` itself.
     """
     from jax.interpreters import mlir
     from jaxlib.mlir import ir

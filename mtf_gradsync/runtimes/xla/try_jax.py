@@ -1,7 +1,7 @@
 """Runs a small program on two CPU devices, in the way in which this package hands programs to jax.
 
-It is a script that runs without TensorFlow. Exit code 0 says that this jax can be used. Otherwise
-the last line of stderr is the error.
+This module is a script that runs without TensorFlow. If the exit code is 0, the installed jax can
+be used. If the exit code is not 0, the last line that the script writes to stderr is the error.
 """
 
 from __future__ import annotations

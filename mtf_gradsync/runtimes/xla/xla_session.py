@@ -86,10 +86,11 @@ class XlaSession(ReplicaSession):
     """A session on XLA devices. Use it as a context manager.
 
     Variables stay on the devices from step to step, and new values are written over the old values.
-    The program is compiled once for each set of fetches from inside it.
+    The program is compiled once for each set of tensors that are fetched from inside the program.
 
-    With several processes, all of them have to make the same calls, `save` and `restore` included.
-    The first process writes checkpoints. `save` returns on all processes when the files exist.
+    If the cores are on several processes, all processes have to call the same methods, `save` and
+    `restore` included, in the same order. The first process writes checkpoints. On all processes
+    `save` returns when the files of the checkpoint exist.
 
     Attributes:
       steps: steps made so far. A user may set it to the number of steps that earlier runs made;
@@ -189,8 +190,9 @@ class XlaSession(ReplicaSession):
     ) -> Any:
         """Runs the program once; see `ReplicaSession.run`.
 
-        With several processes, all of them have to call it with the same fetches. Each process
-        feeds the inputs of its own cores. Fetched values on cores of other processes are None.
+        If the cores are on several processes, all processes have to call `run` with the same
+        fetches. Each process feeds the inputs of its own cores. If a fetch has a value on each
+        core, the values on cores of other processes are None in the result.
 
         Raises:
           DevicesError: when the step failed on the devices.
@@ -241,8 +243,9 @@ class XlaSession(ReplicaSession):
     def _look_until(self, step: int) -> None:
         """Waits for the steps up to number `step` of this session, and looks at what they skipped.
 
-        Logs warnings about skipped updates, and raises a NoUpdateError if there were too many. All
-        processes look at the same steps, so that all of them raise an error.
+        Logs warnings about skipped updates, and raises a NoUpdateError if too many updates were
+        skipped. All processes look at the same steps, so that either all processes raise an error
+        or none does.
         """
         while self._pending_checks and self._pending_checks[0][0] <= step:
             _, counts = self._pending_checks.popleft()
@@ -301,9 +304,10 @@ class XlaSession(ReplicaSession):
     ) -> dict[str, np.ndarray]:
         """Returns the values of the program that operations after it need, by placeholder's name.
 
-        `returned` says for each placeholder which tensor of the program is fed to it, and from
-        which core. `values` has the tensors' values by name. The values of all processes' cores are
-        exchanged.
+        `returned` is a dict. Its keys are the names of the placeholders; its values say which
+        tensor of the program is fed to a placeholder, and from which core. `values` has the values
+        of these tensors by name. If the cores are on several processes, the processes exchange
+        these values.
         """
         inner = sorted({name for name, _ in returned.values()})
         with devices_errors():
@@ -319,7 +323,8 @@ class XlaSession(ReplicaSession):
     ) -> dict[str, Any]:
         """Runs operations outside the program in TensorFlow; returns tensors' values by name.
 
-        Variables that the operations read get their newest values first.
+        Before the operations run, the newest values of the variables that they read are copied from
+        the devices to TensorFlow.
 
         Args:
           names: the names of the operations to run, and of the tensors to return.
@@ -337,7 +342,7 @@ class XlaSession(ReplicaSession):
     def checksums(self) -> dict[tuple[str, ...], list[Any]]:
         """Returns checksums of variables, as `ReplicaSession.checksums` does.
 
-        With several processes, all of them must call it.
+        If the cores are on several processes, all processes have to call `checksums`.
         """
         self._look_until(self._dispatched)
         with devices_errors():
@@ -346,7 +351,7 @@ class XlaSession(ReplicaSession):
     def copies_of(self, names: Sequence[str]) -> list[np.ndarray]:
         """Returns cores' values of a variable, as `ReplicaSession.copies_of` does.
 
-        With several processes, all of them must call it.
+        If the cores are on several processes, all processes have to call `copies_of`.
         """
         with devices_errors():
             return self._variables.values_on_cores(names)
@@ -354,8 +359,8 @@ class XlaSession(ReplicaSession):
     def begin_save(self, path: str, saver: Any, global_step: int) -> Future[str]:
         """Begins to save a checkpoint; returns a future, whose result is the checkpoint's path.
 
-        The arguments are those of `ReplicaSession.begin_save`. With several processes the
-        checkpoint is written before this returns.
+        The arguments are those of `ReplicaSession.begin_save`. If the cores are on several
+        processes, the checkpoint is written completely before `begin_save` returns.
         """
         if self._cores.is_alone:
             return super().begin_save(path, saver, global_step)
@@ -366,7 +371,7 @@ class XlaSession(ReplicaSession):
     def _write(self, path: str, saver: tf.train.Saver | None, global_step: int | None) -> str:
         """Writes the checkpoint on the first process; returns its path on all when it is written.
 
-        `saver` and `global_step` are as in `save`.
+        The arguments `saver` and `global_step` are those of `save`.
         """
 
         def write() -> str:
@@ -404,7 +409,7 @@ class XlaSession(ReplicaSession):
 def host_config() -> tf.ConfigProto:
     """Returns the default configuration of sessions that run operations outside the program.
 
-    TensorFlow uses no GPUs in them: these are left to jax.
+    In these sessions TensorFlow uses no GPUs, as jax uses them.
     """
     return tf.ConfigProto(device_count={"GPU": 0}, allow_soft_placement=True)
 
@@ -420,7 +425,8 @@ def session(
 ) -> XlaSession:
     """Returns a session on XLA devices, with variables initialized and copied into slices.
 
-    It has the same methods as the session of `Program.session`, which runs on CPU replicas.
+    The session has the same methods as the session that `Program.session` returns, which runs the
+    program on CPU replicas.
 
     Args:
       program: the program that `tpu_program` yielded, with the whole model built.
