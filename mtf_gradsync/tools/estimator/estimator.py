@@ -55,19 +55,21 @@ _NOT_READ = ("train_distribute", "eval_distribute", "device_fn")
 class Estimator(_TensorFlows):
     """A trainer of a model_fn that was written for Estimator or TPUEstimator.
 
-    It takes the place of those two classes, with the same arguments but for a short list at the end
-    of this page. It does not need them: TensorFlow dropped both after 2.15. The model_fn's specs
+    This class takes the place of TensorFlow's classes Estimator and TPUEstimator. Its arguments are
+    theirs, except for a few, which ``docs/api/estimator.md`` lists at its end. TensorFlow dropped
+    both classes after 2.15, and this class does not need them. The specs that the model_fn returns
     may have hooks, a scaffold or scaffold_fn, host_call, eval_metrics or eval_metric_ops; all of
-    them are used as Estimator and TPUEstimator use them. Sessions are TensorFlow's monitored
+    them are used as Estimator and TPUEstimator use them. Steps run in TensorFlow's monitored
     sessions on every runtime.
 
         runs = estimator.Estimator(model_fn, "runs/mine", params=params)
         runs.train(input_fn, max_steps=1000)
         print(runs.evaluate(input_fn, steps=10))
 
-    Two things differ from TPUEstimator. Every core gets the whole batch, not a part:
-    Mesh-TensorFlow programs ask for that by `InputPipelineConfig.BROADCAST`. Metrics and host_call
-    get every value once, and not once for each core.
+    This class differs from TPUEstimator in two ways. First, every core gets the whole batch, not a
+    part of the batch; under TPUEstimator, Mesh-TensorFlow programs ask for the whole batch by
+    `InputPipelineConfig.BROADCAST`. Second, metrics and host_call get every value once, and not
+    once for each core.
     """
 
     def __init__(
@@ -188,7 +190,8 @@ class Estimator(_TensorFlows):
     def model_fn(self) -> Callable[..., Any]:
         """The model_fn as a function of features, labels, mode and config.
 
-        The params are filled in. The function builds the model on devices and returns the spec.
+        The returned function fills in the params, builds the model on devices and returns the spec
+        of the model_fn.
         """
 
         def call(features: Any, labels: Any, mode: str, config: Any) -> Any:
@@ -425,7 +428,7 @@ class Estimator(_TensorFlows):
     def _graph(self) -> Any:
         """Returns a context manager that makes a new graph the default graph.
 
-        The graph has the config's random seed.
+        The new graph has the random seed that config has.
         """
         graph = tf.Graph()
         seed = self._setting("tf_random_seed")
@@ -439,9 +442,9 @@ class Estimator(_TensorFlows):
     ) -> tuple[OnDevices | OnCores, Any, Any, list[Any]]:
         """Builds a step; returns where it runs, the spec, its scaffold, and the hooks of its input.
 
-        `input_fn` gives the batches, and `mode` is "train", "eval" or "infer". `start` is the
-        checkpoint to read later. If there is none, variables are set to begin with the values to
-        warm start from.
+        `input_fn` gives the batches, and `mode` is "train", "eval" or "infer". `start` says which
+        checkpoint will be read later. If `start` has no checkpoint, the variables will begin with
+        the values to warm start from.
         """
         settings = None if start.path else self._warm_start
         if settings:
@@ -459,8 +462,9 @@ class Estimator(_TensorFlows):
     def _start(self, path: str | None) -> Start:
         """Returns where an evaluation or prediction gets its values.
 
-        This is the checkpoint at `path`; without a path the newest checkpoint; and without any, the
-        warm start. Raises ValueError if there is none of these.
+        The values come from the checkpoint at `path`. If `path` is None, they come from the newest
+        checkpoint of model_dir; if model_dir has no checkpoint either, they come from
+        warm_start_from. Raises ValueError if there is none of the three.
         """
         path = path or self.latest_checkpoint()
         if not path and self._warm_start:
@@ -480,9 +484,9 @@ class Estimator(_TensorFlows):
     def _step_saved(self) -> int:
         """Returns the global step of the newest checkpoint; 0 if there is none.
 
-        First makes sure that the checkpoint's files are not damaged: if they are, it raises
-        ValueError, or moves them away and takes an older one (skip_damaged_checkpoint). A
-        checkpoint in another directory, or in a remote one, is taken as it is.
+        First checks whether files of the checkpoint are damaged. If files are damaged, the method
+        raises ValueError, or, with skip_damaged_checkpoint, moves the files away and takes an older
+        checkpoint. A checkpoint outside model_dir, or in a remote directory, is not checked.
         """
         start = newest(self.model_dir)
         if "://" in self.model_dir or (start.path and not start.kept):
@@ -500,8 +504,9 @@ def _check_positive(**numbers: int | None) -> None:
 def _runtime_name(runtime: RuntimeName | None, use_tpu: bool, num_cores: int | None) -> RuntimeName:
     """Returns the name of the runtime that an Estimator's arguments ask for.
 
-    If `runtime` is None, it is "xla" with use_tpu, and "placement_mesh" otherwise. Raises
-    ValueError if there is no such runtime, if it cannot run here, or if it needs num_cores.
+    If `runtime` is None, the result is "xla" if `use_tpu` is set, and "placement_mesh" otherwise.
+    Raises ValueError if there is no runtime of the name `runtime`, if the runtime cannot run on
+    this machine, or if the runtime needs `num_cores` and `num_cores` is None.
     """
     chosen = runtime or ("xla" if use_tpu else "placement_mesh")
     if chosen in ("cpu_replicas", "xla") and not num_cores:
@@ -515,7 +520,8 @@ def _runtime_name(runtime: RuntimeName | None, use_tpu: bool, num_cores: int | N
 def _traffic(program: simd.Program, spec: Any) -> dict[str, float]:
     """Returns the bytes that each core of a program sends in collectives in a step.
 
-    Keys are names of summaries. {} if the collectives cannot be listed. `spec` is the model's spec.
+    The keys of the result are names of summaries. If the collectives cannot be listed, the result
+    is {}. `spec` is the model's spec.
     """
     try:
         return simd.list_collectives(program, lowering=spec).scalars()
@@ -531,8 +537,9 @@ def run_config(
 ) -> Any:
     """Returns a RunConfig whose sessions have a virtual CPU device for each processor of a mesh.
 
-    Estimator's own sessions place softly: without a warning, an operation for a device that is not
-    there runs on another device, and a mesh of eight CPU devices runs on one.
+    Estimator's default sessions use soft placement: an operation whose device does not exist runs
+    on another device, without a warning. So without this RunConfig, all operations of a mesh of
+    eight virtual CPU devices would run on one CPU device.
 
     Args:
       model_dir: directory of checkpoints and summaries.

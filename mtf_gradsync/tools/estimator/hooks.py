@@ -1,6 +1,7 @@
 """The host's work beside the steps of a spec: hooks, savers, metrics, host_call, summaries.
 
-Metrics and host_call of a TPUEstimatorSpec run on the host, in a graph of their own.
+The metrics and the host_call of a TPUEstimatorSpec run on the host. Each of them has a TensorFlow
+graph of its own, apart from the graph of the steps.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ Tensors = Union[Sequence[tf.Tensor], Mapping[str, tf.Tensor]]
 def add_saver(config: Any, *lowering: mtf.Lowering, **variables: Any) -> tf.train.Saver:
     """Makes a saver, adds it to the default graph's collection of savers, and returns it.
 
-    It keeps as many checkpoints as `config`, a RunConfig, says. `lowering` and `variables` are the
-    arguments of `RunSaver` that say what it saves.
+    The saver keeps as many checkpoints as the RunConfig `config` says. `lowering` and `variables`
+    are the arguments of `RunSaver` that say which variables the saver saves.
     """
     saver = RunSaver(
         *lowering,
@@ -42,7 +43,7 @@ def add_saver(config: Any, *lowering: mtf.Lowering, **variables: Any) -> tf.trai
 def saving_period(config: Any) -> dict[str, Any]:
     """Returns how often a RunConfig asks for checkpoints, as arguments of a CheckpointSaverHook.
 
-    The result is {} if it asks for none.
+    The result is {} if `config`, the RunConfig, asks for no checkpoints.
     """
     steps = getattr(config, "save_checkpoints_steps", None)
     seconds = None if steps else getattr(config, "save_checkpoints_secs", None)
@@ -112,8 +113,9 @@ def training_hooks(
 class MeanLossHook(tf.train.SessionRunHook):
     """A hook that logs the global step, and the mean loss since the line that it logged before.
 
-    If gradients are accumulated, a line has the mean over all microbatch steps of an update so far.
-    The line that Estimator itself logs has the loss of the last microbatch step alone.
+    If gradients are accumulated, a loss in the log is the mean over all microbatch steps that the
+    current update has had so far. In the lines that TensorFlow's Estimator logs, the loss is that
+    of the last microbatch step alone.
     """
 
     def __init__(
@@ -145,7 +147,7 @@ class MeanLossHook(tf.train.SessionRunHook):
     def before_run(self, run_context: Any) -> tf.train.SessionRunArgs:
         """Returns the fetches to add to a step: the loss, the global step, and what else it needs.
 
-        The session calls this before each step.
+        The session calls this method before each step.
         """
         del run_context
         return tf.train.SessionRunArgs(self._fetches)
@@ -153,7 +155,8 @@ class MeanLossHook(tf.train.SessionRunHook):
     def after_run(self, run_context: Any, run_values: Any) -> None:
         """Adds a step's loss to the mean; logs a line after `every_n_iter` steps.
 
-        The session calls this after each step; `run_values` has the values of the added fetches.
+        The session calls this method after each step. `run_values` has the values of the fetches
+        that `before_run` returned.
         """
         del run_context
         values = run_values.results
@@ -172,8 +175,8 @@ class MeanLossHook(tf.train.SessionRunHook):
 def write_summary(directory: str, scalars: dict[str, Any], step: int) -> None:
     """Writes scalars of a step to an event file in `directory`, for TensorBoard.
 
-    `scalars` are numbers by name, and `step` is the global step. Arrays among them, and
-    "global_step", are left out.
+    `scalars` has numbers by name, and `step` is the global step. If `scalars` has arrays, or an
+    entry "global_step", these are left out.
     """
     values = [
         tf.Summary.Value(tag=name, simple_value=float(value))
@@ -189,7 +192,8 @@ def write_summary(directory: str, scalars: dict[str, Any], step: int) -> None:
 class HostFunction:
     """A function of tf tensors that runs on the host, in a graph and a session of its own.
 
-    Its inputs are the values that another session, which makes the steps, returned for `tensors`.
+    The steps of a program run in another session. In each step, that session computes the values of
+    the attribute `tensors`, and these values are the arguments of the function.
     """
 
     def __init__(self, call: Sequence[Any]):
@@ -226,8 +230,9 @@ class HostFunction:
     def run(self, fetches: Any, values: Any = ()) -> Any:
         """Runs operations of the function's graph, and returns the values of `fetches`.
 
-        `fetches` are operations or tensors of that graph. `values` are the values of `tensors` in a
-        step; without them, nothing is fed.
+        `fetches` are operations or tensors of the function's graph. `values` are the values that
+        the attribute `tensors` had in a step; they are fed to the function's graph. If `values` is
+        empty, nothing is fed.
         """
         return self._session.run(fetches, dict(zip(self._inputs, tf.nest.flatten(values))))
 
@@ -259,7 +264,7 @@ class HostCallHook(tf.train.SessionRunHook):
     def before_run(self, run_context: Any) -> tf.train.SessionRunArgs | None:
         """Returns the host_call's tensors, to add to the fetches of a step; None if it is skipped.
 
-        The session calls this before each step.
+        The session calls this method before each step.
         """
         del run_context
         return self._host and tf.train.SessionRunArgs(self._host.tensors)
@@ -283,8 +288,8 @@ class Evaluation:
     def __init__(self, spec: Any, is_program: bool):
         """Builds the metrics of a spec that run on the host; takes those that run in the step.
 
-        `is_program` says whether the spec is of a SIMD program. Raises ValueError for
-        eval_metric_ops in such a spec.
+        `is_program` says whether the spec is of a SIMD program. Raises ValueError if the spec is of
+        a SIMD program and has eval_metric_ops.
         """
         metric_ops = dict(getattr(spec, "eval_metric_ops", None) or {})
         if metric_ops and is_program:
@@ -306,7 +311,7 @@ class Evaluation:
     def run(self, session: tf.train.MonitoredSession, steps: int | None) -> dict[str, Any]:
         """Runs steps; returns the mean "loss", the metrics, and "global_step", by name.
 
-        If `steps` is None it runs until the input ends. Raises ValueError if the input has no
+        If `steps` is None, steps run until the input ends. Raises ValueError if the input has no
         batch.
         """
 

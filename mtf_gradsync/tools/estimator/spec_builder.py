@@ -57,9 +57,9 @@ class SpecBuilder:
             updates = optimizer.minimize(loss, tf.train.get_global_step())
             return build.train(loss, updates, optimizer)
 
-    The model_fn works under Estimator, under TPUEstimator with use_tpu True and False, and under
-    `mtf_gradsync.estimator.Estimator`. Where params has a "context", the model is lowered into the
-    TPU program that is being built, otherwise onto devices.
+    Such a model_fn works under Estimator, under TPUEstimator with use_tpu True and False, and under
+    `mtf_gradsync.estimator.Estimator`. If params has a "context", the model is lowered into the TPU
+    program that is being built. Otherwise the model is lowered onto devices.
 
     Attributes:
       graph: the `mtf.Graph` to build in.
@@ -127,9 +127,10 @@ class SpecBuilder:
     ) -> Any:
         """Returns the spec of a training step.
 
-        Checkpoints are written as often as config says. Checkpoints of a run without the wrapper,
-        or on another mesh, can be read, too (`ReshardingSaver`). A checkpoint of another model is
-        an error that names the differences.
+        Checkpoints are written as often as config says. The training can also begin from a
+        checkpoint of a run without the wrapper, or of a run on another mesh (see
+        `ReshardingSaver`). If the checkpoint is of another model, an error names the differences
+        between the models.
 
         Args:
           loss: an mtf tensor. If it has several elements, their mean is taken, by the weights that
@@ -281,9 +282,10 @@ class SpecBuilder:
 def _mesh_over_cores(shape: mtf.Shape, layout: mtf.LayoutRules, context: Any) -> tuple[Any, Any]:
     """Returns the ``SimdMeshImpl`` over the cores of a TPU program, and the placer of masters.
 
-    The placer chooses a host for each master. `shape` and `layout` are those of the mesh. `context`
-    is what TPUEstimator, or a program of `mtf_gradsync.simd`, puts into ``params["context"]``.
-    Raises ValueError if the mesh has not as many processors as the program has cores.
+    The placer is an object that chooses a host for each master. `shape` and `layout` are those of
+    the mesh. `context` is what TPUEstimator, or a program of `mtf_gradsync.simd`, puts into
+    ``params["context"]``. Raises ValueError if the number of the mesh's processors is not the
+    number of the program's cores.
     """
     if shape.size != context.num_replicas:
         raise ValueError(
@@ -314,7 +316,8 @@ def _outside_programs() -> Any:
 def _local_init_op(lowering: mtf.Lowering) -> tf.Operation:
     """Returns an operation that initializes local variables, and slices from their masters.
 
-    The masters have to be initialized before it runs. `lowering` is the model's lowering.
+    The masters have to be initialized before the returned operation runs. `lowering` is the model's
+    lowering.
     """
     return tf.group(tf.train.Scaffold.default_local_init_op(), lowering.copy_masters_to_slices())
 
@@ -327,8 +330,9 @@ def _check_tensor(name: str, value: Any) -> None:
 def _anonymous(tensors: Mapping[str, Any] | None) -> dict[str, Any]:
     """Returns the tensors by name in a form in which each processor has all elements.
 
-    Mtf tensors are gathered for that, and become mtf tensors whose dimensions are not split. Tf
-    tensors stay as they are. None gives {}.
+    `tensors` has mtf or tf tensors by name. In place of each mtf tensor the result has an mtf
+    tensor with the same elements, whose dimensions are not split. The tf tensors are returned as
+    they are. If `tensors` is None, the result is {}.
     """
     return {
         name: mtf.anonymize(x) if isinstance(x, mtf.Tensor) else x
@@ -346,8 +350,9 @@ def _exported(lowering: mtf.Lowering, tensors: Mapping[str, Any]) -> dict[str, t
 def _traffic(fetches: Sequence[Any], mesh_impl: mtf.MeshImpl, optimizer: Any) -> dict[str, float]:
     """Returns the bytes that devices of a placement mesh receive in a step, by summary's name.
 
-    `fetches` are the tf tensors and operations that make the step. {} if the bytes are not known,
-    for example because `optimizer` skips updates in branches that are functions.
+    `fetches` are the tf tensors and operations that make the step. The result is {} if the bytes
+    are not known, for example because `optimizer` skips updates in branches of the graph that are
+    functions.
     """
     skips = schedules_updates(stages_of(optimizer))
     if skips and has_calls(tf.get_default_graph()):
@@ -364,8 +369,8 @@ def _write_on_host(
     """Returns a host_call that writes scalars of a TPU program as summaries into model_dir.
 
     The host_call is a pair of a function and its tensors, as a TPUEstimatorSpec takes it. `scalars`
-    are float32 tf scalars by name. If model_dir is None it returns None: TPUEstimator would wait
-    for such a host_call.
+    are float32 tf scalars by name. If `model_dir` is None, the result is None and not a host_call
+    that writes nothing, as TPUEstimator would wait for such a host_call.
     """
     if not model_dir:
         return None

@@ -1,7 +1,8 @@
 """Calls an input_fn and a model_fn as TensorFlow's Estimators do, and uses the resulting spec.
 
-A step is built for a runtime; predictions are split into examples; a model is written as a
-SavedModel, which loads without this package and without a mesh's devices.
+The class `ModelFn` builds a step for a runtime. The function `examples` splits predictions into
+examples. The function `write_saved_model` writes a model as a SavedModel, which can be loaded
+without this package and without the devices of a mesh.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ from mtf_gradsync.tools.estimator.hooks import add_saver
 class ModelFn(NamedTuple):
     """A model_fn, and what is added to the caller's params before it gets them.
 
-    `batch_sizes` has, for each mode, the value of params["batch_size"]; for None the params get no
-    such item. If `is_for_tpu` is set, params always get "use_tpu", as TPUEstimator adds it.
-    Otherwise they get it only in a SIMD program.
+    `batch_sizes` has, for each mode, the value that params["batch_size"] gets; if this value is
+    None, the item "batch_size" is not added. If `is_for_tpu` is set, the item "use_tpu" is always
+    added, as TPUEstimator adds it. Otherwise "use_tpu" is added only in a SIMD program.
     """
 
     function: Callable[..., Any]
@@ -73,7 +74,8 @@ class ModelFn(NamedTuple):
     def call(self, features: Any, labels: Any, mode: str, params: Any, config: Any) -> Any:
         """Calls the model_fn to build a model on devices, and returns its spec.
 
-        The arguments are those of the model_fn; it gets a copy of the params, with the additions.
+        The arguments are those of the model_fn. The model_fn gets a copy of `params`, with the
+        items that are added to the params.
         """
         return self._call(features, labels, mode, self._params(params, mode, False), config)[0]
 
@@ -82,16 +84,18 @@ class ModelFn(NamedTuple):
     ) -> tuple[Any, tf.train.Scaffold | None]:
         """Calls the model_fn to build a model to export, on devices.
 
-        Returns its spec, and the spec's scaffold or None. The arguments are those of the model_fn;
-        it gets a copy of the params without "batch_size".
+        Returns the spec of the model_fn, and the spec's scaffold, or None if the spec has no
+        scaffold. The arguments are those of the model_fn. The model_fn gets a copy of `params`, to
+        which no "batch_size" is added.
         """
         return self._call(features, labels, mode, self._params(params, None, False), config)
 
     def _params(self, params: Any, mode: str | None, is_program: bool) -> Any:
         """Returns a copy of the params, with the items that TPUEstimator would add.
 
-        These are "batch_size" if one is given for `mode` (not for None), and "use_tpu", which is
-        `is_program`: whether the model is a SIMD program.
+        The item "batch_size" is added if `batch_sizes` has a number for `mode`; if `mode` is None,
+        the item is not added. The value of the item "use_tpu" is `is_program`, which says whether
+        the model is a SIMD program.
         """
         params = copy.deepcopy(params) if params is not None else {}
         batch_size = self.batch_sizes.get(mode or "")
@@ -107,7 +111,7 @@ class ModelFn(NamedTuple):
     ) -> tuple[Any, tf.train.Scaffold | None]:
         """Calls the model_fn with these arguments; returns its spec, and the scaffold or None.
 
-        Raises TypeError if it returns no spec.
+        Raises TypeError if the model_fn returns something that is no spec.
         """
         tf.train.get_or_create_global_step()
         given = {"features": features, "labels": labels, "mode": mode}
@@ -140,10 +144,10 @@ def features_and_labels(
 ) -> tuple[Any, Any, list[tf.train.SessionRunHook]]:
     """Calls an input_fn; returns a step's features, its labels or None, and the input's hooks.
 
-    The input_fn takes none, some or all of `mode`, `params` and `config`, by name. It returns a
-    `tf.data.Dataset` of features or of (features, labels), or it returns the tensors themselves.
-    The session of the step needs the hooks, which initialize the Dataset's iterator. Raises
-    TypeError if the input_fn returns something else.
+    The input_fn may take any of the arguments `mode`, `params` and `config`, by name. The input_fn
+    returns a `tf.data.Dataset` of features or of (features, labels), or it returns features or
+    (features, labels) as tensors. The session of the step has to run with the hooks, which
+    initialize the iterator of the Dataset. Raises TypeError if the input_fn returns something else.
     """
     result = _call_with_named(input_fn, mode=mode, params=params, config=config)
     hooks: list[tf.train.SessionRunHook] = []
@@ -167,8 +171,8 @@ def features_and_labels(
 def naming_uneven_batches(input_fn: Callable[..., Any]) -> Iterator[None]:
     """Turns TensorFlow's error about a batch of wrong size, raised in a ``with`` block.
 
-    It becomes a ValueError that says what to do. `input_fn` gives the batches, and is named in the
-    message.
+    In place of TensorFlow's error, a ValueError is raised that says what to do. `input_fn` is the
+    function that gives the batches; the ValueError names it.
     """
     try:
         yield
@@ -193,8 +197,8 @@ def name_of(fn: Callable[..., Any]) -> str:
 def warm_start_settings(given: Any) -> tuple[Any, ...] | None:
     """Returns the positional arguments of `tf.train.warm_start` for a user's warm_start_from.
 
-    `given` is what the user gave: a path, WarmStartSettings, or None, for which the result is None.
-    Raises TypeError if it is something else.
+    `given` is what the user gave as warm_start_from: a path, WarmStartSettings or None. If `given`
+    is None, the result is None. Raises TypeError if `given` is something else.
     """
     if given is None:
         return None
@@ -213,7 +217,7 @@ def warm_start_settings(given: Any) -> tuple[Any, ...] | None:
 def checkpoint_to_warm_start(path: str) -> str:
     """Returns the path of the checkpoint to start from; `path` may be its directory.
 
-    Raises ValueError if there is no checkpoint.
+    Raises ValueError if there is no checkpoint at `path`.
     """
     found = tf.train.latest_checkpoint(path) if tf.io.gfile.isdir(path) else path
     if not found or not tf.train.checkpoint_exists(found):
@@ -224,9 +228,9 @@ def checkpoint_to_warm_start(path: str) -> str:
 def warm_start(settings: Sequence[Any]) -> None:
     """Has the default graph's variables begin with values of another checkpoint.
 
-    `settings` are the result of `warm_start_settings`. Slices, the parts of variables that
-    processors hold, are in no checkpoint: they are copied from the variables. Raises ValueError if
-    the settings choose no variable.
+    `settings` are the result of `warm_start_settings`. Slices (the parts of variables that
+    processors hold) are not in checkpoints, so they get copies of the variables' values. Raises
+    ValueError if the settings choose no variable.
     """
     path, chosen, vocabularies, earlier_names = settings
     masters = {id(v) for v in tf.global_variables()}
@@ -249,7 +253,8 @@ def warm_start(settings: Sequence[Any]) -> None:
 def _call_with_named(fn: Callable[..., Any], **known: Any) -> Any:
     """Calls `fn` with those of the `known` arguments that its signature names; returns its result.
 
-    Arguments that a ``functools.partial`` has already are not given again.
+    If `fn` is a ``functools.partial`` that has some of these arguments already, these arguments are
+    not given again.
     """
     # Arguments that a partial function has already are not replaced.
     held = set(fn.keywords) if isinstance(fn, functools.partial) else set()
@@ -260,7 +265,7 @@ def _call_with_named(fn: Callable[..., Any], **known: Any) -> Any:
 def _set_items(params: Any, **items: Any) -> None:
     """Adds items to params in place: to a dict, or as attributes of an object.
 
-    Raises TypeError if neither is possible.
+    Raises TypeError if `params` is no dict and its attributes cannot be set.
     """
     for name, value in items.items():
         try:
@@ -279,8 +284,8 @@ def selected(predictions: Any, keys: Sequence[str] | str | None) -> Any:
     """Returns the predictions that have the given keys, as a dict; for None all predictions.
 
     `predictions` are tensors by name, or a single tensor. `keys` are names, or one name. Raises
-    ValueError for a key that the model does not have, and for any key if it predicts a single
-    tensor.
+    ValueError if the predictions have no tensor of such a name, or if there are `keys` and
+    `predictions` is a single tensor.
     """
     if keys is None:
         return predictions
@@ -295,10 +300,10 @@ def selected(predictions: Any, keys: Sequence[str] | str | None) -> Any:
 def examples(batch: Any) -> Iterator[Any]:
     """Yields the examples of a batch one by one.
 
-    If `batch` is an array, these are its rows. If it is a dict of arrays, each example is a dict
-    with one row of each array.
+    If `batch` is an array, the examples are the rows of the array. If `batch` is a dict of arrays,
+    each example is a dict with one row of each array.
 
-    Raises ValueError if arrays in a dict differ in length.
+    Raises ValueError if `batch` is a dict whose arrays differ in length.
     """
     if not isinstance(batch, dict):
         yield from batch
