@@ -58,8 +58,8 @@ def check_present(grads: MaybeGradients) -> list[mtf.Tensor]:
 def check_variables(variables: Iterable[Any]) -> list[mtf.Variable]:
     """Returns a new list of mtf.Variable; raises TypeError for anything else.
 
-    An item of `variables` may also be the value of a variable (`variable.value`, a tensor), and its
-    variable is then in the list.
+    An item of `variables` may also be the value of a variable (`variable.value`, a tensor). The
+    returned list then has the variable in place of the value.
     """
     found = elements(variables)
     if found is None:
@@ -81,8 +81,8 @@ def check_grads_and_variables(
 ) -> tuple[list[mtf.Tensor | None], list[mtf.Variable]]:
     """Returns gradients and their variables as two new lists; refuses lists that do not match.
 
-    Gradients may be None. `same_shapes` also checks that each gradient has the shape of its
-    variable. It is for optimizers that take no gradients with shard dims.
+    Gradients may be None. If `same_shapes` is true, each gradient must also have the shape of its
+    variable, as optimizers need that take no gradients with shard dims.
 
     Raises:
       TypeError: something is no gradient or no variable, or a gradient has an integer dtype.
@@ -144,7 +144,7 @@ def check_one_mesh(grads: MaybeGradients, what: str) -> None:
 class OwnArguments(NamedTuple):
     """The arguments of `apply_grads` after gradients and variables.
 
-    Wrappers pass them on to the innermost optimizer.
+    Wrappers pass these further arguments of `apply_grads` on to the innermost optimizer.
     """
 
     positional: tuple[Any, ...] = ()
@@ -171,7 +171,8 @@ class OwnArguments(NamedTuple):
     def tensors(self) -> Iterator[tuple[str, mtf.Tensor]]:
         """Yields pairs of a name for error messages and an mtf tensor, for all mtf tensors given.
 
-        It also looks into arguments that are lists or dictionaries. A variable counts as its value.
+        Tensors in arguments that are lists or dictionaries are found, too. A variable counts as the
+        tensor of its value.
         """
         for number, value in enumerate(self.positional):
             yield from _tensors_in(f"positional argument {number + 3}", value)
@@ -192,11 +193,11 @@ def _tensors_in(name: str, value: Any) -> Iterator[tuple[str, mtf.Tensor]]:
 def check_pairs(grads_and_vars: Any) -> GradsAndVars:
     """Returns `grads_and_vars` as a new list of checked pairs (gradient or None, variable).
 
-    It is the argument of the same name of `apply_gradients`.
+    `grads_and_vars` is the argument that the method `apply_gradients` of an optimizer was given.
 
     Raises:
       TypeError: as `check_grads_and_variables`.
-      ValueError: the argument is not a list of pairs, or is empty, or as
+      ValueError: `grads_and_vars` is not a list of pairs, or is empty, or as
         `check_grads_and_variables`.
     """
     wanted = "a list of (gradient, variable) pairs as compute_gradients returns"
@@ -275,7 +276,8 @@ class Bounds(NamedTuple):
 def within(value: Any, dtype: tf.DType) -> tf.Tensor:
     """Returns a number or tf tensor as a tf tensor of `dtype`.
 
-    An integer that an integer dtype cannot hold becomes the dtype's nearest number.
+    If `dtype` is an integer dtype, integers that it cannot hold become its largest or its least
+    number.
     """
     value = tf.convert_to_tensor(value)
     both = value.dtype.is_integer and dtype.is_integer
@@ -287,10 +289,10 @@ def scalar_of_step(
 ) -> mtf.Tensor:
     """Returns a scalar as an mtf scalar on a mesh, with an operation that checks it in each step.
 
-    If the value is out of bounds, the step raises an error with the owner, the argument and the
-    value. Some programs cannot report errors (on TensorFlow's own TPU runtime, or in the body of a
-    loop). There, an integer out of bounds is replaced by the least allowed value, and any other
-    value out of bounds by NaN.
+    If `value` is out of bounds in a step, the step raises an error that names `owner`, `argument`
+    and the value. Some programs cannot report errors (on TensorFlow's own TPU runtime, or in the
+    body of a loop). In such a program, an integer out of bounds is replaced by the least allowed
+    value, and any other value out of bounds by NaN.
 
     Args:
       value: a scalar tensor or variable, of Mesh-TF or TensorFlow.
@@ -396,8 +398,8 @@ def rate_of_step(rate: Any, mesh: mtf.Mesh, dtype: tf.DType, owner: str) -> Any:
     """Returns a learning rate that `check_rate` returned, for computing with it on a mesh.
 
     A number is returned as it is. A tensor or variable becomes an mtf scalar on `mesh`, of the
-    dtype `dtype`. Each step then checks that it is finite and not less than 0. `owner` is the name
-    of the optimizer, for the error.
+    dtype `dtype`. Each step then checks that the scalar is finite and not less than 0. `owner` is
+    the name of the optimizer, for the error.
     """
     if is_number(rate):
         return rate

@@ -53,7 +53,8 @@ class ScaleGradients(GradientOperation):
     """A product of each gradient of a mesh with one factor, or with one factor per shard.
 
     Attributes:
-      clipping: the clip that these products belong to; it may include gradients of other meshes.
+      clipping: the clip that the products belong to. The clip may include gradients of other
+        meshes.
     """
 
     def __init__(self, grads: Sequence[mtf.Tensor], factor: mtf.Tensor, clipping: Clipping):
@@ -101,7 +102,8 @@ def check_clip_norm(clip_norm: Any) -> None:
 class _Groups(PlanExtension):
     """A graph's record of which gradients were clipped together, and of which losses.
 
-    With it, a program is warned if it clips the gradients of one loss in several groups.
+    The record serves to warn of a program that clips some gradients of a loss by one norm, and
+    other gradients of the same loss by another norm.
     """
 
     def __init__(self) -> None:
@@ -132,7 +134,8 @@ class _Groups(PlanExtension):
 def _sources(tensor: mtf.Tensor, ends: Container[mtf.Tensor]) -> Sequence[mtf.Tensor]:
     """Returns the tensors that a tensor is directly computed from; none if it is in `ends`.
 
-    For an operation on a list of gradients this is the one gradient at the tensor's position.
+    If the tensor is an output of an operation on a list of gradients, the only tensor returned is
+    the gradient at the output's position in the list.
     """
     if tensor in ends:
         return ()
@@ -169,8 +172,8 @@ def clip_together(
       strategy: the strategy that reduces the norm.
       owner: the name of the optimizer or function that clip_norm was given to, for errors.
       behind: earlier gradients that `grads` were computed from, if the inputs of operations do not
-        lead back to them. With them, a program that clips the gradients of one loss in several
-        groups is warned.
+        lead back to these. The earlier gradients serve to warn of a program that clips gradients of
+        one loss by several norms.
 
     Returns:
       The clipped gradients, in order, and the norm before clipping: a scalar, or of shape `[shard
@@ -241,11 +244,12 @@ def clip_by_shard_norm(
 ) -> tuple[list[mtf.Tensor | None], mtf.Tensor | None]:
     """Clips each shard's gradients by that shard's own norm over all gradients.
 
-    Huge gradients of one shard do not scale down the gradients of other shards. If a gradient is
-    split over a replica axis by its own layout (an expert's), each part counts for the shard that
-    holds the part. Norms are float32 (float64 for float64 gradients). They are right even if
-    squares of gradients overflow or underflow. If a shard's norm is not finite, or more than about
-    2^126 times clip_norm (float32), all gradients of that shard become NaN.
+    Huge gradients of one shard do not scale down the gradients of other shards. If the layout
+    splits the dimensions of a gradient over a replica axis (the gradient of an expert, say), each
+    part counts for the shard that holds the part. Norms are float32 (float64 for float64
+    gradients), and are right even if squares of gradients overflow or underflow. If a shard's norm
+    is not finite, or (in float32) is more than about 2^126 times clip_norm, all gradients of that
+    shard become NaN.
 
     Args:
       grads: gradients, pending or per shard; None passes through.
@@ -292,8 +296,8 @@ def clip_by_global_norm(
       reducer: the reduction strategy; None takes `FusedAllReduce()`.
 
     Returns:
-      The clipped reduced gradients, and the norm before clipping: a scalar, float32, or float64
-      if a gradient is; None if every gradient is None.
+      The clipped reduced gradients, and the norm before clipping. The norm is a scalar, of float64
+      if a gradient is float64, and of float32 otherwise; it is None if every gradient is None.
 
     Raises:
       ValueError: clip_norm is not greater than 0.

@@ -1,8 +1,9 @@
 """Finds the sums over the mesh that may stay pending (not yet reduced) up to the gradients.
 
-A gradient is summed over the batch where the backward pass first leaves the batch. In an ordinary
-model all operations from there to the variable are linear in that sum, with factors that all
-shards share. So they can run on each processor's partial sum, and the reduction can wait.
+A gradient becomes a sum over the batch at the first operation of the backward pass whose result has
+no batch dimension. In an ordinary model, the operations that compute the gradient from this sum are
+linear in the sum, with factors that are the same on all shards. So these operations can run on each
+processor's part of the sum, and the parts can be added up afterwards.
 """
 
 from __future__ import annotations
@@ -37,12 +38,13 @@ class Use(NamedTuple):
     Attributes:
       positions: positions of the inputs that the operation is jointly linear in. Its other inputs
         are factors.
-      axes: the mesh axes that the operation's outputs stay pending over because inputs are.
+      axes: the mesh axes that the operation's outputs stay pending over because its inputs are
+        pending over them.
       first: mesh axes, none of them a replica axis, over which pending inputs are reduced before
         the operation, because one of its tensors is split over them.
       own_axes: the mesh axes that the operation itself sums over.
-      joins: whether its result has fewer bytes than the pending sums that nothing else uses, so
-        that the result is reduced in place of these sums.
+      joins: whether the operation's result has fewer bytes than the pending sums that it is
+        computed from and nothing else uses, so that the result is reduced in place of these sums.
     """
 
     positions: tuple[int, ...]
@@ -80,20 +82,20 @@ class Mixing(NamedTuple):
 class Flow:
     """A forecast of which operations before target tensors keep sums pending (not yet reduced).
 
-    It follows the operations that compute the targets, back to tensors of which each shard holds
-    its own data. It also follows all other operations on the pending sums that it meets: such a sum
-    is then reduced for them only if their results are used. (Mesh-TF makes the gradients of all
-    inputs of an operation, used or not.)
+    The forecast follows the operations that compute the target tensors, back to tensors of which
+    each shard holds its own data. It also follows all other operations that read a pending sum
+    found on the way: the sum is reduced for such an operation only if the operation's result is
+    used. (Mesh-TF makes the gradients of all inputs of an operation, whether they are used or not.)
 
     Attributes:
       operations: the operations that are followed.
       axes: pending tensor -> the mesh axes that it is pending over.
-      uses: operation -> how it keeps sums pending; it has the operations that can.
-      forced: operation -> the pending inputs that have to be reduced before it.
+      uses: operation -> how it keeps sums pending; only operations that can do so are keys.
+      forced: operation -> the pending inputs that have to be reduced before the operation runs.
       reduced: operation -> the mesh axes that it sums over, if this sum cannot stay pending because
-        a loop carries it, or because the result is split over them.
+        a loop carries it, or because the operation's result is split over these axes.
       broadcast: einsums that first sum and then broadcast the sum to new dimensions.
-      carried: tensors that loops carry into their next iteration, which have to be reduced.
+      carried: tensors that loops carry into their next iteration; these have to be reduced.
     """
 
     def __init__(
@@ -105,8 +107,8 @@ class Flow:
     ):
         """Follows the operations that compute the targets, usually gradients, and `sums`.
 
-        `sums` are targets, too. They count as sums over the mesh even if the layout gives each
-        shard its own slice of them.
+        The tensors `sums` are targets, too. They count as sums over the mesh even if the layout
+        splits them, so that each shard has its own slice.
         """
         self._layout = layout
         self.axes: dict[mtf.Tensor, Axes] = {}
@@ -133,7 +135,7 @@ class Flow:
     def _sources(self, tensor: mtf.Tensor) -> list[mtf.Tensor]:
         """Returns the tensors that a tensor is directly computed from.
 
-        There are none for a variable, and for a tensor of which each shard holds its own part.
+        The result is empty for a variable, and for a tensor of which each shard holds its own part.
         """
         operation = tensor.operation
         if self._layout.of_shards(tensor) or isinstance(operation, mtf.Variable):
@@ -220,8 +222,8 @@ class Flow:
     def _delays(self, operation: mtf.Operation, pending: dict[int, Axes]) -> bool:
         """Returns whether Mesh-TF itself leaves an operation's result pending.
 
-        `pending` has the positions of pending inputs, each with the mesh axes that it is pending
-        over.
+        `pending` has the positions of pending inputs, each with the mesh axes that the input is
+        pending over.
         """
         inputs = operation.inputs
         if any(self.is_derived(t) for t in inputs) or len(pending) != len(inputs):
@@ -250,8 +252,8 @@ class Flow:
     def _joins(self, target: mtf.Tensor, used: Counter[mtf.Tensor]) -> bool:
         """Returns whether reducing a target sends less than reducing the sums that it is made of.
 
-        Only pending sums that nothing else uses count. `used` has for each tensor the number of
-        operations that read it.
+        Of the sums that the target is made of, only those that nothing else uses count. `used` has
+        for each tensor the number of operations that read the tensor.
         """
         operation, left = target.operation, target.shape.size * target.dtype.size
         is_sum = operation not in self.uses or operation in self.broadcast
@@ -286,17 +288,19 @@ class Flow:
     def is_derived(self, tensor: mtf.Tensor) -> bool:
         """Returns whether a pending tensor is reduced by way of other sums.
 
-        If so, the pending sums that it is computed from are reduced, and the reduced tensor is
-        computed from these. If not, the parts of the tensor itself are added up.
+        For such a tensor, the pending sums that it is computed from are reduced, and the reduced
+        tensor is computed from the reduced sums. For any other pending tensor, the parts of the
+        tensor itself are added up.
         """
         use = self.uses.get(tensor.operation)
         return (use is not None and not use.is_new_sum) or tensor.operation in self.broadcast
 
     def sums_behind(self, targets: Iterable[mtf.Tensor], reduced: bool) -> list[mtf.Tensor]:
-        """Returns the pending sums that have to be reduced before some tensors can be used.
+        """Returns the pending sums that have to be reduced before `targets` can be used.
 
-        Each sum is listed once. `reduced` says whether the tensors themselves are needed reduced.
-        If false, they may be pending, and only sums that operations before them need are returned.
+        Each sum is listed once. If `reduced` is true, the tensors `targets` are needed reduced. If
+        it is false, the targets may stay pending, and the only sums returned are those that some
+        operation before a target needs reduced.
         """
         found: dict[mtf.Tensor, None] = {}
         seen: set[tuple[mtf.Tensor, bool]] = set()
@@ -323,8 +327,8 @@ class Flow:
     ) -> Mixing | None:
         """Returns an operation before `target` that mixes shards' data other than by a sum.
 
-        With it comes the cause. Only operations with one of `causes` are looked for, and None means
-        that there is no such operation.
+        The result has the operation, and the cause of the mixing, which is one of `causes`:
+        operations with other causes are passed over. The result is None if no operation is found.
         """
         replica_axes = self._layout.replica_axes
         for tensor in self._tensors_before(target):
@@ -347,8 +351,9 @@ class Flow:
     ) -> dict[mtf.Operation, tuple[Cause, mtf.Tensor]]:
         """Returns operations that may leave out a sum over the shards that targets need.
 
-        Each operation is a key. Its value is the cause, and one of the targets that are computed by
-        it. Operations of Mesh-TF that gather do not count, because they communicate by themselves.
+        The operations are the keys of the returned dictionary. The value of an operation is the
+        cause, and one of the targets that are computed by the operation. Operations of Mesh-TF that
+        gather values of all shards do not count, because they communicate by themselves.
         """
         found: dict[mtf.Operation, tuple[Cause, mtf.Tensor]] = {}
         if any(self._gathers(t) for operation in self.operations for t in operation.outputs):
@@ -361,7 +366,8 @@ class Flow:
     def _gathers(self, tensor: mtf.Tensor) -> bool:
         """Returns whether a tensor has values of all shards that were gathered and not summed.
 
-        Its operation then has inputs that are split by shard, and its output is not.
+        The operation that makes such a tensor has inputs that are split by shard, and the tensor
+        itself is not split by shard.
         """
         operation = tensor.operation
         is_loop = isinstance(operation, mtf.WhileLoopOperation)
@@ -451,7 +457,8 @@ def runs_on_slices(operation: mtf.Operation) -> bool:
 def sums_before_broadcast(operation: mtf.Operation) -> mtf.Shape | None:
     """Returns the shape of an einsum's sum before the einsum broadcasts it to new dimensions.
 
-    None for other operations, and for einsums without new output dimensions.
+    The result is None for operations that are no einsums, and for einsums without new output
+    dimensions.
     """
     if not isinstance(operation, mtf.EinsumOperation):
         return None
@@ -464,9 +471,10 @@ def sums_before_broadcast(operation: mtf.Operation) -> mtf.Shape | None:
 def linear_positions(operation: mtf.Operation, pending: Collection[int]) -> tuple[int, ...] | None:
     """Returns positions of inputs that an operation is jointly linear in, `pending` among them.
 
-    `pending` are the positions of the pending inputs, at least one. Other positions in the result
-    are inputs that it is linear in only together with these, such as the other terms of a sum.
-    Returns None if the operation is not known to be linear in its pending inputs.
+    `pending` has the positions of the pending inputs, at least one. The other positions in the
+    result are those of inputs that the operation is linear in only together with the pending
+    inputs, such as the other terms of a sum. The result is None if the operation is not known to be
+    linear in its pending inputs.
     """
     inputs = operation.inputs
     if isinstance(operation, _IN_EACH):
@@ -568,8 +576,8 @@ def linear_arguments(
 def _of(op: tf.Operation, inputs: Sequence[_Term | None]) -> _Term | None:
     """Returns how a tf operation's results depend on the arguments of a traced function.
 
-    `inputs` has for each input of the operation how the input depends on them. None means that it
-    is not known.
+    `inputs` has for each input of the operation how the input depends on the function's arguments.
+    None, in `inputs` and in the result, means that the dependence is not known.
     """
     if None in inputs or (op.op_def.is_stateful and op.type not in _REPEATABLE):
         return None  # each processor would draw random numbers of its own

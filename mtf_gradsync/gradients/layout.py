@@ -23,8 +23,9 @@ class Layout(NamedTuple):
         that splits the dimension, or None.
       replica_axes: a function of a mesh. It returns the mesh axes that the batch is split over.
       own: a function of a tensor, made by `own_slices`. It returns the replica axes along which
-        each shard's slice of the tensor was computed from that shard's data alone. None stands for
-        all replica axes that split the tensor, which is enough if shards are only added up.
+        each shard's slice of the tensor was computed from that shard's data alone. If `own` is
+        None, all replica axes that split a tensor count as such axes; this is enough for programs
+        that only add shards up.
     """
 
     axis_of: Callable[[mtf.Mesh, mtf.Dimension], int | None]
@@ -53,7 +54,7 @@ class Layout(NamedTuple):
     def split_over_shards(self, tensor: mtf.Tensor) -> Axes:
         """Returns the replica axes that split a tensor into slices of one shard's own data each.
 
-        See `own` for what counts as a shard's own.
+        The attribute `own` says what counts as a shard's own data.
         """
         split = self.split(tensor) & self.replica_axes(tensor.mesh)
         return split & self.own(tensor) if split and self.own else split
@@ -66,8 +67,9 @@ class Layout(NamedTuple):
     def order(self, shape: mtf.Shape, mesh: mtf.Mesh) -> dict[int, int]:
         """Returns the mesh axes that split a shape, each with a number that says where it does.
 
-        The number is the product of the sizes of all dimensions before the dimension that the axis
-        splits. A reshape that keeps these numbers moves no data between processors.
+        The number of a mesh axis is the product of the sizes of all dimensions before the dimension
+        that the axis splits. A reshape that changes none of these numbers moves no data between
+        processors.
         """
         before, found = 1, {}
         for dim in shape.dims:
@@ -93,15 +95,15 @@ def own_slices(
 ) -> Callable[[mtf.Tensor], Axes]:
     """Returns a function of a tensor, for `Layout.own`.
 
-    The function returns the replica axes along which each slice of the tensor was computed from the
-    data of one shard alone. `layout` is the layout without this function, and `batch_dims` are the
-    names of the batch dimensions.
+    The returned function takes a tensor, and returns the replica axes along which each slice of the
+    tensor was computed from the data of one shard alone. `layout` is a layout whose attribute `own`
+    is not set yet, and `batch_dims` are the names of the batch dimensions.
 
-    Slices along a batch dimension are of this kind, and so are tensors that are computed from such
-    slices without moving data. Slices along another dimension that is split over a replica axis
-    hold data of several shards in three cases: experts get the examples of all shards by a reshape
-    that moves them, a sum over the shards is broadcast to a variable that is split, or an input has
-    a dimension of variables and is a factor for experts.
+    Slices along a batch dimension have the data of one shard alone, and so do the slices of tensors
+    that are computed from them without moving data. Slices along another dimension that is split
+    over a replica axis have data of several shards in three cases: a reshape moves the examples of
+    all shards to experts, a sum over the shards is broadcast to a variable that is split, or an
+    input has a dimension of variables and is a factor for experts.
     """
     known: dict[mtf.Tensor, Axes] = {}
     of_variables = {tuple(v.shape.dims) for v in graph.trainable_variables}
@@ -188,9 +190,9 @@ def used_axes(
 ) -> Axes:
     """Returns the mesh axes that the batch of a program is split over.
 
-    These are the mesh axes of all batch dimensions that wrappers were given. If a name is not a
-    dimension of any tensor, or no names were given, the axes that split inputs and losses are
-    added.
+    The axes are those that split the batch dimensions which wrappers were given. If a given name is
+    not a dimension of any tensor, or no names were given, the mesh axes that split inputs and
+    losses are added.
 
     Args:
       graph: the program's graph.
@@ -267,8 +269,8 @@ def _warn_of_missing(
 def check_batch_dims(targets: Sequence[mtf.Tensor], axes: ReplicaAxes) -> None:
     """Raises ValueError if inputs are split over a mesh axis that is not in `axes`.
 
-    These are the inputs that `targets`, gradients of one mesh, depend on. They are looked at only
-    if one of `axes.batch_dims` is not a dimension of any tensor.
+    The inputs are those that `targets` (gradients of one mesh) depend on. They are checked only if
+    one of the names `axes.batch_dims` is not a dimension of any tensor.
     """
     graph, mesh = targets[0].graph, targets[0].mesh
     missing = missing_names(graph, mesh, axes.batch_dims)
@@ -288,8 +290,8 @@ def check_batch_dims(targets: Sequence[mtf.Tensor], axes: ReplicaAxes) -> None:
 def names_of_batch(targets: Sequence[mtf.Tensor], axes: ReplicaAxes) -> set[str]:
     """Returns the names of the dimensions that the batch is split along.
 
-    These are `axes.batch_dims`. If one of these is not a dimension of any tensor, the dimensions
-    along which the inputs of `targets` (gradients of one mesh) are split are added.
+    The names are those in `axes.batch_dims`. If one of them is not a dimension of any tensor, the
+    dimensions are added along which the inputs of `targets` (gradients of one mesh) are split.
     """
     graph, mesh = targets[0].graph, targets[0].mesh
     if not missing_names(graph, mesh, axes.batch_dims):
@@ -325,9 +327,9 @@ def split_of_inputs(
     """Returns the dimensions along which the layout splits a program's inputs and losses.
 
     The inputs are those that `targets` (gradients) depend on, and the losses are the losses of each
-    example. If some mesh axes split both, only the dimensions of these axes are returned.
-    Dimensions that a variable also has are returned only if there are no others. `axis_of` is as in
-    `Layout`.
+    example. If there are mesh axes that split both an input and a loss, only dimensions split over
+    these axes are returned. Dimensions that a variable also has are returned only if there are no
+    others. `axis_of` is as in `Layout`.
     """
     weights = {
         dim.name for v in graph.trainable_variables if v.mesh is mesh for dim in v.shape.dims

@@ -84,14 +84,14 @@ def unscaled_gradients(
     """Scales the losses behind gradients, and returns the gradients without the scale, in order.
 
     The scale multiplies the seed of `mtf.gradients` (the gradient of the loss by itself, which is 1
-    without a scale). The loss itself keeps its value. Gradients may have been cast, summed or
-    scaled since `mtf.gradients` made them. They become at least float32, and pending ones stay
-    pending. None and gradients that were unscaled already pass through.
+    without a scale). The loss itself keeps its value. The gradients may have been cast, summed or
+    scaled since `mtf.gradients` made them. The returned gradients are float32 or wider, and pending
+    gradients stay pending. None, and gradients that were unscaled already, pass through.
 
     Args:
       grads: gradients by `mtf.gradients`.
-      make_scale: returns the scale: a number, or an mtf scalar that is the value of a variable. It
-        is called after all checks.
+      make_scale: a function that returns the scale: a number, or an mtf scalar that is the value of
+        a variable. The function is called after all checks.
       owner: name of the optimizer that has the scale.
       names: names of the gradients' variables.
 
@@ -171,8 +171,8 @@ def losses_of_step(grads: Sequence[mtf.Tensor]) -> list[mtf.Tensor]:
 def _check_first_order(graph: mtf.Graph, seeds: set[Seed], owner: str) -> None:
     """Raises ValueError if a loss depends on gradients of another loss that is scaled, too.
 
-    Such gradients would be scaled twice. `seeds` are the seeds of all losses that are scaled, and
-    `owner` is the name of the optimizer that scales them.
+    Gradients of one scaled loss that are part of another would be scaled twice. `seeds` are the
+    seeds of all losses that are scaled, and `owner` is the name of the optimizer that scales them.
     """
     calls = [call for call in gradients_calls(graph) if seeds.intersection(call.seeds)]
     if len(calls) < 2:
@@ -200,9 +200,9 @@ class _ScaleInGradient(NamedTuple):
 
     Attributes:
       seeds: seeds (tensors of ones that `mtf.gradients` began with) whose scale is in the gradient.
-      owners: names of the optimizers that already took a scale out of it.
+      owners: names of the optimizers that already took a scale out of the gradient.
       not_linear: an operation between `mtf.gradients` and the gradient that is not linear, so that
-        the scale cannot be taken out behind it; None if there is none.
+        the scale cannot be taken out after this operation; None if there is no such operation.
     """
 
     seeds: frozenset[Seed]
@@ -262,7 +262,7 @@ def _scale_in(
 def _before(tensors: Sequence[mtf.Tensor], *ends: Container[mtf.Tensor]) -> Iterator[mtf.Tensor]:
     """Yields tensors and all that they are computed from; the walk ends at members of `ends`.
 
-    It yields these members, too, but not what they are computed from.
+    Tensors that are in `ends` are yielded, too, but not the tensors that they are computed from.
     """
 
     def sources(tensor: mtf.Tensor) -> Iterable[mtf.Tensor]:
@@ -276,7 +276,7 @@ def _first_not_linear(
 ) -> mtf.Operation | None:
     """Returns the first operation of `between` that is not linear in its scaled inputs, or None.
 
-    Scaled are the tensors `ends`, and all outputs of an operation that has a scaled input.
+    The tensors `ends` are scaled, and so are all outputs of an operation that has a scaled input.
     """
     scaled: set[Any] = set(ends)
     for operation in flat(graph.operations):
@@ -298,7 +298,7 @@ def _first_not_linear(
 def _keeps_scale(operation: mtf.Operation, positions: set[int]) -> bool:
     """Returns whether scaling some inputs of an operation scales all of its outputs equally.
 
-    `positions` are the positions of these inputs.
+    `positions` are the positions of the inputs that are scaled.
     """
     if isinstance(operation, (mtf.StopGradient, mtf.PrintOperation)):
         return True

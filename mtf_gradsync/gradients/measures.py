@@ -38,10 +38,10 @@ Measure = Callable[[Sequence[tf.Tensor], Sequence[Sequence[int]], tf.DType], tf.
 def _scales(dtype: tf.DType) -> tuple[float, float]:
     """Returns two factors for values that are to be squared: for small and for large values.
 
-    `dtype` is the dtype of the squares. Both factors are powers of two, which add no rounding.
-    Values times the first factor are used for small norms (below 2^24 in float32): 2^12 values as
-    small as 2^-97 still add up to a norm. Values times the second factor give every norm that the
-    dtype can hold.
+    `dtype` is the dtype of the squares. Both factors are powers of two, so that multiplying by them
+    rounds nothing. Values times the first factor are used for small norms (below 2^24 in float32):
+    even the norm of 2^12 values as small as 2^-97 is found. Values times the second factor give
+    every norm that the dtype can hold.
     """
     exponents = math.frexp(dtype.max)[1]  # 128 for float32
     return 2.0 ** (exponents * 5 // 16), 2.0 ** -(exponents // 2 + 1)
@@ -51,7 +51,7 @@ def _scaled(x: tf.Tensor, scale: float) -> tf.Tensor:
     """Returns x * scale in a form whose square XLA does not rewrite.
 
     XLA turns the square of x * scale into x * x * scale^2, which overflows. A minimum with the
-    dtype's largest number prevents this rewrite. It changes no square.
+    dtype's largest number prevents this rewrite, and changes no square.
     """
     return tf.minimum(x * scale, x.dtype.max)
 
@@ -80,7 +80,7 @@ def _sums_of_squares(
 def _root(sums: tf.Tensor) -> tf.Tensor:
     """Returns the norm, computed from a tensor of the form that `_sums_of_squares` returns.
 
-    It has the shape of `sums` without the last dimension.
+    The norm has the shape of `sums` without the last dimension.
     """
     small, large = tf.unstack(sums, axis=-1)
     up, down = _scales(sums.dtype)
@@ -93,8 +93,8 @@ def _any_not_finite(
     """Returns 1 if an entry of some slice is NaN or infinite, else 0, as a tensor of `dtype`.
 
     `over` has for each slice the positions of the dims to look along. If dims are left, the result
-    is a vector with a number for each position along them. This takes fewer passes over the slices
-    than counting such entries.
+    is a vector with a number for each position along them. Looking for such an entry takes fewer
+    passes over the slices than counting all of them.
     """
     finite = [tf.reduce_all(tf.math.is_finite(x), dims) for x, dims in zip(slices, over)]
     together = tf.reduce_all(tf.stack([_flat(x) for x in finite]), axis=0)
@@ -105,7 +105,8 @@ def _exact(strategy: Strategy) -> Strategy:
     """Returns a strategy that reduces as the given one does, but in the dtype of its inputs.
 
     If the given strategy compresses to a smaller dtype, the strategy inside it is returned, and
-    otherwise the given one. Norms are reduced by it, because sums of squares overflow in float16.
+    otherwise the given one. Norms are reduced by the strategy that is returned, because sums of
+    squares overflow in float16.
     """
     if isinstance(strategy, CompressedAllReduce):
         return _exact(strategy.reducer)
@@ -178,7 +179,7 @@ class NotFinite(GradientOperation):
     """Flags that tell which gradients of which shards have a NaN or an infinity.
 
     The output is a float32 tensor `[shards..., gradients]`. A flag is greater than 0 if an entry of
-    the shard's gradient is not finite. Pending (unreduced) gradients are not reduced for it.
+    the shard's gradient is not finite. Pending gradients are not reduced to compute the flags.
     """
 
     takes_pending = True
@@ -199,7 +200,7 @@ class NotFinite(GradientOperation):
           strategy: the strategy that reduces the flags.
           of_shards_only: whether a gradient that is the same on all shards gets the flag `shared`,
             whatever its entries are.
-          shared: this flag.
+          shared: the flag of gradients that are the same on all shards, with `of_shards_only`.
         """
         self._strategy, self._of_shards_only, self._shared = strategy, of_shards_only, shared
         self._shard_dims = list(axes.shard_dims) if axes else []
@@ -334,8 +335,8 @@ def shard_norms(
 def joined_norm(norms: Sequence[mtf.Tensor]) -> mtf.Tensor:
     """Returns the norm over several sets of gradients together, given the norm of each set.
 
-    The norms are mtf tensors of equal shape on one mesh, and so is the result. It is float32, or
-    float64 if a norm is.
+    The norms are mtf tensors of equal shape on one mesh. The result is such a tensor, too, of
+    float64 if a norm is float64, and of float32 otherwise.
     """
 
     def join(*norms: tf.Tensor) -> tf.Tensor:
@@ -373,7 +374,7 @@ def which_not_finite(
       reducer: the reduction strategy; None takes `FusedAllReduce()`.
       of_shards_only: whether a gradient that is the same on all shards gets the flag `shared`,
         whatever its entries are.
-      shared: this flag.
+      shared: the flag of gradients that are the same on all shards, with `of_shards_only`.
     """
     strategy = check_strategy(FusedAllReduce() if reducer is None else reducer)
     home = grads[0].mesh
@@ -393,7 +394,8 @@ def shards_not_finite(
 ) -> mtf.Tensor:
     """Returns a float mtf tensor `[shard dims...]`: 0 for shards whose entries are all finite.
 
-    It is greater than 0 for other shards. Arguments and errors are those of `shard_norms`.
+    The value is greater than 0 for shards that have a NaN or an infinity. Arguments and errors are
+    those of `shard_norms`.
     """
     return _measured(grads, reducer, _any_not_finite, axes, "shards_not_finite")
 

@@ -37,8 +37,9 @@ class GradientOperation(mtf.Operation):
 
     Attributes:
       takes_pending: whether the operation can read pending (not yet reduced) inputs as they are.
-        Inputs that it declared by `PendingSums.want` with `reduced=True` are reduced all the same.
-        If false, all pending inputs are reduced, unless the operation is linear in them.
+        Inputs that the operation declared by `PendingSums.want` with `reduced=True` are reduced all
+        the same. If `takes_pending` is false, all pending inputs are reduced, unless the operation
+        is linear in them.
       is_linear: whether its outputs are linear in all of its inputs together.
     """
 
@@ -98,7 +99,7 @@ def on_mesh(x: mtf.Tensor, mesh: mtf.Mesh) -> mtf.Tensor:
 def gradient_name(grad: mtf.Tensor) -> str:
     """Returns words for a gradient in messages: "the gradient of variable 'w'".
 
-    If its variable is not known, the words have the name of the gradient's own tensor.
+    If the gradient's variable is not known, the words have the name of the gradient's tensor.
     """
     variable_of = {
         y: x
@@ -130,7 +131,7 @@ def reduced_values(lowering: mtf.Lowering, tensors: Sequence[mtf.Tensor]) -> lis
 def in_place_of(lowering: mtf.Lowering, values: Mapping[mtf.Tensor, Any]) -> Iterator[None]:
     """Returns a context in which the tensors in `values` have the lowered values given there.
 
-    After it they have their earlier values again.
+    When the context ends, the tensors have their earlier lowered values again.
     """
     before = {t: lowering.tensors[t] for t in values}
     lowering.tensors.update(values)
@@ -214,8 +215,8 @@ class PendingSum(mtf.LazyAllreduceSum):
           make_part: returns the `LaidOutTensor` of the parts.
           make_reduced: is called with this object; it makes the sum and calls `set_reduced`.
           add_counter_fn: as the attribute.
-          sources: if the sum is computed from other reduced tensors, and not by a reduction of the
-            parts, these lowered tensors.
+          sources: the lowered tensors that the sum is computed from, if it is computed from reduced
+            tensors and not by a reduction of the parts.
         """
         self.mesh_impl = mesh_impl
         self.mesh_axes = list(mesh_axes)
@@ -305,10 +306,10 @@ def partial_sum(
 ) -> PartialSum:
     """Returns a tensor's parts: each processor's term, and the mesh axes still to sum over.
 
-    A pending tensor gives its parts even if its sum was already made for another reader. With
-    `reduced`, a pending tensor is reduced first. `dims` are dimensions to sum over in any case.
-    Each processor sums its own slice over them, so that the value lacks them, and the mesh axes
-    that split `dims` are added to the axes still to sum over.
+    A pending tensor gives its parts even if its sum was already made for another reader. If
+    `reduced` is true, a pending tensor is reduced first. `dims` are dimensions to sum over in any
+    case: each processor sums its own slice over them, so that its term lacks these dimensions, and
+    the mesh axes that split `dims` are added to the axes still to sum over.
     """
     lowered = lowering.tensors[tensor]
     # LazyAllreduceSum is what Mesh-TF 0.1.21 gives a reduction over a split dimension; the name

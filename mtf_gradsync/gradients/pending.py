@@ -98,8 +98,9 @@ class PendingLowering(ExtensionLowering):
     def mixed(self, tensor: mtf.Tensor, mesh_axes: Collection[int]) -> mtf.Operation | None:
         """Returns an operation before a tensor that has summed over mesh axes against the forecast.
 
-        The forecast was that its result would stay pending over some of `mesh_axes`, but it has
-        summed over one of these. None if there is no such operation.
+        According to the forecast, the operation's result would stay pending over some of
+        `mesh_axes`, but the operation has summed over one of these axes. None is returned if there
+        is no such operation.
         """
         for operation in self.flow.before(tensor) if self._differs else ():
             if self._differs.get(operation, Axes()).intersection(mesh_axes):
@@ -121,8 +122,8 @@ class PendingLowering(ExtensionLowering):
         """Lowers an operation.
 
         `use` says how the operation computes with pending inputs so that its results stay pending;
-        if it is None, it takes reduced inputs. Sums that Mesh-TF itself makes lazily stay pending
-        in any case.
+        if `use` is None, the operation takes reduced inputs. Sums that Mesh-TF itself makes lazily
+        stay pending in any case.
         """
         pending = self._pending_inputs(operation)
         if use is not None and pending:
@@ -140,8 +141,8 @@ class PendingLowering(ExtensionLowering):
     def _sum_and_broadcast(self, operation: mtf.Operation, shape: mtf.Shape) -> None:
         """Lowers an einsum that has output dimensions which no input has.
 
-        It is lowered as an einsum whose result lacks these dimensions and has the shape `shape`,
-        and as a broadcast of this result.
+        The einsum is lowered as two operations: an einsum whose result has the shape `shape`,
+        without the new dimensions, and a broadcast of this result to the new dimensions.
         """
         (output,) = operation.outputs
         first = copy.copy(operation)
@@ -229,8 +230,9 @@ class PendingLowering(ExtensionLowering):
     def _sum_for(self, tensor: mtf.Tensor) -> Callable[[PendingSum], None]:
         """Returns the function that makes the sum of a `PendingSum` of `tensor`.
 
-        It sets the sum. If the tensor is in a bucket, it also makes and sets all other sums of the
-        bucket whose parts can be read at this point.
+        The returned function makes the sum, and stores it in the `PendingSum`. If `tensor` is in a
+        bucket, the function also makes and stores all other sums of the bucket whose parts can be
+        read at this point.
         """
 
         def make(one: PendingSum) -> None:
@@ -271,9 +273,9 @@ class PendingLowering(ExtensionLowering):
         def once(form: str, make: Callable[[], list[Any]]) -> list[Any]:
             """Returns what `make` returned, which is called once in each branch, loop or graph.
 
-            If it was called in the surroundings of the operation, that result is returned
-            everywhere. `form` is "parts" or "reduced", and says what `make` returns: the parts or
-            the sums of all outputs.
+            If `make` was called in the graph, loop or branch of the operation itself, the result of
+            that call is returned in all others, too. `form` is "parts" or "reduced", and says what
+            `make` returns: the parts or the sums of all outputs.
             """
             here = current_context()
             if (form, home) in kept:
@@ -313,7 +315,7 @@ class PendingLowering(ExtensionLowering):
     def _parts(self, operation: mtf.Operation, use: Use) -> list[Any]:
         """Returns each processor's parts of an operation's outputs, in order, as lowered tensors.
 
-        They are computed from the parts of the inputs; `use` says of which inputs.
+        The parts of the outputs are computed from the parts of inputs; `use` says of which inputs.
         """
         inputs = self._parts_of_inputs(operation, use)
         if not isinstance(operation, mtf.ScalarAddOperation):
@@ -330,8 +332,8 @@ class PendingLowering(ExtensionLowering):
     def _parts_of_inputs(self, operation: mtf.Operation, use: Use) -> dict[mtf.Tensor, Any]:
         """Returns the lowered values of inputs that the parts of an operation's outputs need.
 
-        For inputs at `use.positions`, which the operation is linear in, these are the parts. Other
-        inputs are reduced.
+        For the inputs at `use.positions`, which the operation is linear in, the values are parts.
+        All other inputs are reduced.
         """
         mesh_impl = self._lowering.mesh_impl(operation)
         found: dict[mtf.Tensor, Any] = {}
@@ -444,7 +446,8 @@ class PendingSums(PlanExtension):
     def _buckets(self, flow: Flow) -> dict[mtf.Tensor, Bucket]:
         """Returns the sums to reduce, each with its bucket.
 
-        They are in the order in which wrappers declared them; sums of the program itself are last.
+        The sums are in the order in which wrappers declared them; sums of the program itself are
+        last.
         """
         found: dict[mtf.Tensor, Bucket] = {}
         for want in self._wants:

@@ -1,6 +1,7 @@
 """Checks whether per-shard gradients are recoverable, and warns of sums over shards left out.
 
-They are recoverable if each shard's own gradient can still be read from a gradient.
+Per-shard gradients are recoverable if each shard's own gradient can still be read from the gradient
+of the whole batch.
 """
 
 from __future__ import annotations
@@ -91,7 +92,8 @@ class _MakeAgain(GradientOperation):
 def made_of_sums(grad: mtf.Tensor, flow: Flow, layout: Layout) -> MadeOfSums | None:
     """Returns how a gradient is computed, linearly, from recoverable sums; None if it is not.
 
-    `flow` is a forecast for targets that include the gradient, and `layout` its layout.
+    `flow` is the forecast of which operations keep sums pending, made for targets that include the
+    gradient. `layout` is the layout that the forecast was made with.
     """
     replica_axes = layout.replica_axes(grad.mesh)
     outside = set(grad.graph.operations)
@@ -181,9 +183,9 @@ class Apart:
     def __init__(self, grads: MaybeGradients, axes: ReplicaAxes, within: ReplicaAxes | None = None):
         """Examines gradients without shard dims.
 
-        `axes` are replica axes of the mesh that the program will be lowered on. If they are only
-        some of the axes that the batch is split over, `within` has all of these. Raises ValueError
-        if the batch is split over still other axes.
+        `axes` are replica axes of the mesh that the program will be lowered on. If `axes` are only
+        some of the mesh axes that the batch is split over, `within` has all of these mesh axes.
+        Raises ValueError if the batch is split over a mesh axis that is in neither argument.
         """
         self.mixed: dict[int, Mixing] = {}
         self.made_of_sums: dict[int, MadeOfSums] = {}
@@ -215,9 +217,9 @@ class Apart:
     def without_data(self, i: int) -> mtf.Tensor | None:
         """Returns the term of gradient `i` that does not depend on shards' data; None if none.
 
-        The gradient is recoverable. An example of such a term is the gradient of a penalty on
-        weights, which `per_shard` divides equally among the shards. Sums that a loop makes count as
-        data.
+        Each shard's own gradient must be recoverable from gradient `i`. An example of a term that
+        does not depend on data is the gradient of a penalty on weights, which `per_shard` divides
+        equally among the shards. Sums that a loop makes count as data.
         """
         grad, flow = self._grads[i], self._flow
         if grad is None or flow is None:
@@ -250,8 +252,8 @@ class Apart:
 
         The error lists the gradients, by `names` or by their variables, and the operations that mix
         shards, and says what to do. If the layout is one that Mesh-TF cannot lower, the error is
-        about the layout instead. With `remakes`, the caller can compute gradients of `made_of_sums`
-        and `shared` again, so that they raise no error.
+        about the layout instead. If `remakes` is true, the caller computes the gradients in the
+        attributes `made_of_sums` and `shared` again, so that no error is raised for these.
         """
         bad = {**self.mixed, **self.shared}
         if remakes:
@@ -264,7 +266,8 @@ class Apart:
 def _is_ours(flow: Flow, grad: mtf.Tensor) -> bool:
     """Returns whether an operation of this package is among those that compute a gradient.
 
-    What the gradient depends on then cannot be told from its dimensions.
+    The dimensions of a gradient that this package computes do not tell what the gradient depends
+    on.
     """
     return any(isinstance(op, (GradientOperation, ValuesAfter)) for op in flow.before(grad))
 
@@ -302,8 +305,9 @@ def mixed_gradients(grads: MaybeGradients, axes: ReplicaAxes) -> dict[int, Mixin
 def summed_elsewhere(grads: MaybeGradients, axes: ReplicaAxes) -> list[int]:
     """Returns the positions of gradients for which `per_shard` may need an extra all-reduce.
 
-    These gradients may be pending over mesh axes other than the replica axes, and `per_shard` then
-    reduces them over these axes. The all-reduce has the size of the gradient.
+    The gradients at these positions may be pending over mesh axes other than the replica axes, and
+    `per_shard` then reduces them over those other axes. Each all-reduce has the size of the
+    gradient.
     """
     present = [g for g in grads if g is not None]
     if not present:
@@ -403,7 +407,8 @@ class MissingSumWarnings:
     def __init__(self, found: Mapping[mtf.Operation, tuple[Cause, mtf.Tensor]]):
         """Sets the operations to watch: `found` is what `Flow.dropped_sums` returned.
 
-        Each operation has the cause, and one of the gradients that it computes.
+        For each operation, `found` has the cause, and one of the gradients that the operation
+        computes.
         """
         self._found = found
 
@@ -412,8 +417,8 @@ class MissingSumWarnings:
         """Returns a context in which the caller lowers `operation`; warns if it left a sum out.
 
         Only operations that were given to the constructor are looked at. There is no warning of an
-        operation that gathers values of all shards if it communicated while it was lowered, or left
-        its output pending.
+        operation that gathers values of all shards if the operation communicated while it was
+        lowered, or left its output pending.
         """
         if operation not in self._found:
             yield
@@ -441,8 +446,8 @@ class MissingSumWarnings:
 def _noting_collectives(mesh_impl: Any) -> Iterator[list[str]]:
     """Returns a context that notes the collectives of a mesh that are made inside of it.
 
-    The context gives a list, to which the name of the method (such as "allreduce") is added each
-    time that it is called.
+    The context gives a list. Whenever a collective method of the mesh is called, the method's name
+    (such as "allreduce") is added to the list.
     """
     sent: list[str] = []
 

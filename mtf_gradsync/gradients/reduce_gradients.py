@@ -206,7 +206,8 @@ def scatter_gradients(
     """Reduces gradients over the mesh so that each replica gets its part of every sum.
 
     The arguments are as for `ScatterGradients`. If the last operations of a gradient are casts and
-    scalings, the tensor before these is reduced, and they are repeated on the part.
+    scalings, the tensor before these is reduced, and the casts and scalings are repeated on the
+    part.
 
     Returns:
       For each gradient the tensor that was reduced, before casts and scalings; and for each
@@ -220,9 +221,9 @@ def scatter_gradients(
 def _undone(grad: mtf.Tensor) -> tuple[mtf.Tensor, list[mtf.Operation]]:
     """Returns the tensor before a gradient's last casts and scalings, and these in order.
 
-    The caller reduces that tensor, and repeats the casts and scalings on each part. Results then
-    have the same bits as if gradients were not cut into parts, and the sum is sent in the dtype in
-    which Mesh-TF sends it.
+    The caller reduces the tensor before the casts and scalings, and repeats these on each part.
+    Results then have the same bits as if gradients were not cut into parts, and sums are sent in
+    the same dtype as by Mesh-TF itself.
     """
     operations: list[mtf.Operation] = []
     while _is_cast_or_scale(grad.operation):

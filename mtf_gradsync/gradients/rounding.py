@@ -1,11 +1,11 @@
 """Rounds new values of bfloat16 variables by chance (stochastic rounding).
 
-Rounding by chance goes up or down, more often to the nearer number. Rounded to nearest, a change of
-less than half of the distance between two numbers is lost, however often it comes. Rounded by
-chance, new values are right in the mean. The random bits are a hash of the variable's name, the
-number of its update and the number of the element in the whole variable. So they are the same for
-the same run, on every runtime, on all copies and after a restart, whether the mesh splits the
-variable or not.
+Rounding by chance goes up or down, more often to the nearer number. If values are rounded to
+nearest, a change of less than half of the distance between two bfloat16 numbers is lost, however
+often it is made. If values are rounded by chance, they are right in the mean. The random bits are a
+hash of the variable's name, the number of its update and the number of the element in the whole
+variable. So the bits are the same for the same run, on every runtime, on all copies of a variable
+and after a restart, whether the mesh splits the variable or not.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ def check_rounding(rounding: Any) -> str:
 def check_rounded(owner: str, variable: mtf.Variable) -> None:
     """Raises ValueError if a variable is stored or read in float16.
 
-    Its new values then cannot be rounded by chance. `owner` is the name of the optimizer, for the
-    error.
+    New values of such a variable cannot be rounded by chance. `owner` is the name of the optimizer,
+    for the error.
     """
     if tf.float16 in (variable.slice_dtype, variable.activation_dtype):
         raise ValueError(
@@ -48,7 +48,7 @@ def tell_if_nothing_is_rounded(owner: str, dtypes: Collection[Any]) -> None:
     """Warns once if rounding by chance changes nothing, because no bfloat16 is written.
 
     `dtypes` are the dtypes in which the variables and slots are stored that the optimizer writes.
-    `owner` is its name.
+    `owner` is the optimizer's name.
     """
     if tf.bfloat16 not in dtypes:
         warn_once(
@@ -68,8 +68,8 @@ def is_rounded(variable: mtf.Variable) -> bool:
 def needs_count(rounding: str, *variables: mtf.Variable) -> bool:
     """Returns whether new values of one of the variables are rounded by chance.
 
-    It is so if `rounding` is "stochastic" and one of them is stored in bfloat16. The optimizer then
-    needs the number of the update, from which random bits are made.
+    New values are rounded by chance if `rounding` is "stochastic" and a variable is stored in
+    bfloat16. The optimizer then needs the number of the update, from which random bits are made.
     """
     return rounding == STOCHASTIC and any(map(is_rounded, variables))
 
@@ -77,7 +77,7 @@ def needs_count(rounding: str, *variables: mtf.Variable) -> bool:
 def make_count(mesh: mtf.Mesh, name: str) -> mtf.Variable:
     """Makes an int32 scalar variable for the number of updates, which begins at 0.
 
-    It is for optimizers that have no such count. `name` is the variable's name.
+    The variable is for optimizers that keep no count of updates. `name` is the variable's name.
     """
     count = mtf.get_variable(
         mesh,
@@ -191,7 +191,7 @@ def _bits(
 def _hashed(x: tf.Tensor, seed: Any = 0) -> tf.Tensor:
     """Returns a uint32 hash of each word of a uint32 tensor; its upper 16 bits are the most random.
 
-    It is "lowbias32" of Chris Wellons' hash-prospector, with a seed that is added in its middle. A
+    The hash is "lowbias32" of Chris Wellons' hash-prospector, with a seed that is added midway. A
     seed at the beginning alone would give one update the bits of another, shifted by some elements.
     The seed is a uint32 tensor, or 0 for none.
     """

@@ -139,9 +139,9 @@ def per_shard(
     """Returns one gradient per shard, without communication over replica axes.
 
     Each processor keeps the partial sum that it has. A gradient that does not depend on the batch
-    (of a penalty on weights) is divided equally among the shards. A gradient that is split over a
-    replica axis by its own layout (an expert's) gets no shard dim for that axis: each shard holds
-    its own part already.
+    (the gradient of a penalty on weights, say) is divided equally among the shards. If the layout
+    splits the dimensions of a gradient over a replica axis (the gradient of an expert, say), the
+    gradient gets no shard dim for that axis: each shard holds its own part already.
 
     Args:
       grads: pending or reduced gradients of shapes `var dims`; None and gradients with shard dims
@@ -269,7 +269,7 @@ GroupAssignment = Sequence[Sequence[int]]
 def check_group_assignment(group_assignment: Any) -> list[list[int]] | None:
     """Returns groups of shards as lists of shard numbers; None if None or [] was given.
 
-    Raises ValueError for anything else.
+    Raises ValueError if `group_assignment` is neither these nor a list of lists of shard numbers.
     """
     if group_assignment is None:
         return None
@@ -317,7 +317,7 @@ def check_groups_cover(group_assignment: list[list[int]], num_shards: int) -> in
 class SumCopies(GradientOperation):
     """A sum over the shards of each group; each shard gets the sum of its group.
 
-    It is for variables of which every shard has its own copy.
+    Such sums are for variables of which every shard has its own copy.
     """
 
     def __init__(
@@ -355,7 +355,8 @@ class SumCopies(GradientOperation):
     ) -> list[Any]:
         """Returns a `LaidOutTensor` of the groups' sums for each of the inputs at positions `some`.
 
-        All of these have the shard dims `dims`. `all_values` are the lowered values of all inputs.
+        The inputs at these positions have the shard dims `dims`. `all_values` are the lowered
+        values of all inputs.
         """
         grads, values = [self.inputs[i] for i in some], [all_values[i] for i in some]
         mesh_axes = [mesh_impl.tensor_dimension_to_mesh_axis(d) for d in dims]
@@ -381,8 +382,9 @@ def _processor_groups(
 ) -> ProcessorGroups:
     """Returns the groups of processors that reduce with each other, so that `groups` are summed.
 
-    It is for meshes on which each processor belongs to one shard. `dims` are the shard dims, and
-    `mesh_axes` the mesh axis that splits each. `groups` are lists of shard numbers.
+    The function is for meshes on which each processor belongs to one shard. `dims` are the shard
+    dims, and `mesh_axes` has for each of them the mesh axis that splits it. `groups` are lists of
+    shard numbers.
     """
     if len(groups) == 1:
         return ProcessorGroups.along(mesh_impl, mesh_axes)
