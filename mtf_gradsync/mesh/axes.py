@@ -25,7 +25,8 @@ class LayoutRules(Protocol):
     def tensor_layout(self, tensor_shape: Any, mesh_shape: Any, /) -> Any:
         """Returns for each dimension of a tensor the number of the mesh axis that splits it.
 
-        It is None for a dimension that is not split. The arguments are two `mtf.Shape`.
+        The number is None for a dimension that is not split. The arguments are two `mtf.Shape`: of
+        the tensor and of the mesh.
         """
 
 
@@ -38,8 +39,8 @@ LayoutLike = Union[str, Iterable[Tuple[str, str]], LayoutRules]
 def as_dim_names(dims: str | Sequence[str], argument: str = "batch_dims") -> tuple[str, ...]:
     """Returns dimension names as a tuple; if `dims` is a string, commas separate the names.
 
-    Raises a ValueError if `dims` is neither a string nor a sequence of strings, and for a name that
-    is given twice. `argument` is what the error calls `dims`.
+    Raises a ValueError if `dims` is neither a string nor a sequence of strings, or if a name is
+    given twice. `argument` is the name by which the error calls `dims`.
     """
     if isinstance(dims, str):
         dims = [name.strip() for name in dims.split(",") if name.strip()]
@@ -109,8 +110,8 @@ class ReplicaAxes:
       layout: `mtf.LayoutRules`.
       batch_dims: names of the tensor dimensions that the batch is split along.
       mesh_axes: the replica axes, as indices into `mesh_shape`.
-      shard_dims: one `mtf.Dimension` per replica axis. Its name is the batch dimension's, so
-        that the layout splits it over the replica axis; its size is the axis's.
+      shard_dims: one `mtf.Dimension` per replica axis. It has the name of a batch dimension, so
+        that the layout splits it over the replica axis, and the size of the replica axis.
       num_shards: product of the sizes of `shard_dims`.
 
     Examples:
@@ -136,8 +137,8 @@ class ReplicaAxes:
 
         Raises:
           ValueError: mesh_shape or layout cannot be read, a batch dimension is split over two
-            mesh axes, two batch dimensions share one, or a mesh of several processors splits
-            none of them.
+            mesh axes, two batch dimensions are split over the same mesh axis, or a mesh of
+            several processors splits no batch dimension.
         """
         self.mesh_shape = as_mesh_shape(mesh_shape)
         self.layout = as_layout(layout)
@@ -270,9 +271,9 @@ def axes_of_pipeline(
 ) -> ReplicaAxes:
     """Returns the replica axes of the mesh that the program has made in the default graph.
 
-    Training programs (`mesh_tensorflow.transformer.utils.run`, T5's, GPT-Neo's) make the mesh
-    before the optimizer, so that a wrapper can find it without arguments. `batch_dims` are the
-    names of the dimensions that the batch is split along.
+    Some training programs (`mesh_tensorflow.transformer.utils.run` and the programs of T5 and
+    GPT-Neo) make the mesh before the optimizer, so that a wrapper can find the mesh without
+    arguments. `batch_dims` are the names of the dimensions that the batch is split along.
 
     Raises ValueError if there is no mesh or several. The error says that `wrapper` (a name) has to
     know `what` (words such as "the islands").
@@ -291,7 +292,7 @@ def axes_of_pipeline(
 def is_simd(mesh_impl: Any) -> bool:
     """Returns whether an `mtf.MeshImpl` is of a SIMD mesh, as on a TPU.
 
-    One program then runs on all processors, and a `LaidOutTensor` has a single slice.
+    On a SIMD mesh one program runs on all processors, and a `LaidOutTensor` has a single slice.
     """
     return isinstance(mesh_impl, mtf.simd_mesh_impl.SimdMeshImpl)
 
@@ -315,7 +316,7 @@ class ProcessorGroups:
             known.
 
         Raises:
-          ValueError: groups are no such lists.
+          ValueError: `groups` is anything other than such lists of processor numbers.
         """
         try:
             self.groups: list[list[int]] = [list(group) for group in groups]
@@ -344,7 +345,7 @@ class ProcessorGroups:
           mesh_axes: mesh dimensions by number or name.
 
         Raises:
-          ValueError: the mesh has no such dimension.
+          ValueError: the mesh lacks one of the dimensions `mesh_axes`.
         """
         axes = sorted({axis_number(mesh_impl.shape, axis, "mesh_axes") for axis in mesh_axes})
         return cls(mtf.processor_groups(mesh_impl.shape, axes), axes)
@@ -367,7 +368,8 @@ def check_mesh(mesh_impl: Any) -> None:
 def check_groups(mesh_impl: Any, groups: Any) -> None:
     """Raises an error unless `groups` are `ProcessorGroups` of all processors of a mesh.
 
-    It is a TypeError for another type, and a ValueError for groups of other processors.
+    The error is a TypeError if `groups` is of another type, and a ValueError if the groups are not
+    made of the processors of this mesh.
     """
     check_mesh(mesh_impl)
     if not isinstance(groups, ProcessorGroups):
@@ -386,7 +388,8 @@ def check_groups(mesh_impl: Any, groups: Any) -> None:
 def axis_number(shape: mtf.Shape, axis: Any, argument: str) -> int:
     """Returns the number of a dimension of a mesh of shape `shape`, given by name or by number.
 
-    Raises a ValueError if `axis` is neither. `argument` is what the error calls it.
+    Raises a ValueError if `axis` is neither a name nor a number of a dimension of the mesh.
+    `argument` is the name by which the error calls `axis`.
     """
     names = shape.dimension_names
     if axis in names:

@@ -17,7 +17,8 @@ from mtf_gradsync._private.tensorflow import calls_function, variable_key, varia
 def canonical_device(device: Any, argument: str = "A device") -> str:
     """Returns a device string in TensorFlow's full form: "cpu:0" is "/device:CPU:0".
 
-    Raises a ValueError if `device` is no device string. `argument` is what the error calls it.
+    Raises a ValueError if `device` is no device string. `argument` is the name by which the error
+    calls `device`.
 
     Examples:
       >>> canonical_device("cpu:0")
@@ -50,7 +51,8 @@ def full_name(device: str) -> str:
 def place_of(device: str) -> tuple[Any, ...]:
     """Returns the process, kind and number of a device; they are equal for all names of a device.
 
-    Full names differ: "/device:CPU:0" and "/job:localhost/task:0/device:CPU:0" name one device.
+    The full names of one device may differ: "/device:CPU:0" and
+    "/job:localhost/task:0/device:CPU:0" name the same device.
     """
     spec = tf.DeviceSpec.from_string(device)
     return process_of(device), spec.device_type, spec.device_index or 0
@@ -59,8 +61,8 @@ def place_of(device: str) -> tuple[Any, ...]:
 def process_of(device: str) -> tuple[Any, ...]:
     """Returns the process that a device string names: a tuple of job, replica and task.
 
-    Job and task are None if the string names none. TensorFlow's name for the local process,
-    "/job:localhost", counts as no job.
+    The job or task is None if the device string does not name it. TensorFlow's name for the local
+    process, "/job:localhost", counts as no job.
     """
     spec = tf.DeviceSpec.from_string(device)
     if spec.job in (None, "localhost") and not spec.task:
@@ -71,7 +73,8 @@ def process_of(device: str) -> tuple[Any, ...]:
 def kind_of(device: str) -> str:
     """Returns the kind of a device, such as "GPU".
 
-    It is "CPU" if the string has no kind, and "unknown" if it is no device string.
+    The result is "CPU" if the device string has no kind, and "unknown" if the given string is no
+    device string.
     """
     try:
         return tf.DeviceSpec.from_string(device).device_type or "CPU"
@@ -82,7 +85,7 @@ def kind_of(device: str) -> str:
 def memories(devices: Sequence[str]) -> list[list[int]]:
     """Returns the positions in `devices`, in a list for each memory: devices that share it.
 
-    The CPU devices of one process share a memory, and every other device has its own.
+    The CPU devices of one process share a memory, and every other device has a memory of its own.
 
     Examples:
       >>> memories(["/cpu:0", "/cpu:1", "/gpu:0"])
@@ -109,8 +112,8 @@ def slicewise(mesh_impl: Any, fn: Callable[..., Any], inputs: Sequence[Any]) -> 
 
     `inputs` has for each argument of `fn` a list of its values for all processors. The function is
     called only once for all processors that share a memory and have the same values (the same
-    objects). If it makes operations with state, as random numbers have, it is called for each
-    processor.
+    objects). If `fn` makes operations with state, such as those of random numbers, it is called for
+    each processor.
     """
     devices, graph = mesh_impl.devices, tf.get_default_graph()
     result: list[Any] = [None] * mesh_impl.size
@@ -143,7 +146,7 @@ def slicewise(mesh_impl: Any, fn: Callable[..., Any], inputs: Sequence[Any]) -> 
 def shares_all(mesh_impl: Any) -> bool:
     """Returns whether all processors of a mesh share one memory, and one copy of equal slices.
 
-    It is false if the mesh keeps a copy for each processor.
+    The result is false if the mesh keeps a copy of a slice for each processor.
     """
     shares = getattr(mesh_impl, "LaidOutVariable", None) is SharedVariable
     return shares and len(memories(mesh_impl.devices)) == 1
@@ -153,9 +156,9 @@ def first_alike(mesh_impl: Any, slices: Sequence[Any], groups: Sequence[list[int
     """Returns for each group of processors the first group that has the same slices of a tensor.
 
     `slices` has the tensor's slice on each processor, and `groups` are lists of processor numbers.
-    Two groups have the same slices if these are the same objects, in the same order, in the same
-    memories. It is so on meshes whose processors share copies, for groups that differ only along
-    mesh axes which do not split the tensor.
+    Two groups have the same slices if their slices are the same objects, in the same order, in the
+    same memories. On meshes whose processors share copies, this holds for groups that differ only
+    along mesh axes which do not split the tensor.
     """
     memory = {p: n for n, members in enumerate(memories(mesh_impl.devices)) for p in members}
     first: dict[Any, list[int]] = {}
@@ -165,9 +168,9 @@ def first_alike(mesh_impl: Any, slices: Sequence[Any], groups: Sequence[list[int
 class SharedVariable:
     """A lowered variable with one copy of each slice in each memory.
 
-    Processors that share a memory and have equal slices share one tf variable. It is on the device
-    of one of these processors (the writer), and is written once. From variable to variable the
-    devices take turns.
+    Processors that share a memory and have equal slices share one tf variable. This tf variable is
+    on the device of one of these processors (the writer), and is written once. The writers of
+    different variables are on different devices in turn.
 
     Attributes:
       laid_out_tensor: a `LaidOutTensor` of tf variables, one for each processor.
@@ -180,8 +183,8 @@ class SharedVariable:
     def __init__(self, variable: mtf.Variable, mesh_impl: Any):
         """Makes the tf variables of the slices of `variable`, whose master exists already.
 
-        `mesh_impl` is a mesh with a method `next_turn`. The method returns a number that counts up
-        from call to call, and by which devices take turns.
+        `mesh_impl` is a mesh with a method `next_turn`. The method returns a number that is one
+        more at each call; the number chooses the device that a shared slice is put on.
         """
         self._variable, self._mesh_impl, self.name = variable, mesh_impl, variable.name
         self.writers: list[int] = [0] * mesh_impl.size
@@ -220,8 +223,9 @@ class SharedVariable:
     def assign_to_slices(self, assign_fn: Callable[..., Any], values: Sequence[Any]) -> Any:
         """Returns a tf operation that assigns to every slice, and to each tf variable only once.
 
-        `values` has the value of each processor's slice. `assign_fn` is as for Mesh-TF's variables:
-        it gets the mtf variable, the tf variable and the value, and returns the assignment.
+        `values` has the value of each processor's slice. `assign_fn` is a function as for Mesh-TF's
+        variables: it gets the mtf variable, the tf variable of a slice and the slice's value, and
+        returns the tf operation that assigns the value.
         """
         writers = list(dict.fromkeys(self.writers))
         slices = self.laid_out_tensor.all_slices
@@ -240,8 +244,8 @@ class SharedVariable:
 def writers_of(laid_out_variable: Any) -> list[int]:
     """Returns for each processor the number of the processor that writes its slice of a variable.
 
-    It is the processor's own number unless processors share slices. The variable is given as the
-    lowering has it (`lowering.variables[variable]`).
+    If processors share no slices, each processor writes its own. The argument is the lowered
+    variable, `lowering.variables[variable]`.
     """
     shared = getattr(laid_out_variable, "writers", None)
     return shared or list(range(len(laid_out_variable.laid_out_tensor.all_slices)))
@@ -256,8 +260,8 @@ _WRITING = weakref.WeakKeyDictionary()
 def writing(only_calls: bool = False) -> Iterator[None]:
     """Returns a context; `check_writers` lets operations made inside write shared slices.
 
-    The caller makes sure that each slice is written once. With `only_calls`, only operations that
-    call tf functions may write: the operations inside of these functions have been checked.
+    The caller makes sure that each slice is written once. If `only_calls` is true, only operations
+    that call tf functions may write: the operations inside of these functions have been checked.
     """
     graph = tf.get_default_graph()
     first = graph.version

@@ -21,10 +21,10 @@ _NOT_INLINED = {"_noinline": True}
 def can_call(lowering: mtf.Lowering) -> bool:
     """Returns whether branches of a lowering can be built as one call of a tf function each.
 
-    This is not possible on SIMD meshes (a TPU program has no such calls), on meshes over several
-    processes, with ref variables, or with TensorFlow 2.12, which inlines every function. In these
-    cases the branch's operations are part of the graph itself, so that steps that skip the branch
-    are slower.
+    A branch cannot be such a call on SIMD meshes (a TPU program has no such calls), on meshes over
+    several processes, with ref variables, or with TensorFlow 2.12, which inlines every function. In
+    these cases the branch's operations are part of the graph itself, so that steps that skip the
+    branch are slower.
     """
     processes = set()
     for mesh_impl in lowering.mesh_to_impl.values():
@@ -52,8 +52,8 @@ def _takes_attributes() -> bool:
 def run_as_call(run: Callable[[], tf.Operation]) -> tf.Operation:
     """Builds a branch as one call of a tf function, and returns the operation that makes the call.
 
-    `run` is called inside of the function. It makes the branch's operations, and returns one that
-    waits for all of them.
+    `run` is called inside of the tf function. It makes the branch's operations, and returns an
+    operation that waits for all of them.
     """
 
     def body() -> tf.Tensor:
@@ -135,10 +135,10 @@ class Conditional(mtf.Operation):
 
         Args:
           predicate: a bool mtf scalar, the same on all processors; if true, the branch runs.
-          gate: the gate that the conditional waits for: until all gradients exist and all variables
-            are read. It is None inside another branch.
+          gate: the gate that the conditional waits for, which is reached when all gradients exist
+            and all variables are read. `gate` is None inside another branch.
           branch: the branch, whose operations have been made.
-          behind: mtf operations that it also waits for.
+          behind: mtf operations that the conditional also waits for.
           as_call: whether the branch becomes one function call (if `can_call`), so that skipping it
             is cheap. The arguments of the call cost time on every step: a branch that takes all
             gradients and runs on most steps is faster without a call.
@@ -187,10 +187,10 @@ class Conditional(mtf.Operation):
 def _read_inside(lowering: mtf.Lowering, updates: Sequence[mtf.Operation]) -> Iterator[None]:
     """Returns a context for building a branch as a function that reads variables itself.
 
-    It reads the variables that `updates`, the operations of the branch, assign. Otherwise their
-    values would be arguments of the call, and a value from another device costs a transfer even
-    when the call is skipped. Reading late is safe, because nothing else writes these variables in
-    the same step.
+    The function reads the variables that `updates`, the operations of the branch, assign. If it did
+    not, the variables' values would be arguments of its call, and a value from another device costs
+    a transfer even when the call is skipped. Reading late is safe, because nothing else writes
+    these variables in the same step.
     """
     before = dict(lowering.tensors)
     assigned = dict.fromkeys(
@@ -252,9 +252,9 @@ class DeferredUpdate:
     def build(self) -> list[mtf.Operation]:
         """Returns the mtf operations of the update; the first call makes them.
 
-        In the graph's list of operations they are put at the position of the last stand-in (what
-        callers got in place of the operations), or after all that they are computed from, if that
-        is later.
+        The operations are put in the graph's list of operations at the position of the last
+        stand-in (what callers got in place of the operations), or right after all operations that
+        they are computed from, if these end later.
         """
         # An error may have undone the operations, together with what was being built around them.
         if self._operations is None or self in self.plan.deferred:
@@ -333,9 +333,9 @@ def values_after(
 ) -> Sequence[mtf.Tensor]:
     """Returns the values that variables have after the operations `writes`.
 
-    Returns an mtf tensor for each variable, of its shape and of the dtype of its slices. If the
-    operations belong to a branch that a step skips, these are the unchanged values. The operations
-    have to be lowered before the returned tensors.
+    Returns an mtf tensor for each variable, of the variable's shape and of the dtype of its slices.
+    If the operations `writes` belong to a branch that a step skips, the values are unchanged. The
+    operations have to be lowered before the returned tensors.
     """
 
     def of_one_mesh(_: Any, some: list[int]) -> Sequence[mtf.Tensor]:

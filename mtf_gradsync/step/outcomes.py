@@ -1,8 +1,9 @@
 """Operations of a step whose findings, such as warnings and errors, are reported after the step.
 
 A TPU program can neither fail nor print, and TensorFlow's errors can only be recognised by their
-text. So a watched operation keeps its findings in variables. The sessions of this package read
-these variables after each step (`StepWatches`); other sessions need a hook (`WatchHook`).
+text. So a watched operation (`Watched`) keeps its findings in variables. The sessions of this
+package read these variables after each step (`StepWatches`); other sessions need a hook
+(`WatchHook`).
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ WATCHED = ("mtf_gradsync watched",)
 class Watched(mtf.Operation):
     """An operation at the end of a step that leaves what it found in variables, to be reported.
 
-    A subclass calls `note_lowering` when it is lowered. The variables are not split over
-    processors.
+    A subclass of `Watched` calls `note_lowering` when the operation is lowered. The variables that
+    hold the findings are not split over processors.
     """
 
     def __init__(
@@ -86,16 +87,17 @@ class Watched(mtf.Operation):
     ) -> list[Any]:
         """Returns what to report after a step: strings to log and exceptions to raise.
 
-        Subclasses define it. `now` are the counts and `records` the records after the step, as
-        numpy values. `before` are the counts before it, or when they were last read; None if they
-        are not known.
+        Subclasses define this method. `now` are the counts and `records` the records after the
+        step, as numpy values. `before` are the counts before the step, or when they were last read;
+        None if they are not known.
         """
         raise NotImplementedError
 
     def apart(self, told: np.ndarray) -> tuple[list[np.ndarray], list[np.ndarray]]:
         """Splits the int32 numbers that a step returned; returns the counts before and after it.
 
-        `told` is a vector of the bits of all counts. Each count gets its own dtype back.
+        `told` is a vector of the bits of all counts, as int32. Each returned count has the dtype of
+        its variable again.
         """
         sizes = [x.shape.size for x in self.inputs]
         parts = np.split(told, np.cumsum(sizes)[:-1])
@@ -105,7 +107,7 @@ class Watched(mtf.Operation):
     def watch(self) -> Watch:
         """Returns a `Watch`, which reads what this operation found in a session.
 
-        It adds operations that read variables to TensorFlow's graph.
+        The call adds operations to TensorFlow's graph, which read the counts and records.
         """
         with tf.control_dependencies(None):
             reads = [
@@ -141,8 +143,8 @@ class Watch:
     def ask(self, session: Any) -> Any:
         """Returns what to report after a step: an exception to raise, a line to log, or None.
 
-        `session` has run the step. If the step itself raised an error, the caller is to raise the
-        returned exception instead of it.
+        `session` is the session that ran the step. If the step itself raised an error, the caller
+        is to raise the returned exception in place of that error.
         """
         read = session.run(self._reads)
         before, self._before = self._before, [counts for counts, _ in read]
@@ -158,14 +160,15 @@ class Watch:
 class WatchHook(tf.train.SessionRunHook):
     """A session hook that raises or logs, after each run, what a watched operation found.
 
-    It does nothing in sessions of this package, which do that themselves.
+    The hook does nothing in sessions of this package, which raise and log these findings
+    themselves.
     """
 
     def __init__(self, find_watched: Callable[[], Watched | None]):
         """Makes a hook for the watched operation that `find_watched` returns.
 
-        The function is called when the session begins, and returns None if there is no such
-        operation.
+        The function `find_watched` is called when the session begins, and returns None if there is
+        no watched operation.
         """
         self._find_watched = find_watched
         self._watched: Any = None

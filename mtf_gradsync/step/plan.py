@@ -10,13 +10,13 @@ The rules:
 - All variables are lowered first. Each variable is read at this point, once for the whole step, and
   all later operations use the value that was read. There are two exceptions: variables that a
   wrapper writes in place, and variables that the program's own operations assign. Each operation
-  reads these again, as in Mesh-TF without this package.
+  that uses such a variable reads it again, as in Mesh-TF without this package.
 - An operation that waits for others is lowered under control dependencies.
 - The operations of a branch keep their positions in the graph's list, but are not lowered at these
   positions: the conditional of the branch lowers them, in order.
 - Extensions (`PlanExtension`) may lower operations in their own way.
-- After an error in a wrapper that builds its update, graph and plan are as they were before. A
-  lowering does not change the plan, so that a graph can be lowered again.
+- If a wrapper raises an error while it builds its update, the graph and the plan become what they
+  were before. A lowering does not change the plan, so that a graph can be lowered again.
 """
 
 from __future__ import annotations
@@ -39,8 +39,9 @@ _LOWERED = "mtf_gradsync_lowered"
 class Planned:
     """A mixin that is added to the class of every operation of a graph, so that the plan lowers it.
 
-    Operations stay the same objects for Mesh-TF's rewriting (autostack, combined assignments) and
-    for the program. The plan also lowers copies of operations, such as `mtf.recompute_grad` makes.
+    Only the class of an operation changes: Mesh-TF's rewriting (autostack, combined assignments)
+    and the program see the same objects as before. The plan also lowers copies of operations, such
+    as those that `mtf.recompute_grad` makes.
     """
 
     graph: mtf.Graph
@@ -72,8 +73,7 @@ def _planned(cls: type) -> type:
 def flat(operations: Sequence[Any]) -> list[mtf.Operation]:
     """Returns a list of `operations` and of all operations inside of loops among them.
 
-    They are in the order in which they are lowered: the operations inside of a loop come before the
-    loop.
+    The list is in the order of lowering: the operations inside of a loop come before the loop.
     """
     found: list[mtf.Operation] = []
     for operation in operations:
@@ -87,7 +87,7 @@ def flat(operations: Sequence[Any]) -> list[mtf.Operation]:
 class StandIn(mtf.Operation):
     """An operation that callers get in place of those of an update that is built later.
 
-    `update` is the `DeferredUpdate`.
+    The argument `update` is the `DeferredUpdate` that is built later.
     """
 
     def __init__(self, update: Any, mesh: mtf.Mesh, name: str):
@@ -105,7 +105,8 @@ class StandIn(mtf.Operation):
 def built(operations: Sequence[mtf.Operation]) -> list[mtf.Operation]:
     """Returns `operations`, each once, with every `StandIn` replaced by its update's operations.
 
-    Deferred updates that are not built yet are built.
+    Deferred updates that stand-ins among `operations` stand for are built if they are not yet
+    built.
     """
     result: dict[mtf.Operation, None] = {}
     for operation in operations:
@@ -148,8 +149,8 @@ class ExtensionLowering:
 class PlanExtension:
     """A base class of what wrappers keep in a plan, and of their own ways to lower operations.
 
-    Subclasses set attributes to new values and never change a value in place. So the plan can undo
-    changes after an error by going back to shallow copies.
+    Subclasses of `PlanExtension` set their attributes to new values and never change a value in
+    place. So the plan can undo changes after an error by going back to shallow copies.
 
     Attributes:
       orders_updates: whether the extension makes the program's own assignments wait for reads.
@@ -231,8 +232,9 @@ class StepPlan:
     def wait(self, operations: Sequence[mtf.Operation], control_inputs: ControlInputs) -> None:
         """Makes mtf operations run only after tf operations that their lowering will find.
 
-        The mtf operations must not be lowered yet. `control_inputs` is a function of the lowering.
-        It is called when one of `operations` is lowered, and returns the tf operations to wait for.
+        The mtf operations must not be lowered yet. `control_inputs` is a function of the lowering,
+        which is called when one of `operations` is lowered and returns the tf operations to wait
+        for.
         """
         self.adopt()
         for operation in operations:
@@ -241,9 +243,10 @@ class StepPlan:
     def write_in_place(self, variable: mtf.Variable) -> None:
         """Declares that a wrapper writes a variable in place.
 
-        The variable is then not read once at the start of the step, as other variables are: if that
-        value were still in use, TensorFlow would copy the variable in order to add to it. Code that
-        reads the variable has to order reads and writes itself.
+        A variable that is written in place is not read once at the start of the step, as other
+        variables are: if the value read at the start were still in use, TensorFlow would copy the
+        variable in order to add to it. Code that reads the variable has to order reads and writes
+        itself.
         """
         self._in_place[variable] = None
 
@@ -255,7 +258,7 @@ class StepPlan:
     def is_in_branch(self) -> bool:
         """Whether a branch is being built.
 
-        Operations inside of it need not wait for a gate themselves, because the branch waits.
+        Operations inside of a branch need not wait for a gate themselves, because the branch waits.
         """
         return self.open_branch is not None
 
@@ -304,7 +307,7 @@ class StepPlan:
     def surroundings(self) -> tuple[Any, bool]:
         """The open branch (or None), and whether operations built now wait for a gate.
 
-        Equal values mean that operations are built under the same conditions.
+        Operations that are built while this value is the same run under the same conditions.
         """
         return self.open_branch, self._is_gating
 
@@ -322,7 +325,8 @@ class StepPlan:
     def is_held(self) -> bool:
         """Whether operations that are built now need no gate.
 
-        It is so in a branch, and inside of `gating`: what is around them waits.
+        Operations need no gate in a branch and inside of the context `gating`, because the branch,
+        or the caller of `gating`, makes them wait.
         """
         return self.is_in_branch or self._is_gating
 
@@ -330,7 +334,7 @@ class StepPlan:
     def gating(self) -> Iterator[None]:
         """Returns a context that says that operations built inside need no gate of their own.
 
-        The caller makes them wait for a gate afterwards.
+        The caller makes the operations wait for a gate afterwards.
         """
         outer, self._is_gating = self._is_gating, True
         try:
@@ -342,8 +346,8 @@ class StepPlan:
     def building_inside(self, islands: Any) -> Iterator[None]:
         """Returns a context in which the attribute `islands` is the argument `islands`.
 
-        Updates that are built in it are updates inside of these islands. If the argument is None,
-        the attribute stays as it is.
+        Updates that are built in the context are updates inside of these islands. If the argument
+        is None, the attribute stays as it is.
         """
         outer, self.islands = self.islands, islands or self.islands
         try:
@@ -354,7 +358,7 @@ class StepPlan:
     def arrange(self, operations: Sequence[mtf.Operation]) -> None:
         """Moves operations to the end of the graph's list, in the given order.
 
-        No other operations may use their outputs.
+        No other operations may use the outputs of the operations that are moved.
         """
         moved = set(operations)
         listed = self.graph.operations
@@ -541,7 +545,7 @@ class StepPlan:
     def _assigned_elsewhere(self, lowered: Lowered) -> set[mtf.Variable]:
         """Returns the variables that are assigned by an operation which waits for nothing.
 
-        The program makes such assignments itself. Those in a branch are not among them.
+        The assignments of the program's own code are of this kind. Assignments in a branch are not.
         """
         waiting = {operation for extension in lowered.extensions for operation in extension.waits}
         return {
@@ -583,8 +587,8 @@ def _read(variable: mtf.Variable, lowering: mtf.Lowering) -> None:
 def pending_sums_outside(lowering: mtf.Lowering) -> Iterator[None]:
     """Returns a context for lowering a branch, after which pending sums are pending again.
 
-    Mesh-TF may reduce such a sum in the branch. Operations after the branch cannot use the result,
-    as the branch may be skipped, and so they reduce the sum again.
+    Mesh-TF may reduce a pending sum in the branch. Operations after the branch cannot use the
+    reduced sum, as the branch may be skipped, and so they reduce the pending sum again.
     """
     before = {
         tensor: lazy

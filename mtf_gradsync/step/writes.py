@@ -17,8 +17,8 @@ from mtf_gradsync.step.plan import ControlInputs, ExtensionLowering, PlanExtensi
 class Gate:
     """A point of a step that writes wait for.
 
-    It is reached when some tensors have been computed, and when all variables on the meshes of
-    these tensors have been read.
+    The gate is reached when the tensors that it was made with have been computed, and all variables
+    on the meshes of these tensors have been read.
     """
 
     def __init__(self, plan: StepPlan, tensors: Sequence[mtf.Tensor]):
@@ -61,10 +61,11 @@ def gated_update(
 ) -> list[mtf.Operation]:
     """Builds an update that writes only when all gradients exist and all variables are read.
 
-    `make_update` makes the mtf operations of the update and returns those that write. These are
-    returned, and wait for the gradients `grads` and the reads. Inside another such update, or
-    inside a branch, they need not wait themselves, because the operations around them wait. If all
-    gradients are None, they wait for nothing. `make_update` may create variables (slots).
+    `make_update` makes the mtf operations of the update and returns those that write. The writing
+    operations are returned, and wait for the gradients `grads` and the reads. Inside another such
+    update, or inside a branch, they need not wait themselves, because the operations around them
+    wait. If all gradients are None, the writing operations wait for nothing. `make_update` may
+    create variables (slots).
     """
     present = [g for g in grads if g is not None]
     if not present:
@@ -81,7 +82,7 @@ def gated_update(
 class WriteInPlace(mtf.Operation):
     """A write of variables in which each processor's slice gets that processor's slice of a value.
 
-    It is for writes that Mesh-TensorFlow's own assignments cannot make.
+    The operation is for writes that Mesh-TensorFlow's own assignments cannot make.
     """
 
     def __init__(
@@ -97,8 +98,9 @@ class WriteInPlace(mtf.Operation):
         Args:
           variables: the variables to write.
           values: a tensor for each variable, which the layout splits as the variable.
-          write: is called with a tf variable (a slice), the slice of its value, and the values of
-            all `scalars`. It returns the tf operation that writes the slice.
+          write: a function that is called with a tf variable (a processor's slice of a variable),
+            the processor's slice of the value, and the values of all `scalars`. It returns the tf
+            operation that writes the slice.
           name: name of the operation.
           scalars: mtf scalars.
         """
@@ -179,7 +181,8 @@ class WriteOrder(PlanExtension):
     def put_after(self, operation: mtf.Operation, before: Sequence[mtf.Operation]) -> None:
         """Makes an operation run after the operations `before`.
 
-        These then always run when it runs, and they have to be lowered before it.
+        The operations `before` then run whenever the operation runs, and they have to be lowered
+        before it.
         """
         self._after = {**self._after, operation: (*self._after.get(operation, ()), *before)}
 
@@ -259,7 +262,8 @@ def _write_at_once(write: Any, variable: mtf.Variable, slice_variable: Any, valu
 def is_before(first: tf.Operation, then: tf.Operation) -> bool:
     """Returns whether the tf operation `then` runs after `first`, or is `first` itself.
 
-    It does if a chain of inputs and control inputs leads from it back to `first`.
+    `then` runs after `first` if a chain of inputs and control inputs leads from `then` back to
+    `first`.
     """
     found, todo = {then}, [then]
     while todo and first not in found:
@@ -273,9 +277,9 @@ def is_before(first: tf.Operation, then: tf.Operation) -> bool:
 def write_in_order(operations: Sequence[mtf.Operation]) -> list[mtf.Operation]:
     """Orders assignments that run together, so that writes of the same variable do not race.
 
-    They write in the order that they have in the graph. An assignment that writes a variable
-    several times is split into several. Returns `operations` and the new ones; if a variable is
-    written several times, they are sorted as in the graph.
+    The assignments write in the order that they have in the graph. An assignment that writes a
+    variable several times is split into several. Returns `operations` and the new assignments; if a
+    variable is written several times, the returned list is sorted as in the graph.
     """
     result = [one for op in operations for one in [*_first_writes(op), op]]
     writes = {op: list(op.variables) for op in result if isinstance(op, mtf.Assign)}
@@ -299,8 +303,8 @@ def _first_writes(operation: mtf.Operation) -> list[mtf.Assign]:
     """Takes all writes of a variable but the last out of an assignment, into new assignments.
 
     Returns the new assignments, in the order in which they have to write. The graph lists them
-    right before `operation`. There are none if each variable is written once, and for operations of
-    other kinds.
+    right before `operation`. The result is empty if each variable is written once, or if
+    `operation` is no assignment.
     """
     if not isinstance(operation, mtf.Assign):
         return []
@@ -329,8 +333,9 @@ def _first_writes(operation: mtf.Operation) -> list[mtf.Assign]:
 class ProgramWrites(PlanExtension):
     """The plan extension that makes a program's own assignments wait.
 
-    They wait for all reads of variables, and for the sums of gradients that were made before them.
-    The variables that they assign are read once in a step, as those that a wrapper assigns.
+    The assignments wait for all reads of variables, and for the sums of gradients that were made
+    before them. The variables that they assign are read once in a step, like variables that a
+    wrapper assigns.
     """
 
     orders_updates = True
@@ -377,7 +382,7 @@ class ProgramWrites(PlanExtension):
 class AdvanceStep(mtf.Operation):
     """An addition to a step counter that is a tf variable, made after an update.
 
-    It adds one, or an amount.
+    The operation adds one to the counter, or a given amount.
     """
 
     def __init__(
@@ -435,7 +440,8 @@ def advance_step(
 def is_advanced(update: Sequence[mtf.Operation]) -> bool:
     """Returns whether one of the operations advances a step counter that is a tf variable.
 
-    It is so if `advance_step` made the operation. Deferred updates among `update` are built.
+    An operation advances a step counter if `advance_step` made the operation. Deferred updates
+    among `update` are built.
     """
     return any(isinstance(op, AdvanceStep) for op in built(update))
 
@@ -447,8 +453,8 @@ def _barriers(gates: Sequence[Gate], lowering: mtf.Lowering) -> list[tf.Operatio
 def before_lowering(graph: mtf.Graph) -> None:
     """Completes a graph before its lowering.
 
-    Builds updates that are not built yet, and splits assignments that write a variable several
-    times.
+    Updates of the graph that are not built yet are built, and assignments that write a variable
+    several times are split.
     """
     plan = StepPlan.of_graph(graph)
     if plan is not None:
@@ -463,9 +469,9 @@ def before_lowering(graph: mtf.Graph) -> None:
 def after_lowering(lowering: mtf.Lowering, first: int) -> None:
     """Checks a lowering that has ended, and records it in TensorFlow's graph.
 
-    Raises ValueError if a slice that processors share may be written several times, and warns of
-    writes without an order. `first` is how many operations TensorFlow's graph had before the
-    lowering.
+    Raises ValueError if a variable's slice that processors share may be written several times, and
+    warns of writes of a variable that have no order. `first` is how many operations TensorFlow's
+    graph had before the lowering.
     """
     check_writers(lowering.variables.values(), first)
     tf.add_to_collection(_LOWERINGS, lowering)
@@ -514,8 +520,9 @@ def _warn_of_ref_variables(lowering: mtf.Lowering) -> None:
 def ref_variables_explained() -> Iterator[None]:
     """Returns a context that adds a remedy to TensorFlow's errors about ref variables.
 
-    TensorFlow raises a NotImplementedError when a TPU program with ref variables is built. It
-    becomes a `RefVariablesError`, whose text names the variables and says what to call.
+    TensorFlow raises a NotImplementedError when a TPU program with ref variables is built. In the
+    context, this error becomes a `RefVariablesError`, whose text names the variables and says what
+    to call.
     """
     try:
         yield
