@@ -29,8 +29,8 @@ class Ran(NamedTuple):
 class _Found(NamedTuple):
     """A run of an operation, as a profile has it.
 
-    `where` is the profile's name for the device, and `execution` is its name for the run of the
-    program. Both are None if the profile does not say.
+    `where` is the profile's name for the device, and `execution` is the profile's name for the run
+    of the program. Both are None if the profile has no such names.
     """
 
     where: Any
@@ -43,7 +43,8 @@ class _Found(NamedTuple):
 def read_profile(profile: Any, module: str, ordinals: Sequence[int]) -> list[Ran]:
     """Finds the runs of a program's operations in a profile of jax; returns them in no order.
 
-    Events of waiting threads, and events that only mark the end of others, are no runs.
+    A profile also has events that are not runs of operations, and these are left out: events of
+    threads that wait, and events that only mark the end of another event.
 
     Args:
       profile: a ``jax.profiler.ProfileData``, or what `profile_data` returns in its place.
@@ -67,7 +68,8 @@ def _events(line: Any, start: int) -> Iterator[tuple[Any, int, int]]:
     """Yields (event, begin, end) for the events of a line, in the order in which they begin.
 
     The times are in nanoseconds since the epoch. `line` is a line of a profile: the events of one
-    thread or stream. `start` is the begin of the profile, from which some versions of jax count.
+    thread or stream. `start` is the time at which the profile begins; some versions of jax give the
+    times of events from `start`.
     """
     for event in sorted(line.events, key=lambda e: (e.start_ns, -e.duration_ns)):
         # Versions of jax count from the epoch, or from the begin of the profile.
@@ -86,9 +88,9 @@ def _stats(event: Any) -> dict[str, Any]:
 def _on_device(plane: Any, start: int, ordinal: int) -> Iterator[_Found]:
     """Yields the runs of operations on an accelerator.
 
-    `plane` is the part of a profile about the accelerator, whose number is `ordinal`. It has a line
-    of events for each stream of a GPU, and one for the operations of a TPU. `start` is the begin of
-    the profile in nanoseconds.
+    `plane` is the part of a profile about the accelerator, and `ordinal` is the accelerator's
+    number. The plane of a GPU has a line of events for each stream, and the plane of a TPU has one
+    line for all operations. `start` is the time at which the profile begins, in nanoseconds.
     """
     for line in plane.lines:
         if not _DEVICE_LINES.match(line.name):
@@ -187,7 +189,7 @@ class _ThreadPool:
     def root_of(self, task: Any) -> Any:
         """Returns the task that began the program of which `task` is a part, on one device.
 
-        The result is None if that task is not known.
+        The result is None if the task that began the program is not known.
         """
         while task is not None and task not in self.roots:
             task = self._by.get(task)
@@ -211,10 +213,11 @@ def _by_tasks(
 ) -> list[_Found]:
     """Returns runs of operations with their devices and executions, found from the tasks.
 
-    Profiles of jaxlib 0.4 do not name the device. A program is begun on all devices in their order,
-    by one task for each. If it has to wait on a device, a task of another device, or of an earlier
-    program, goes on with it. All devices run the same program, so if one task has more runs of an
-    operation than the others, the excess belongs to a device that lacks them.
+    Profiles of jaxlib 0.4 do not say on which device an operation ran. A program is begun on all
+    devices in the devices' order; each device has a task that begins the program. If a device's
+    program has to wait, a task of another device, or of an earlier program, later goes on with the
+    program. All devices run the same program. So if one task has more runs of an operation than the
+    other tasks, the surplus runs belong to a device that has too few runs.
 
     Args:
       found: the runs.
@@ -272,9 +275,9 @@ def _of_some_programs(
 ) -> tuple[list[tuple[_Place | None, _Found]], set[int]]:
     """Finds the executions of a program in which an operation of a branch has run.
 
-    A run belongs to the execution that its task began, unless the next execution on that device
-    has begun before it. If the task's execution is not known, or if `trusts_tasks` is False, the
-    run belongs to the last execution that has begun.
+    A run belongs to the execution that the run's task began, unless the next execution on the same
+    device began before the run. If the execution of the task is not known, or if `trusts_tasks` is
+    False, the run belongs to the last execution that began before the run.
 
     Args:
       of_operation: the runs of the operation, each after the place of its task: the number of the
@@ -310,7 +313,7 @@ def _share_out(
 ) -> None:
     """Gives each place equally many runs of an operation: its likely own runs, then left ones.
 
-    A place is the number of a program's execution and the number of a device.
+    A place is a pair: the number of a program's execution and the number of a device.
 
     Args:
       of_operation: the runs in the order in which they began, each after its likely place or None.
@@ -333,8 +336,9 @@ def _share_out(
 def _numbered(found: Sequence[_Found], ordinals: Sequence[int]) -> list[Ran]:
     """Returns runs with numbers of cores and of executions in place of the profile's names.
 
-    `ordinals` has, for each of this process's cores, the number that the platform gives its device.
-    Runs on other devices are left out. Executions are numbered in the order in which they begin.
+    `ordinals` has, for each of this process's cores, the number that the platform gives the core's
+    device. Runs on devices that are not in `ordinals` are left out. Executions are numbered in the
+    order in which they begin.
     """
     seen = {one.where for one in found}
     names = list(ordinals)
@@ -358,8 +362,8 @@ def _numbered(found: Sequence[_Found], ordinals: Sequence[int]) -> list[Ran]:
 def leaves(ran: Sequence[Ran], inside: Mapping[str, set[str]]) -> list[Ran]:
     """Returns the runs of operations, without those of loops, branches and calls.
 
-    `inside` has, for the name of each loop, branch or call, the names of the operations in it. Its
-    runs are kept if none of these operations ran.
+    `inside` has, for the name of each loop, branch or call, the names of the operations in it. If
+    none of these operations ran, the runs of the loop, branch or call are kept.
     """
     seen = {one.operation for one in ran}
     around = {name for name, inner in inside.items() if inner & seen}
@@ -369,9 +373,10 @@ def leaves(ran: Sequence[Ran], inside: Mapping[str, set[str]]) -> list[Ran]:
 def until_used(ran: Sequence[Ran], users: Mapping[str, set[str]]) -> list[Ran]:
     """Returns the runs, each cut off when the first operation that uses its result begins.
 
-    On CPU devices one thread begins an operation and others compute it. In a profile the operation
-    ends only when the first thread has noticed that it is computed. `users` has, by the name of an
-    operation, the names of the operations that take its result.
+    On a CPU device, one thread begins an operation and other threads compute the result. In a
+    profile the run of the operation ends only when the thread that began the operation has noticed
+    that the result is computed. The keys of `users` are the names of operations; each value has the
+    names of the operations that use the operation's result.
     """
     seen = {one.operation for one in ran}
     begins: dict[tuple[int, int, str], list[int]] = collections.defaultdict(list)
@@ -393,8 +398,8 @@ def until_used(ran: Sequence[Ran], users: Mapping[str, set[str]]) -> list[Ran]:
 def _first_seen(name: str, users: Mapping[str, set[str]], seen: set[str]) -> set[str]:
     """Returns the names of the first operations in a profile that use an operation's result.
 
-    Operations that the profile lacks take no time, so the users of their results count in their
-    place.
+    If an operation that uses the result is not in the profile, it counts as one that took no time.
+    In place of such an operation, the operations that use its own result count as users.
 
     Args:
       name: the operation's name.

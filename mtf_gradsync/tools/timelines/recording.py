@@ -44,7 +44,7 @@ class Event:
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """The facts of a collective that are known from the program.
+    """A collective, as far as it is known from the program.
 
     Attributes:
       bytes_per_core: bytes that a core puts in (on a placement mesh: bytes that it receives); None
@@ -156,7 +156,8 @@ class Recording:
 def model_name(name: str) -> str:
     """Returns an operation's name in the model, which is the same on all processors.
 
-    `name` is the operation's name in the graph. The parts of it that name a processor are left out.
+    `name` is the operation's name in the graph. Parts of `name` that say which processor runs the
+    operation are left out of the result.
     """
     return _PARALLEL.sub("", name).lstrip("/") or name
 
@@ -164,8 +165,8 @@ def model_name(name: str) -> str:
 def check_recorded(recording: Recording, advice: str) -> Recording:
     """Returns the recording itself, after a check that it has steps, and operations of each core.
 
-    Otherwise it raises TimelineError. If operations are missing, the error's text ends with
-    `advice`.
+    Raises TimelineError if the recording has no step, or no operation of one of the cores. If
+    operations are missing, the error's text ends with `advice`.
     """
     if not recording.steps:
         raise TimelineError(
@@ -188,7 +189,7 @@ def check_recorded(recording: Recording, advice: str) -> Recording:
 def replaced(owner: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None]:
     """Replaces the method `name` of the object `owner` inside a ``with`` block.
 
-    `make` takes the method and returns the function that replaces it.
+    `make` is a function that takes the method and returns the function to replace the method with.
     """
     # Not None if another recording has replaced the method, too.
     own = vars(owner).get(name)
@@ -247,9 +248,10 @@ def steps_until(
 def sums_of_updates(collectives: Mapping[str, Collective], graph: tf.Graph) -> set[str]:
     """Returns the names of the collectives that only steps with an update make.
 
-    These are the collectives in branches whose results go into trained variables. Variables of a
-    wrapper itself do not count: it may sum some of them in steps without an update. `collectives`
-    has the program's collectives by name, and `graph` the variables, in its collections.
+    A collective is one of them if it is in a branch and its result goes into a trained variable. A
+    result that goes only into variables that a wrapper has for itself does not count: a wrapper may
+    sum such variables in steps without an update, too. `collectives` has the program's collectives
+    by name. The collections of `graph` have the variables.
     """
     keys = tf.GraphKeys
     collections = (keys.GLOBAL_VARIABLES, keys.LOCAL_VARIABLES, STAND_INS, keys.TRAINABLE_VARIABLES)

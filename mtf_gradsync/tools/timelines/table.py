@@ -204,7 +204,8 @@ def shared(intervals: Sequence[Interval], others: Sequence[Interval]) -> int:
 def tabulate_times(recordings: Sequence[Recording]) -> Table:
     """Computes the table of where the time of recorded steps went.
 
-    `recordings` has the recording of each process; all must have passed `check_recorded`.
+    `recordings` has the recording of each process. The caller must have checked all recordings by
+    `check_recorded`.
     """
     spent = [_Spent(recording) for recording in recordings]
     cores = tuple(times for one in spent for times in one.times(one.recording.steps))

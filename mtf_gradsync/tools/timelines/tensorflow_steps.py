@@ -42,9 +42,9 @@ _Read = Tuple[Dict[int, str], List[List[Event]], Dict[str, Collective]]
 def record_replicas(session: CpuReplicaSession, lowering: Any) -> ContextManager[list[Recording]]:
     """Returns a context manager that records the steps of a session on CPU replicas.
 
-    The context manager gives an empty list, to which it adds the recording at the end of the block.
-    `lowering` is the program's lowering, from which the recording gets the variables' names; it may
-    be None.
+    The context manager gives an empty list, and at the end of the ``with`` block it adds the
+    recording to this list. `lowering` is the program's lowering, from which the recording gets the
+    variables' names; it may be None.
     """
     emulated = session.emulated
 
@@ -82,9 +82,9 @@ def record_replicas(session: CpuReplicaSession, lowering: Any) -> ContextManager
 def record_mesh(session: Any, is_remote: bool) -> ContextManager[list[Recording]]:
     """Returns a context manager that records the steps of a TensorFlow session on a placement mesh.
 
-    The context manager gives an empty list, to which it adds the recording at the end of the block.
-    The cores are the devices that operations of the session's graph name. `is_remote` says whether
-    the steps run on a ``tf.train.Server``.
+    The context manager gives an empty list, and at the end of the ``with`` block it adds the
+    recording to this list. The cores of the recording are the devices on which the session's graph
+    places operations. `is_remote` says whether the steps run on a ``tf.train.Server``.
     """
     graph = session.graph
 
@@ -134,7 +134,7 @@ def _recorded(
 ) -> Iterator[list[Recording]]:
     """Records the steps of a ``tf.Session``: traces each call of ``run`` inside the block.
 
-    Yields an empty list, to which it adds the recording at the end of the block.
+    Yields an empty list. At the end of the block, the recording is added to this list.
 
     Args:
       session: the session.
@@ -182,8 +182,8 @@ def _recorded(
 def _times(node: Any) -> tuple[int, int] | None:
     """Returns when an operation began and ended, in nanoseconds since the epoch.
 
-    `node` is the operation's ``NodeExecStats``. The result is None if the operation did not run,
-    for example because it is in a branch that was not taken.
+    `node` is the ``NodeExecStats`` of the operation. The result is None if the operation did not
+    run, for example because the operation is in a branch that was not taken.
     """
     begin = node.all_start_nanos or node.all_start_micros * 1000
     first = node.op_start_rel_nanos or node.op_start_rel_micros * 1000
@@ -194,8 +194,8 @@ def _times(node: Any) -> tuple[int, int] | None:
 def _within(name: str, collectives: dict[str, Collective]) -> str:
     """Returns the name of the collective of which an operation is a part; "" if there is none.
 
-    `name` is the operation's name. The operations of a collective have names below its own, and
-    `collectives` has all collectives by name.
+    `name` is the operation's name, and `collectives` has all collectives by name. The name of an
+    operation that is a part of a collective begins with the collective's name and a slash.
     """
     while name and name not in collectives:
         name = name.rpartition("/")[0]
@@ -205,8 +205,8 @@ def _within(name: str, collectives: dict[str, Collective]) -> str:
 def _joined_bytes(operation: tf.Operation) -> int | None:
     """Returns how many bytes an operation takes from other devices if it counts as a collective.
 
-    An operation counts if it joins tensors of several devices, or copies a tensor of another
-    device. The result is None for any other operation.
+    An operation counts as a collective if it joins tensors of several devices, or if it copies a
+    tensor of another device. The result is None for any other operation.
     """
     if operation.type.startswith(_OWN_COLLECTIVES):
         return bytes_of(t for t in operation.inputs if t.dtype not in _NO_NUMBERS)

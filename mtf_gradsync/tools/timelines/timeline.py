@@ -24,7 +24,7 @@ _BETWEEN = ",\n"
 
 
 class Written(NamedTuple):
-    """The facts of a trace that was written.
+    """A trace that was written to a file.
 
     Attributes:
       path: the file.
@@ -56,9 +56,9 @@ def write_trace(
 ) -> Written:
     """Writes the recordings of processes as one trace in Chrome's trace event format.
 
-    Every core is a group of tracks: tracks of operations, several if operations run at the same
-    time, and tracks of collectives. Each process has a track that shows its steps, and a track that
-    shows what its host did.
+    In the trace, every core has a group of tracks: tracks that show operations, and tracks that
+    show collectives. If operations run at the same time, they are on several tracks. Each process
+    has a track that shows its steps, and a track that shows the work of its host.
 
     Args:
       recordings: the recording of each process.
@@ -110,7 +110,8 @@ def _content(rows: Sequence[str], dropped: Sequence[int]) -> bytes:
 def _names(recordings: Sequence[Recording]) -> Iterator[dict[str, Any]]:
     """Yields entries of a trace that name the tracks of processes and each core's group of tracks.
 
-    `recordings` has the recording of each process. An entry is a dict, in Chrome's format.
+    `recordings` has the recording of each process. An entry is a dict, as Chrome's trace event
+    format describes it.
     """
     for recording in recordings:
         pid = _host_pid(recording)
@@ -124,7 +125,7 @@ def _names(recordings: Sequence[Recording]) -> Iterator[dict[str, Any]]:
 def _steps(recordings: Sequence[Recording]) -> list[dict[str, Any]]:
     """Returns the entries of a trace that mark steps; those in the middle of a recording come last.
 
-    The last are left out first if the trace becomes too large.
+    If the trace becomes too large, the entries at the end of the returned list are left out first.
     """
     found = []
     first = _first(recordings)
@@ -150,7 +151,7 @@ def _timed(
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Returns the entries of a trace that show operations, and the entries that name their tracks.
 
-    The first list has the shortest operations last.
+    The list of entries that show operations has the shortest operations last.
     """
     found: list[tuple[int, dict[str, Any]]] = []
     tracks: list[dict[str, Any]] = []
@@ -181,8 +182,8 @@ def _timed(
 def _lane(ends: list[int], event: Event) -> int:
     """Chooses the track that shows an event; returns its number, from 0.
 
-    It is the first track that is free when the event begins. `ends` has the time until which each
-    track is in use, and is updated.
+    The chosen track is the first one that is free when the event begins. `ends` has, for each
+    track, the time until which the track is in use. The list `ends` is updated.
     """
     for lane, end in enumerate(ends):
         if end <= event.begin:
@@ -196,7 +197,7 @@ def _tid(kind: str, lane: int) -> int:
     """Returns the number that a trace has for a track of a core.
 
     `kind` is "compute" or "collective", and `lane` is the number of the track among the core's
-    tracks of this kind. Tracks of collectives have higher numbers than all others.
+    tracks of this kind. Tracks of collectives have higher numbers than all other tracks.
     """
     return lane + (_COLLECTIVES if kind == "collective" else _COMPUTE)
 
@@ -221,7 +222,8 @@ def _slice(pid: int, tid: int, name: str, begin: int, end: int, first: int) -> d
 def _microseconds(nanoseconds: int) -> float:
     """Returns a time in nanoseconds as microseconds, for a trace.
 
-    A program that rounds the result down to whole nanoseconds gets the same number again.
+    If a program that shows the trace rounds the result down to whole nanoseconds, it gets exactly
+    the time that was given.
     """
     number = nanoseconds / 1000
     return number if int(1000 * number) == nanoseconds else math.nextafter(number, math.inf)
@@ -257,12 +259,14 @@ def timeline(session: Any, path: str | Path | None = None, *, lowering: Any = No
                 session.run(train_op)
         print(timeline.table())
 
-    Every call of ``session.run`` in the block that runs the model is a step. A step lasts from the
-    end of the step before to its own end, so that it includes what the program does between two
-    steps, like reading a batch. The first step lasts from the beginning of the block.
+    Every call of ``session.run`` in the ``with`` block counts as a step if it runs the model. A
+    step lasts from the end of the step before it to its own end. So the time of a step includes
+    what the program does between two steps, such as reading a batch. The first step begins when the
+    ``with`` block begins.
 
-    With several processes on XLA devices all of them have to enter and leave the block together;
-    each process then has the recordings of all.
+    If a program runs in several processes on XLA devices, all processes have to enter the ``with``
+    block together and leave it together. Afterwards each process has the recordings of all
+    processes.
 
     Args:
       session: what runs the steps: a session of `mtf_gradsync.simd` or `mtf_gradsync.xla`, or, for
@@ -292,9 +296,9 @@ class Timeline:
     ):
         """Takes a context manager that records steps, and the file to write a trace to.
 
-        `recorder` gives an empty list, to which it adds the recordings at the end of its block; it
-        is None for a timeline of recordings that were made before. If `path` is None, no file is
-        written.
+        `recorder` is a context manager that gives an empty list, and adds the recordings to this
+        list at the end of the ``with`` block. If the recordings were made before, `recorder` is
+        None. If `path` is None, no file is written.
         """
         self._recorder, self._path = recorder, path
         self._running: ContextManager[list[Recording]] | None = None
@@ -410,8 +414,9 @@ class Timeline:
 def _recording(session: Any, lowering: Any) -> ContextManager[list[Recording]]:
     """Returns the context manager that records steps on the runtime of a session.
 
-    It gives an empty list, to which it adds the recordings at the end of the block. `session` and
-    `lowering` are the arguments of `timeline`. Raises a TypeError if `session` is no session.
+    The context manager gives an empty list, and at the end of the ``with`` block it adds the
+    recordings to this list. `session` and `lowering` are the arguments of `timeline`. Raises a
+    TypeError if `session` is no session.
     """
     # Not above: programs that record nothing need not wait for these.
     from mtf_gradsync.runtimes.sessions import ProgramSession

@@ -49,9 +49,9 @@ _ADVICE = (
 def record_xla(session: XlaSession, lowering: Any) -> Iterator[list[Recording]]:
     """Records the steps of a session on XLA devices: jax profiles the devices inside the block.
 
-    Yields an empty list, to which it adds the recordings of all processes at the end of the block.
-    Each ``dispatch`` of the session is noted as a call of the host. `lowering` is the program's
-    lowering, from which the recordings get the variables' names; it may be None.
+    Yields an empty list. At the end of the block, the recordings of all processes are added to this
+    list. Each call of the session's method ``dispatch`` is recorded as work of the host. `lowering`
+    is the program's lowering, from which the recordings get the variables' names; it may be None.
     """
     profiler = Profiler()
     pending: list[Dispatched] = []
@@ -101,8 +101,8 @@ def record_xla(session: XlaSession, lowering: Any) -> Iterator[list[Recording]]:
 def _everywhere(session: XlaSession, work: Callable[[], _Result]) -> _Result:
     """Calls `work` on this process and returns its result, once all processes have called theirs.
 
-    If it fails on this process, its own error is raised. If it fails on another process of the
-    session, a TimelineError is raised.
+    If `work` raises an exception on this process, this exception is raised. If `work` raises an
+    exception on another process of the session, a TimelineError is raised.
     """
     try:
         return session.cores.together(work)
@@ -120,7 +120,7 @@ def _start(profiler: Profiler) -> None:
 def _profile(profiler: Profiler) -> Any:
     """Ends a profile of jax and returns it, as `profile_data` parses it.
 
-    Raises a TimelineError if there is no profile, or if it cannot be read.
+    Raises a TimelineError if jax has no profile, or if the profile cannot be read.
     """
     try:
         profile = profiler.stop()
@@ -200,7 +200,8 @@ def _ordinal(device: Any) -> int:
 def _gathered(session: XlaSession, recording: Recording) -> list[Recording]:
     """Exchanges the processes' recordings; returns all of them, in the processes' order.
 
-    `recording` is the recording of this process. All processes of the session have to call this.
+    `recording` is the recording of this process. All processes of the session have to call this
+    function.
     """
     cores = session.cores
     mine = np.frombuffer(recording.to_json().encode(), np.uint8)
@@ -228,9 +229,10 @@ _MERGED = re.compile(r"^([^()]*)\(([^()]*)\)$")
 
 
 class Operations(NamedTuple):
-    """The facts about the operations of compiled programs.
+    """What is known about the operations of compiled programs.
 
-    Operations have their names in the compiled program, except where a field says otherwise.
+    The names of operations are those in the compiled program, except where the comment of a field
+    says otherwise.
     """
 
     name: dict[str, str]  # the name in the model's graph, where it is known
@@ -245,8 +247,9 @@ def operations_of(
 ) -> Operations:
     """Finds the facts about the operations of compiled programs: names, kinds, users, bytes.
 
-    Each of `programs` is a serialized ``HloModuleProto``, and the program of a core that it was
-    compiled from. `rows` lists the collectives of the model's graph, with their variables.
+    Each of `programs` is a pair: a serialized ``HloModuleProto`` of a compiled program, and the
+    program of a core from which it was compiled. `rows` lists the collectives of the model's graph
+    and the variables that they are for.
     """
     found = Operations({}, set(), {}, {}, {})
     by_name = {row.name: row for row in rows}
@@ -278,9 +281,9 @@ def operations_of(
 def _name(name: str, nodes: AbstractSet[str] = frozenset()) -> str:
     """Returns an operation's name in the model's graph, to show to users.
 
-    `name` is the name in the compiled program's metadata, and `nodes` are the names of the graph's
-    nodes. For an operation that the compiler merged from several, the result is as in "x and 2
-    more".
+    `name` is the operation's name in the metadata of the compiled program, and `nodes` are the
+    names of the graph's nodes. If the compiler merged several operations of the graph into one, the
+    result has the first operation's name and the number of the others, as in "x and 2 more".
     """
     names = [model_name(part) for part in _parts(name, nodes)]
     return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
@@ -295,8 +298,9 @@ def _parts(name: str, nodes: AbstractSet[str] = frozenset()) -> list[str]:
 def _node(name: str, nodes: AbstractSet[str]) -> str:
     """Returns the node of the graph that a name ends with, after its branches and loops.
 
-    If "node" is one of `nodes`, the names of the graph's nodes, "cond/cond_1/node" gives "node". If
-    the name ends with no node, it is returned unchanged.
+    `nodes` are the names of the graph's nodes. If one of them is "node", the result for the name
+    "cond/cond_1/node" is "node". If `name` does not end with the name of a node, `name` is returned
+    unchanged.
     """
     rest = name
     while rest and rest not in nodes:
