@@ -1,7 +1,7 @@
 """Trains transformers that gin describes, as a function and as a command.
 
-A setting that cannot work is a `ConfigError`, here and in all rooms of this package. What calls
-what, from the command to a step:
+A setting that cannot work raises `ConfigError` in all modules of this package. This tree shows
+which module calls which, from the command to a training step:
 
     cli.main        the parser; cli.loading reads gin files by `gin_files`; each command is a file
       cli.train     calls `run.run`, on several processes by `processes`

@@ -75,8 +75,8 @@ class BestDivision:
     def __init__(self, layouts: Sequence[str], most_steps: int):
         """Reads gin's configuration; raises ConfigError if the search cannot divide it anew.
 
-        `layouts` are layouts to try, each a text of rules. An update has at most `most_steps`
-        microbatch steps.
+        `layouts` are the layouts that the search tries, each as a text of layout rules. The search
+        tries updates of at most `most_steps` microbatch steps.
         """
         self._config = gin_files.bound_run_config()
         self._stack = stack_of_config()
@@ -115,7 +115,7 @@ class BestDivision:
     def _why_steps_are_fixed(self) -> str:
         """Returns, in words for the user, why the number of microbatch steps has to stay.
 
-        The result is "" if the search may choose another number.
+        The result is "" if the search may choose another number of microbatch steps.
         """
         selector, scope = self._selector(JOINS), self._stack.scope.rstrip("/")
         if self._own_steps > 1 and not bound_to(scope, selector, "average_aggregated_gradients"):
@@ -136,8 +136,9 @@ class BestDivision:
     def _schedule_step(self) -> list[str]:
         """Returns the gin line that makes learning rate schedules count updates, in a list.
 
-        The list is empty if schedules may keep what they count: the config accumulates already,
-        binds schedule_step, or binds a number of microbatch steps outside of the accumulation.
+        The list is empty if the config accumulates gradients already, binds schedule_step, or binds
+        a number of microbatch steps for another configurable than the accumulation. Then learning
+        rate schedules go on to count what they count in the config.
         """
         is_there = self._own_steps > 1 or self._config.schedule_step or _counts(1)
         return [] if is_there else ["train.run.schedule_step = @get_update_step"]
@@ -145,7 +146,8 @@ class BestDivision:
     def _alone(self) -> list[str]:
         """Returns gin lines that bind the config's stack without the wrappers that divide it.
 
-        These are the wrappers that reduce, accumulate or shard; the other wrappers stay.
+        The wrappers that divide an update are those that reduce, accumulate or shard gradients. The
+        other wrappers of the stack stay.
         """
         first = (*self._stack.around, *self._stack.inside)
         return [f"train.run.optimizer = {self._scoped(first[0])}", *self._chain(first)]
@@ -153,8 +155,8 @@ class BestDivision:
     def costs(self) -> tuple[StepCosts, list[mtf.Variable]]:
         """Returns what a step on the whole batch of an update costs, and the variables it trains.
 
-        The costs are the sizes and operations from which times are predicted. Both results are read
-        from an mtf graph for one core.
+        The first result has the sizes and operations of the step, from which times are predicted.
+        Both results are read from an mtf graph for one core.
         """
         lines = [*self._alone(), f"train.run.batch_size = {self._batch}", *_counts(1)]
         with bound(lines), tf.Graph().as_default():
@@ -179,10 +181,10 @@ class BestDivision:
     ) -> tuple[list[Choice], dict[str, str]]:
         """Predicts time and memory of each division on a machine.
 
-        `costs` is the first result of the method `costs`. `mesh_shapes` are the mesh shapes to try,
-        None for all over the axes of the config's mesh; `inner_steps` are numbers of inner steps to
-        try. Returns the divisions, the fastest first, and the reason for each impossible mesh and
-        layout; see `all_choices`.
+        The argument `costs` is the first result of the method `costs`. `mesh_shapes` are the mesh
+        shapes to try; None tries all that have the mesh axes of the config's mesh. `inner_steps`
+        are the numbers of inner steps to try. Returns the divisions, the fastest first, and for
+        each impossible mesh and layout the reason why it is impossible; see `all_choices`.
         """
         return all_choices(
             costs,
@@ -237,7 +239,7 @@ class BestDivision:
     def _wrappers(stack: Stack) -> list[str]:
         """Returns the class names of the wrappers that divide an update as `stack` says.
 
-        The outermost wrapper comes first.
+        In the result the outermost wrapper comes first.
         """
         if stack.inner_steps:
             return [OUTER]
@@ -250,7 +252,7 @@ class BestDivision:
     def _chain(self, names: Sequence[str]) -> list[str]:
         """Returns gin lines that put each optimizer of `names` around the next one.
 
-        `names` are references of gin, such as "@CrossShardOptimizer".
+        `names` are gin references to optimizers, such as "@CrossShardOptimizer".
         """
         return [f"{self._stack.scope}{a.split('/')[-1].lstrip('@')}.opt = {b}"
                 for a, b in itertools.pairwise(names)]  # fmt: skip
@@ -258,9 +260,10 @@ class BestDivision:
     def checked(self, machine: Machine, costs: StepCosts) -> Any:
         """Returns a function that compiles a `Choice` for a TPU and returns a `Checked`.
 
-        `Checked` has the memory of a core and the time of an update by the compiler's figures, or
-        why the compiler refuses; see `best_of`. Of a model with many layers a few are compiled, and
-        the figures are multiplied by the ratio of predictions for the whole and the small model.
+        The `Checked` has the memory of a core and the time of an update by the compiler's figures,
+        or the reason why the compiler refuses the division; see `best_of`. In place of a model with
+        many layers, the same model with a few layers is compiled. The compiler's figures are then
+        multiplied by the prediction for the whole model over the prediction for the small model.
         """
         fewer, words = _sizes({"num_layers": _COMPILED_LAYERS})
         compiled_costs = costs
@@ -309,7 +312,7 @@ class BestDivision:
     def described(self, choice: Choice, variables: Sequence[mtf.Variable]) -> str:
         """Returns, as text, what the optimizer of a division does in a step (`gs.describe`).
 
-        `variables` are the variables that it updates.
+        `variables` are the variables that the optimizer updates.
         """
         mesh = choice.mesh_shape, choice.layout
         with self._bound(choice) as config, tf.Graph().as_default(), simd.tpu_program(*mesh):
@@ -320,7 +323,7 @@ class BestDivision:
         """Verifies a division on this machine, with a smaller model, mesh and batch.
 
         `replica_axes` are the names of the mesh axes that the batch is split over. Returns a text
-        that names the smaller sizes, and the result of `mtf_gradsync.verify`.
+        that names the sizes made smaller, and the result of `mtf_gradsync.verify`.
         """
         lines, words = _sizes(_SMALLER)
         dims = mtf.convert_to_shape(choice.mesh_shape).dims
@@ -365,8 +368,8 @@ def _candidate(choice: Choice, machine: Machine) -> Candidate:
 def _counts(steps: int) -> list[str]:
     """Returns gin lines that bind K, the microbatch steps of an update, to `steps`.
 
-    There is a line for each configurable that has K bound now, such as a schedule that counts
-    updates, but none for GradientAccumulationOptimizer itself.
+    The result has a line for each configurable whose parameter `backward_passes_per_step` gin binds
+    now, such as a schedule that counts updates. It has none for GradientAccumulationOptimizer.
     """
     return [
         f"{scope}/{short_name(selector)}.{MICROBATCHES} = {steps}".lstrip("/")
@@ -376,9 +379,10 @@ def _counts(steps: int) -> list[str]:
 
 
 def _meshes(mesh_shape: str, layout: str) -> list[str]:
-    """Returns gin lines that bind the mesh and layout of optimizers to these values.
+    """Returns gin lines that bind the mesh and layout of optimizers to the given values.
 
-    There are lines for the optimizers of this package for which gin binds a mesh or layout now.
+    The result has a line for each parameter `mesh_shape` or `layout` of this package that gin
+    binds now, except those of ``train.run``.
     """
     given = {"mesh_shape": mesh_shape, "layout": layout}
     return [
@@ -392,8 +396,9 @@ def _meshes(mesh_shape: str, layout: str) -> list[str]:
 def _sizes(most: dict[str, int]) -> tuple[list[str], str]:
     """Returns gin lines that make a large model smaller, and a text that names the changes.
 
-    `most` has the largest value for each parameter of the model's layers, by its name, such as
-    "num_layers". Parameters that are small enough get no line; both results may be empty.
+    `most` is a dictionary from the name of a parameter of the model's layers, such as "num_layers",
+    to the largest value that it may have in the smaller model. A parameter whose value is not
+    larger gets no line. If no parameter's value is larger, both results are empty.
     """
     lines, words = {}, {}
     for (scope, selector, parameter), given in bindings().items():

@@ -45,7 +45,7 @@ class ComparedStep(NamedTuple):
 class WrapperComparison(NamedTuple):
     """Two steps on the same mesh: one with the innermost optimizer alone, one with the config's.
 
-    If the config's optimizer is no wrapper, both are the same object.
+    If the config's optimizer is no wrapper, `bare` and `wrapped` are the same object.
     """
 
     mesh: str
@@ -77,9 +77,10 @@ def compare_with_bare(
 ) -> WrapperComparison:
     """Builds a job's training step with and without wrappers, and lists what each exchanges.
 
-    Nothing is trained and no data is read. With `with_transfers` each step is also built on a
-    placement mesh, to list the copies between devices; that graph grows with the number of devices.
-    `done` is called, without arguments, after each of the two steps was built.
+    Nothing is trained and no data is read. With `with_transfers` both training steps are also built
+    on a placement mesh, to list the copies between devices; a graph on a placement mesh grows with
+    the number of devices. `done` is called, without arguments, after the step without wrappers was
+    built, and again after the step with wrappers was built.
     """
     # First, so that an error in the config names the config's own optimizer.
     wrapped, is_wrapped = _list(job, with_transfers)
@@ -94,8 +95,8 @@ def compare_with_bare(
 def innermost_of(optimizer: Callable[..., Any]) -> Callable[..., Any]:
     """Returns a function that makes the innermost optimizer of a stack alone.
 
-    `optimizer` is called with ``learning_rate=`` and returns the whole stack. The result is called
-    with a learning rate, too.
+    `optimizer` is called with ``learning_rate=`` and returns the whole stack. The returned function
+    is called with a learning rate, too, and returns the innermost optimizer.
     """
 
     def make(learning_rate: Any) -> Any:
@@ -108,8 +109,8 @@ def innermost_of(optimizer: Callable[..., Any]) -> Callable[..., Any]:
 def _list(job: TrainingJob, with_transfers: bool) -> tuple[ComparedStep, bool]:
     """Builds a job's training step and lists what it exchanges.
 
-    `with_transfers` is whether to list the copies on a placement mesh, too. The second result is
-    whether the step's optimizer is a wrapper.
+    `with_transfers` is whether to list the copies between the devices of a placement mesh, too. The
+    second result is whether the job's optimizer is a wrapper.
     """
     with tf.Graph().as_default():
         graph, program = build_simd(job)
@@ -152,8 +153,9 @@ _NOTHING = Total(operations=0, groups=0, runs=0, bytes_per_core=0, is_exact=True
 def as_text(comparison: WrapperComparison, rows: bool = False) -> str:
     """Returns, as text, tables of both steps' totals and of the collectives that sum gradients.
 
-    With `rows` there are tables of all collectives and transfers of both steps in place of the last
-    one, which is of the wrapped step. The text is no wider than a terminal.
+    The table of the collectives that sum gradients is of the step with wrappers. With `rows` the
+    text has tables of all collectives and transfers of both steps in place of this table. The text
+    is no wider than a terminal.
     """
     bare, wrapped = comparison.bare, comparison.wrapped
     head = [f"mesh {comparison.mesh}"]
@@ -195,9 +197,9 @@ def as_text(comparison: WrapperComparison, rows: bool = False) -> str:
 def _by_label(report: CommunicationReport, parts: dict[str, Total]) -> dict[str, Total]:
     """Returns a report's totals by the label of their line in the table of `_totals`.
 
-    There is a line for what is in every step, in branches, and in an update step, a line for each
-    part of the step, and one for each group of mesh axes. `parts` has the totals of the parts, by
-    label.
+    The table has one line for the collectives of every step, one for those in branches, one for
+    those of an update step, one for each part of a training step, and one for each group of mesh
+    axes. `parts` has the totals of the parts of a step, by the label of their line.
     """
     return {
         "every step": report.every_step,
@@ -211,7 +213,8 @@ def _by_label(report: CommunicationReport, parts: dict[str, Total]) -> dict[str,
 def _totals(sides: Sequence[dict[str, Total]]) -> str:
     """Returns a table of totals as text: under each label a line for each of the two steps.
 
-    `sides` has the totals of the two steps by label; a missing label counts as zeros.
+    `sides` has, for each of the two steps, the totals by label. A label that one of the steps lacks
+    counts as zeros for this step.
     """
     labels = list(dict.fromkeys(label for side in sides for label in side))
     if not any(side[_BRANCHES].operations for side in sides):
@@ -241,8 +244,8 @@ def _totals(sides: Sequence[dict[str, Total]]) -> str:
 def plot_comparison(comparison: WrapperComparison, path: Path) -> None:
     """Draws the communication of both steps into a PNG file.
 
-    It shows bytes per core, and numbers of groups (collectives made together), by mesh axes and by
-    part of the step.
+    The picture shows the bytes per core, and the number of collectives (those made together count
+    as one), for each group of mesh axes and each part of the step.
     """
     steps = dict(zip(_TITLES, (comparison.bare, comparison.wrapped)))
     parts = (GRADIENTS, *(part for part in PARTS if part != GRADIENTS))
@@ -294,9 +297,10 @@ def _bars(
 ) -> dict[str, _Bar]:
     """Returns the pieces of a stacked bar for each mesh axis and step, by the bar's label.
 
-    A piece is the label of its color, whether it is in a branch, and its total. `axes` are the mesh
-    axes, or groups of them. `sides` has for each step, by its title, the reports that are stacked,
-    by the label of their color. The bars of an axis are neighbours.
+    A piece of a bar is a tuple: the label of the piece's color, whether its collectives are in a
+    branch, and their total. `axes` are the mesh axes, or groups of mesh axes. `sides` is a
+    dictionary from the title of a step to the reports whose pieces are stacked, by the label of
+    their color. The bars of one axis follow each other in the result.
     """
     bars: dict[str, _Bar] = {}
     for axis in axes:

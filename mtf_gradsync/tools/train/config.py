@@ -45,7 +45,7 @@ def _import(name: str) -> ModuleType:
 def check_positive(name: str, value: Any, optional: bool = False) -> None:
     """Raises ConfigError unless the binding `name` of ``train.run`` is a positive integer.
 
-    With `optional` None is allowed, too.
+    `value` is the value that the binding gives. With `optional` it may also be None.
     """
     if (optional and value is None) or is_whole_number(value):
         return
@@ -63,7 +63,8 @@ _SEEDS = 2**31
 def check_flags_and_seed(config: RunConfig) -> None:
     """Checks the settings of a config that are True or False, and its seed.
 
-    Raises ConfigError for another value, and for a seed that is no whole number in range.
+    Raises ConfigError for a setting that is neither True nor False, and for a seed that is no whole
+    number or out of range.
     """
     for name in _FLAGS:
         value = getattr(config, name)
@@ -78,7 +79,8 @@ def check_flags_and_seed(config: RunConfig) -> None:
 def check_callable(name: str, value: Any, example: str, optional: bool = False) -> None:
     """Raises ConfigError unless the binding `name` of ``train.run`` is a class or function.
 
-    `example` is a value that the message names. With `optional` None is allowed, too.
+    `value` is the value that the binding gives; with `optional` it may also be None. `example` is a
+    right value, which the error's message names.
     """
     if callable(value) or (optional and value is None):
         return
@@ -91,7 +93,7 @@ def check_callable(name: str, value: Any, example: str, optional: bool = False) 
 def check_vocabulary(vocabulary: Any) -> None:
     """Raises ConfigError unless an object can be used as a vocabulary.
 
-    It may also be a pair of vocabularies, for inputs and for targets.
+    The object may also be a pair of vocabularies: one for inputs and one for targets.
     """
     pair = vocabulary if vocabulary and isinstance(vocabulary, tuple) else (vocabulary,)
     for one in pair:
@@ -119,7 +121,8 @@ VariableFilter = Union[None, str, Callable[[Any], bool]]
 class RunConfig:
     """The settings of a run, not checked yet; gin fills in missing ones.
 
-    Parameters that ``mesh_tensorflow.transformer.utils.run`` has too mean the same here.
+    A setting that is also a parameter of ``mesh_tensorflow.transformer.utils.run`` means the same
+    as this parameter.
 
     Attributes:
       model_type: "lm", "aligned" or "bitransformer".
@@ -214,7 +217,8 @@ class RunConfig:
 def check_schedule(config: RunConfig) -> None:
     """Checks when a run saves, logs, evaluates, stops early and records, and its hooks.
 
-    Raises ConfigError for a wrong value. `resolve_job` checks the other settings.
+    Raises ConfigError for a setting with a wrong value. `resolve_job` checks the other settings of
+    a run.
     """
     for name in ("save_checkpoints_steps", "perplexity_eval_steps", "log_steps"):
         check_positive(name, getattr(config, name))

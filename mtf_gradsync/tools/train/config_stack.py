@@ -55,8 +55,9 @@ class _Value(NamedTuple):
 def resolved(key: str, value: Any) -> _Value:
     """Follows a value that gin binds through macros, such as %K, to the value they stand for.
 
-    Returns this value, and the name of the macro that has it. A `value` that is no macro is
-    returned with `key`, the name of the parameter that it is bound to.
+    Returns the value that the macros stand for, and the name of the macro that has this value. If
+    `value` is no macro, `value` and `key` are returned; `key` is the name of the parameter that
+    `value` is bound to.
     """
     while isinstance(value, gin.config.ConfigurableReference) and str(value).startswith("%"):
         key = str(value)[1:]
@@ -67,8 +68,8 @@ def resolved(key: str, value: Any) -> _Value:
 def bound_to(scope: str, selector: str, parameter: str) -> Any:
     """Returns the value that gin gives a parameter in calls in `scope`; None without a binding.
 
-    `selector` is the configurable's full name. Bindings in `scope` come before those in the scopes
-    around it, and macros are replaced by their values.
+    `selector` is the full name of the configurable that has the parameter. A binding in `scope`
+    overrides one in a scope around `scope`. A macro is replaced by the value that it stands for.
     """
     there = bindings()
     parts = scope.split("/") if scope else []
@@ -82,7 +83,7 @@ def bound_to(scope: str, selector: str, parameter: str) -> Any:
 def stack_of_config() -> ConfigStack:
     """Reads the stack of optimizers from gin's bindings.
 
-    Raises ConfigError if the search cannot choose another division for this stack.
+    Raises ConfigError if ``plan --best`` cannot choose another division for the stack.
     """
     value = resolved("", gin.query_parameter("train.run.optimizer")).value
     scope = None

@@ -39,14 +39,17 @@ def run_on_processes(
 ) -> Any:
     """Trains and evaluates as `run` does, on all processes' XLA devices. Every process calls it.
 
-    All processes build the graph and make the steps. Process 0 evaluates, and writes to model_dir,
-    which the others can read. The processes meet by `mtf_gradsync.xla.start_processes`, which gets
-    coordinator, num_processes, process_id and `meeting` (its timeout and silence, in seconds). Then
-    each process calls `work` with the arguments of `run`, and returns its result.
+    All processes build the graph and make the training steps. Process 0 evaluates, and writes to
+    model_dir, which the other processes have to be able to read. The processes meet by
+    `mtf_gradsync.xla.start_processes`, which gets coordinator, num_processes, process_id and
+    `meeting`: the arguments timeout and silence, in seconds. Silence is the time without a
+    heartbeat after which a process counts as lost. Then each process calls `work` with the
+    arguments of `run`, and returns what `work` returns.
 
-    Training does not begin unless all processes have the same schedule and the same `settings`: the
-    arguments that `work` was made with, by the names that the user knows. The other processes say
-    what process 0 alone does; `first_does` is the text for that if `work` is not `run`.
+    Training does not begin unless all processes have the same schedule and the same `settings`.
+    `settings` are the arguments that `work` was made with, by the names that the user knows. Each
+    process except process 0 prints what only process 0 does. `first_does` is the text for this if
+    `work` is not `run`.
 
     Raises:
       ConfigError: if a setting cannot work.
@@ -99,8 +102,8 @@ def run_on_processes(
 def _chosen(processes: xla.Processes, choose: Callable[[], Start]) -> Start:
     """Has all processes choose a checkpoint, and returns the choice of this process.
 
-    `choose` is the function that chooses; process 0 calls it first, then the others. Raises
-    ProcessesError if processes have chosen checkpoints of different steps.
+    `choose` is the function that chooses a checkpoint. Process 0 calls it first, then the other
+    processes do. Raises ProcessesError if processes have chosen checkpoints of different steps.
     """
     start = processes.in_turn(choose)
     processes.check_equal(
@@ -128,11 +131,12 @@ def run_on_cluster(
 ) -> Any:
     """Trains and evaluates as `run` does, on the devices of all tasks. Every task calls it.
 
-    The chief builds, trains, evaluates and writes: it calls `work` with the arguments of `run` and
-    returns its result. The other tasks serve their devices until the chief ends, and return None.
-    Without ``mesh_devices`` all tasks have equally many CPU devices. The tasks meet by
-    `mtf_gradsync.join_cluster`, which gets `meeting`: its watch_port, timeout and silence (in
-    seconds), and open_to_network.
+    The chief builds the graph, trains, evaluates and writes the files: it calls `work` with the
+    arguments of `run`, and returns what `work` returns. The other tasks serve their devices until
+    the chief ends, and return None. If the config does not bind ``mesh_devices``, all tasks have
+    equally many CPU devices. The tasks meet by `mtf_gradsync.join_cluster`, which gets `meeting`:
+    the arguments watch_port, timeout, silence and open_to_network. Timeout and silence are in
+    seconds; silence is the time without a heartbeat after which a task counts as lost.
 
     Raises:
       ConfigError: if a setting cannot work.
@@ -159,8 +163,8 @@ def run_on_cluster(
 def _with_devices(config: RunConfig, task: Task) -> tuple[RunConfig, int]:
     """Returns a config whose mesh is on the devices of all tasks of the cluster of `task`.
 
-    Devices that the config names stay. The second result is the number of CPU devices that each
-    task needs. Raises ConfigError if the tasks cannot hold the mesh.
+    If the config names devices, the mesh stays on these. The second result is the number of CPU
+    devices that each task needs. Raises ConfigError if the tasks cannot hold the mesh.
     """
     tasks = task.all_tasks
     mesh = resolve_mesh(

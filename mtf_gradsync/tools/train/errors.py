@@ -31,7 +31,7 @@ _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
 def writing_to(directory: Path) -> Iterator[None]:
     """Turns an OSError of the block into a TrainingError that says what to do about it.
 
-    `directory` is the folder of the run.
+    `directory` is the folder of the run, whose files the block writes.
     """
     try:
         yield

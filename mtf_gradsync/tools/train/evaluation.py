@@ -19,10 +19,11 @@ from mtf_gradsync.tools.train.model import MeshModel, ModelSettings
 class EvalGraph(NamedTuple):
     """The tensors by which a session scores batches and predicts single targets.
 
-    A session feeds int32 ``[batch_size, length]`` to the placeholders `features`, by feature name.
-    `cross_entropy` is float32 ``[batch..., length]``: the loss of every target in nats, 0 for
-    padding. To predict, a session also feeds an int32 scalar to `position`; `next_logits` is
-    float32 ``[batch..., vocab]``, the logits of the target at that position.
+    `features` are placeholders by feature name, to which a session feeds int32 arrays
+    ``[batch_size, length]``. `cross_entropy` is float32 ``[batch..., length]``: the loss of every
+    target in nats, 0 for padding. To predict single targets, a session also feeds an int32 scalar
+    to the placeholder `position`, and fetches `next_logits`, float32 ``[batch..., vocab]``: the
+    logits of the targets at this position.
     """
 
     lowering: Any
@@ -35,8 +36,8 @@ class EvalGraph(NamedTuple):
 def build_eval_graph(settings: ModelSettings, feature_names: list[str]) -> EvalGraph:
     """Adds the model to the default graph, without dropout, auxiliary losses and update.
 
-    `feature_names` are the names of the features in the batches that will be fed. Returns the
-    tensors to feed and to fetch.
+    `feature_names` are the names of the features in the batches that will be fed to the graph.
+    Returns the tensors to feed and to fetch.
     """
     features = {
         name: tf.placeholder(
@@ -78,7 +79,8 @@ Batches = List[Dict[str, np.ndarray]]
 class Score(NamedTuple):
     """The quality of predictions: `nats` is the sum of the targets' negative log-likelihoods.
 
-    `tokens` counts the targets without padding, `num_bytes` the bytes of text they stand for.
+    `tokens` is the number of targets that are not padding, and `num_bytes` is the number of bytes
+    of the text that these targets stand for.
     """
 
     nats: float
@@ -156,7 +158,7 @@ class Evaluator:
     def next_logits(self, batch: dict[str, np.ndarray], position: int) -> np.ndarray:
         """Returns float32 logits ``[batch_size, vocab_size]`` of the targets at a position.
 
-        Targets at that position and after it have no influence on them.
+        The targets at the position and after it have no influence on the logits.
         """
         logits = self._run(self._graph.next_logits, batch, {self._graph.position: position})
         # Mesh-TensorFlow pads the vocabulary.
@@ -180,8 +182,8 @@ class Evaluator:
 def unigram_score(train: Batches, held_out: Batches, vocabulary: Any) -> Score:
     """Scores the targets of held-out batches by how often each id occurs in training batches.
 
-    That is the score of a model that gives each id its frequency in `train` as probability. One is
-    added to each count, so that no id has the probability 0.
+    The result is the score of a model that gives each id its frequency in the batches `train` as
+    probability. One is added to the count of each id, so that no id has the probability 0.
     """
     vocabulary = transformer_utils().targets_vocabulary(vocabulary)
     size = vocabulary.vocab_size

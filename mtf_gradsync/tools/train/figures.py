@@ -16,7 +16,7 @@ from mtf_gradsync.runtimes.starting import write_bytes
 def check_library(library: str, work: str) -> None:
     """Raises a ConfigError if a library of the train extra is missing, without importing it.
 
-    `work` says in the message what needs the library, such as "a plot".
+    `work` is a text for the error's message: what needs the library, such as "a plot".
     """
     if importlib.util.find_spec(library) is None:
         raise ConfigError(f"{work} needs {library}: {install_extra('train')}")
@@ -67,7 +67,7 @@ WIDTH = 5.2
 def style() -> Any:
     """Returns a context manager in which figures get the colors and letters of a run's page.
 
-    Figures for `as_svg` have to be drawn inside it.
+    Figures for `as_svg` have to be drawn inside the context manager's block.
     """
     import matplotlib
 
@@ -92,7 +92,7 @@ def style() -> Any:
 def figure(height: float = 2.7, width: float = WIDTH) -> Any:
     """Returns an empty figure of matplotlib, by default as wide as a column of the page.
 
-    `height` and `width` are in inches.
+    `height` and `width` are the figure's height and width in inches.
     """
     return new_figure(width, height)
 
@@ -100,8 +100,8 @@ def figure(height: float = 2.7, width: float = WIDTH) -> Any:
 def as_svg(drawn: Any, prefix: str, description: str) -> str:
     """Returns a figure that was drawn within `style` as an ``svg`` element of a page.
 
-    `prefix` begins the names of the element's parts, and has to differ for each figure of a page.
-    `description` is for readers who do not see the figure.
+    The names of the element's parts begin with `prefix`, which has to differ for each figure of a
+    page. `description` is a text for readers who cannot see the figure.
     """
     content = io.StringIO()
     drawn.savefig(content, format="svg", transparent=True, metadata={"Date": None})

@@ -41,13 +41,13 @@ def load(
 ) -> list[str]:
     """Replaces gin's configuration by the bindings of files, then by single bindings.
 
-    Where two bind the same parameter, the later one counts. `gin_files` are looked for as named,
-    then in the folders `search_paths`, then among the files that come with the package.
-    `gin_params` are bindings such as "train.run.batch_size = 8". Bindings of ``utils.run``, as T5
-    has them, move to ``train.run`` if that has a parameter of the name; if a file binds the
-    parameter of ``train.run`` too, this binding wins. Returns the names of the ``utils.run``
-    bindings and the macros that have no effect here. Raises ConfigError for a binding or a file
-    that gin refuses.
+    If two bindings are of the same parameter, the later one counts. `gin_files` are names of gin
+    files. Each is looked for as it is, then in the folders `search_paths`, then among the files
+    that come with the package. `gin_params` are bindings such as "train.run.batch_size = 8".
+    A binding of ``utils.run``, as T5's configs have it, becomes a binding of ``train.run`` if
+    ``train.run`` has a parameter of this name. If a file binds the parameter of ``train.run``, too,
+    the binding of ``train.run`` wins. Returns the names of the ``utils.run`` bindings and the
+    macros that have no effect. Raises ConfigError for a binding or a file that gin refuses.
     """
     # Registers what model configs bind; also the check for the extra.
     transformer_utils()
@@ -103,8 +103,8 @@ def bound_run_config() -> RunConfig:
 def bound_to_mesh(mesh_shape: str, layout: Any) -> Iterator[None]:
     """Binds the mesh and layout of optimizers to other values inside the block.
 
-    Only parameters `mesh_shape` and `layout` of this package that gin binds already are bound to
-    the new values. When the block ends, they have their old values again.
+    Of all parameters `mesh_shape` and `layout` of this package, only those that gin binds already
+    are bound to the new values. When the block ends, they have their old values again.
     """
     given = {"mesh_shape": mesh_shape, "layout": layout}
     before = {
@@ -209,8 +209,9 @@ def _no_search_log() -> Iterator[None]:
 def _take_over_utils_run(overrides: bool = False) -> list[str]:
     """Moves bindings of ``utils.run`` to ``train.run``, if that has a parameter of the name.
 
-    If ``train.run`` has another binding of the parameter, that one stays, unless `overrides` is
-    set. Returns a text on each binding that has no effect because of that.
+    If gin binds the parameter of ``train.run`` already, the existing binding stays, unless
+    `overrides` is set. Returns a text on each binding of ``utils.run`` that has no effect because
+    an existing binding with another value stays.
     """
     ignored = []
     for name, value in take(_UTILS_RUN).items():

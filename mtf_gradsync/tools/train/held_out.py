@@ -32,7 +32,8 @@ class Improvement:
     def __init__(self, rows: Sequence[Mapping[str, Any]], most_steps: int | None):
         """Begins with the held-out losses in `rows`, the lines of a metrics file.
 
-        `most_steps` is `RunConfig.max_steps_without_decrease`: None never ends the run.
+        `most_steps` is `RunConfig.max_steps_without_decrease`; if it is None, the run never ends
+        because of its held-out losses.
         """
         self._most_steps = most_steps
         self.best: float | None = None
@@ -63,8 +64,8 @@ class Improvement:
 class HeldOut:
     """The evaluation of a run on held-out data.
 
-    `unigram` is the baseline's score. Once the run is finished, `result` is the content of the
-    result file and `samples` what the model wrote.
+    `unigram` is the score of the unigram baseline. Once the run is finished, `result` is the
+    content of the run's result file, and `samples` are the texts that the model wrote.
     """
 
     def __init__(
@@ -77,9 +78,9 @@ class HeldOut:
     ):
         """Begins without held-out data, which `prepare` reads.
 
-        `model` and `config` are the settings of the run. Files are written to `directory`.
-        `session` has the settings of the session that evaluates; `say` is called with each line
-        that the user gets to read.
+        `model` and `config` are the settings of the run, and `directory` is the folder to which
+        files are written. `session` has the settings of the session that evaluates the model. `say`
+        is called with each line of text for the user.
         """
         self._model, self._config, self._directory = model, config, directory
         self._session, self._say = session, say
@@ -94,8 +95,8 @@ class HeldOut:
     def prepare(self) -> None:
         """Reads the held-out batches, and scores the unigram baseline on them.
 
-        Raises ConfigError if the data are empty, or cannot be read or scored, or if the settings of
-        samples cannot work.
+        Raises ConfigError if the held-out data are empty, or cannot be read or scored, or if the
+        settings by which the model writes samples cannot work.
         """
         eval_dataset_fn, steps = self._config.eval_dataset_fn, self._config.perplexity_eval_steps
         assert eval_dataset_fn is not None  # the caller has asked
@@ -156,7 +157,7 @@ class HeldOut:
     def build(self) -> None:
         """Builds the graph of the evaluation, unless it exists or there are no held-out data.
 
-        Raises ConfigError if the model cannot be built for the held-out batches.
+        Raises ConfigError if the model's graph cannot be built for the held-out batches.
         """
         if not self._held_out or self._evaluator is not None:
             return
@@ -182,8 +183,8 @@ class HeldOut:
     ) -> Score | None:
         """Scores the checkpoint `path` of `step` while the run goes on, and returns the score.
 
-        The recorder gets the loss as "held_out_nats", and the progress shows loss and perplexity.
-        Without held-out data nothing happens, and the result is None.
+        The held-out loss is recorded as the measurement "held_out_nats", and the progress shows the
+        loss and the perplexity. Without held-out data nothing happens, and the result is None.
         """
         if not self._held_out:
             return None
@@ -198,9 +199,10 @@ class HeldOut:
     def finish(self, path: str | None, writes: bool = True, **result: Any) -> Score | None:
         """Evaluates the finished model; writes samples, and the result file with `result` in it.
 
-        `path` is the last checkpoint, and the returned score is the score of this checkpoint.
+        `path` is the run's last checkpoint, and the returned score is the score of this checkpoint.
         Without held-out data `path` may be None, and None is returned. Unless `writes` is set,
-        scores and samples are only printed. `result` has "step", and the speed if steps were made.
+        scores and samples are printed, but written to no file. `result` is the first part of the
+        result file's content: it has "step", and the speed of training if steps were made.
         """
         self.result = dict(result)
         if len(result) > 1:
@@ -243,7 +245,7 @@ class HeldOut:
     def _score(self, path: str) -> Score:
         """Returns the score of the checkpoint `path` on all held-out batches.
 
-        Afterwards the evaluator holds the checkpoint's variables.
+        After the call the evaluator's variables have the checkpoint's values.
         """
         self.build()
         if self._scored is None or self._scored[0] != path:

@@ -27,9 +27,9 @@ def resolve_learning_rate(
 ) -> LearningRate:
     """Returns a run's learning rate, checked: None, a number, or a function called with ``step=``.
 
-    `learning_rate_schedule` is the setting of `RunConfig`; for a list the result is a function that
-    multiplies its factors. Schedules get `total_steps` as the length of the run. Raises ConfigError
-    for another value.
+    `learning_rate_schedule` is the setting of this name in `RunConfig`. If it is a list, the result
+    is a function that multiplies the factors in the list. Schedules get `total_steps` as the length
+    of the run. Raises ConfigError if the setting can be no learning rate.
     """
     factors = learning_rate_schedule
     for one in factors if isinstance(factors, (list, tuple)) else [factors]:
@@ -72,9 +72,10 @@ def rate_on_mesh(
     """Returns the learning rate of a step: None, a number, or a scalar of tf or mtf.
 
     `schedule` is a result of `resolve_learning_rate`, and `step` is the global step. If
-    `schedule_step` is None, a schedule gets `step`. Otherwise it gets the step that `schedule_step`
-    returns for `mesh`, and the number of updates in the run as the run's length. That number
-    follows from the optimizers of `stack`, a list that may be filled until the graph is lowered.
+    `schedule_step` is None, a learning rate schedule is called with `step`. Otherwise it is called
+    with the step that `schedule_step` returns for `mesh`, and with the number of updates in the run
+    as the run's length. The number of updates follows from the optimizers in `stack`, a list that
+    the caller may fill until the graph is lowered.
     """
     if schedule_step is None or not isinstance(schedule, functools.partial):
         return rate_of_step(schedule, step)
@@ -89,8 +90,8 @@ def rate_on_mesh(
 def rate_of_step(learning_rate: LearningRate, step: tf.Tensor) -> Any:
     """Returns the learning rate of a step: None, a number, or the scalar that a schedule gives.
 
-    `learning_rate` is a result of `resolve_learning_rate`. Raises ConfigError if it is a schedule
-    that raises an exception for `step`, or gives no scalar.
+    `learning_rate` is a result of `resolve_learning_rate`. Raises ConfigError if `learning_rate` is
+    a schedule that raises an exception for `step`, or that returns no scalar.
     """
     if not callable(learning_rate):
         return learning_rate
@@ -116,8 +117,8 @@ def rate_of_step(learning_rate: LearningRate, step: tf.Tensor) -> Any:
 def _check_schedule(function: Callable[..., Any], by_name: bool) -> None:
     """Raises ConfigError for a function that does not accept a step and a number of steps.
 
-    With `by_name` it will be called with the keywords ``step`` and ``total_train_steps``, otherwise
-    with both by position.
+    With `by_name` the function has to accept the keywords ``step`` and ``total_train_steps``,
+    otherwise the two numbers by position.
     """
     try:
         signature = inspect.signature(function)
@@ -138,8 +139,9 @@ def _check_schedule(function: Callable[..., Any], by_name: bool) -> None:
 def adafactor_counts(schedule_step: Callable[[Any], Any] | None, mesh: mtf.Mesh) -> Iterator[None]:
     """Makes the default decay rate of Adafactors follow the step that schedules get.
 
-    This holds for optimizers made inside the block. `schedule_step` is called with `mesh` and
-    returns the step. If it is None, the decay rate follows the global step, as without the block.
+    Only Adafactor optimizers made inside the block change. `schedule_step` is a function that is
+    called with `mesh` and returns the step. If `schedule_step` is None, the decay rate follows the
+    global step, as it does outside the block.
     """
     if schedule_step is None:
         yield

@@ -37,9 +37,9 @@ _STEPS_BEFORE_TIMELINE = 5
 class LoopResult(NamedTuple):
     """The end of a training loop.
 
-    `step` is the number of the last step made, and `steps_made` is how many steps this loop has
-    made. `stopped_by` is the signal that ended the loop early, None if none did; `seconds` is the
-    time spent in steps.
+    `step` is the number of the last step that the loop has made, and `steps_made` is how many steps
+    the loop has made. `stopped_by` is the number of the signal that ended the loop early, or None
+    if no signal did. `seconds` is the time that the steps took.
     """
 
     step: int
@@ -123,7 +123,7 @@ def train_loop(
 class _Loop:
     """The state of one training loop: `step` counts steps dispatched, `seconds` time in steps.
 
-    `is_at_end` is whether on_checkpoint has said of the newest checkpoint that the run ends there.
+    `is_at_end` is true if `on_checkpoint` has said that the run ends at the newest checkpoint.
     """
 
     def __init__(
@@ -184,9 +184,9 @@ class _Loop:
     ) -> int | None:
         """Calls `steps`, which makes training steps, records them, and returns its result.
 
-        The result is the signal that stopped the steps, or None. `on_timeline` is called with the
-        timeline and the numbers of the first and the last step in it. If the recording fails, the
-        progress says so, and the run goes on.
+        The result of `steps` is the signal that stopped the training steps, or None. `on_timeline`
+        is called with the timeline and with the numbers of the first and the last step in the
+        timeline. If recording fails, the progress shows a message, and the run goes on.
         """
         self._look_at_all()
         timeline = self._runner.timeline()
@@ -217,7 +217,7 @@ class _Loop:
     def failure(self, error: BaseException) -> TrainingError:
         """Returns the TrainingError to raise for an exception that a step has raised.
 
-        Its text also names the newest checkpoint.
+        The text of the TrainingError also names the newest checkpoint.
         """
         if isinstance(error, NoUpdateError):
             return self._no_update(error)
@@ -233,7 +233,8 @@ class _Loop:
     def save(self) -> None:
         """Begins to save a checkpoint of the last step, unless that step has one already.
 
-        It is written while the next steps run, or before them if it is evaluated.
+        A checkpoint is written while the next steps run. If the checkpoint will be evaluated, it is
+        written before the next step begins.
         """
         began = time.monotonic()
         self._look_at_all()
@@ -262,8 +263,8 @@ class _Loop:
     def tell_left_steps(self) -> None:
         """Tells the user after the run's last step how many steps no update has applied.
 
-        These are the newest microbatch steps, whose gradients are accumulated for an update to
-        come. If there are none, nothing is printed.
+        Steps that no update has applied are the newest microbatch steps, whose gradients are
+        accumulated for a later update. If there are no such steps, nothing is printed.
         """
         left = self._means.steps_in_no_update
         if left and self.step >= self._config.train_steps:
@@ -334,8 +335,8 @@ _BAD_LOSSES = 100
 def most_bad_losses(optimizers: Sequence[Any]) -> int:
     """Returns how many losses in a row may be not finite, without an update, before a run ends.
 
-    `optimizers` is a stack. The result is 0 if no optimizer in it skips gradients that are not
-    finite.
+    `optimizers` are the optimizers of a stack. The result is 0 if none of them skips gradients that
+    are not finite.
     """
     if not stack_skips_not_finite(optimizers):
         return 0
@@ -347,8 +348,9 @@ def most_bad_losses(optimizers: Sequence[Any]) -> int:
 class Patience:
     """The rule of whether training goes on after a loss that is not finite.
 
-    By default training ends. If an optimizer of the stack skips gradients that are not finite,
-    training goes on as long as there are updates (see `most_bad_losses`).
+    By default training ends after such a loss. If an optimizer of the stack skips gradients that
+    are not finite, training goes on, unless too many losses in a row are not finite while no update
+    is made (see `most_bad_losses`).
     """
 
     def __init__(self, optimizers: Sequence[Any]):
@@ -359,7 +361,8 @@ class Patience:
     def goes_on(self, loss: float, update_step: int | None) -> bool:
         """Returns whether training goes on after a step that had this loss.
 
-        update_step counts the updates made by then; None if the optimizers do not count.
+        `loss` is the loss of the step. `update_step` is the number of updates made by the end of
+        the step; None if the optimizers do not count updates.
         """
         if math.isfinite(loss) or update_step != self._update_step:
             self._bad = 0

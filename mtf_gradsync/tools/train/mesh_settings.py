@@ -16,8 +16,9 @@ _logger = logging.getLogger(__name__)
 class MeshSettings(NamedTuple):
     """A mesh, a device for each of its processors, and how many CPU devices the session needs.
 
-    `mesh_impl` makes a placement mesh of shape, layout and devices. `rules` are the pairs of a
-    tensor dimension and a mesh dimension in the layout; empty if they are not known.
+    `mesh_impl` is called with a mesh shape, a layout and devices, and makes a placement mesh.
+    `rules` are the layout's rules as pairs of a tensor dimension and a mesh dimension. `rules` is
+    empty if the rules are not known.
     """
 
     shape: mtf.Shape
@@ -42,7 +43,7 @@ class MeshSettings(NamedTuple):
     def check_devices(self) -> None:
         """Raises ConfigError if the settings name a GPU that TensorFlow does not see.
 
-        GPUs of other tasks are not checked.
+        GPUs of other tasks of the cluster are not checked.
         """
         specs = map(tf.DeviceSpec.from_string, self.devices)
         wanted = [spec for spec in specs if spec.device_type == "GPU" and spec.job is None]
@@ -66,11 +67,11 @@ class MeshSettings(NamedTuple):
         `graph` is the model's mtf graph, and `inputs` are the names of the dimensions of its input
         features.
 
-        Raises ConfigError for a dimension that the mesh cannot split evenly. It also raises
-        ConfigError for a mesh dimension over which no rule splits a variable or an input: the
-        processors along that dimension would all compute the same, except in attention, which
-        splits its own tensors by any rule's name. Other rules that split no variable and no input
-        are logged.
+        Raises ConfigError for a tensor dimension that the mesh cannot split evenly. Also raises
+        ConfigError for a mesh dimension over which no rule of the layout splits a variable or an
+        input: the processors along this mesh dimension would all compute the same, except in
+        attention, which splits its own tensors by any rule's name. Any other rule that splits no
+        variable and no input is named in the log.
         """
         dims = sorted({dim for op in graph.operations for x in op.outputs for dim in x.shape.dims})
         variables = {dim.name for v in graph.all_variables for dim in v.shape.dims}
@@ -117,7 +118,7 @@ def resolve_mesh(
 ) -> MeshSettings:
     """Returns the mesh that the settings of a `RunConfig` with these names describe.
 
-    Raises ConfigError if a setting cannot be read, or if they do not fit together.
+    Raises ConfigError if a setting cannot be read, or if the settings do not fit together.
     """
     shape = _convert(mtf.convert_to_shape, "mesh_shape", mesh_shape, "batch:4;model:2")
     layout = _convert(
@@ -167,9 +168,10 @@ def _check_rules(rules: Sequence[tuple[str, str]], mesh_shape: Any) -> None:
     """Raises ConfigError for a rule with a misspelt mesh dimension; allows rules for other meshes.
 
     `rules` are pairs (tensor dimension, mesh dimension), and `mesh_shape` is an mtf.Shape. T5's
-    layouts have rules for other meshes ("ensemble:ensemble"), which Mesh-TensorFlow ignores. So a
-    rule for a dimension that the mesh lacks counts as misspelt only if the mesh has a dimension
-    larger than 1 without any rule; otherwise the rule is logged.
+    layouts have rules for mesh dimensions that only other meshes have ("ensemble:ensemble"), and
+    Mesh-TensorFlow ignores such rules. So a rule for a dimension that the mesh lacks counts as
+    misspelt only if the mesh has a dimension larger than 1 without any rule. Otherwise a line about
+    the rule is logged.
     """
     names = [dim.name for dim in mesh_shape.dims]
     absent = [(tensor_dim, mesh_dim) for tensor_dim, mesh_dim in rules if mesh_dim not in names]
@@ -193,7 +195,7 @@ def _check_rules(rules: Sequence[tuple[str, str]], mesh_shape: Any) -> None:
 def _layout_pairs(layout_rules: Any) -> list[tuple[str, str]]:
     """Returns layout rules as pairs (tensor dimension, mesh dimension) of names.
 
-    `layout_rules` is a text such as "batch:batch;heads:model", or has such pairs. The result is
+    `layout_rules` is a text such as "batch:batch;heads:model", or has pairs of names. The result is
     empty for an mtf.LayoutRules, which has no public list of its rules.
     """
     if isinstance(layout_rules, mtf.LayoutRules):

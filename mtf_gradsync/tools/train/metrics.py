@@ -38,8 +38,8 @@ class Progress:
     ):
         """Begins to show a run from first_step to train_steps, on `stream` or standard error.
 
-        `tokens_per_step` is for the tokens per second. Where there is no terminal, at least
-        `seconds_between_lines` pass between two lines.
+        From `tokens_per_step`, the tokens in a step, the tokens per second are computed. If the
+        stream is no terminal, at least `seconds_between_lines` pass between two printed lines.
         """
         self._stream = stream or sys.stderr
         self._total = train_steps
@@ -81,7 +81,7 @@ class Progress:
     def tokens_per_second(self) -> float:
         """Returns the tokens per second since the last call of this method, without pauses.
 
-        The result is 0 if no steps were timed since then.
+        The result is 0 if no steps were timed since the last call.
         """
         return self._rate.since_last_asked()
 
@@ -95,7 +95,7 @@ class Progress:
     def pause(self) -> None:
         """Excludes the time until the next step from the rate of tokens.
 
-        It is called for an evaluation or a checkpoint.
+        This method is called when an evaluation or the writing of a checkpoint begins.
         """
         self._rate.pause()
 
@@ -109,8 +109,8 @@ class Progress:
 class _Rate:
     """The tokens per second in the last seconds, without pauses, and the time left in the run.
 
-    The time left is computed from all steps and pauses, but for the first step, which may have
-    included compilation.
+    The time left in the run is computed from all steps and pauses except the first step, because
+    the first step may have included compilation.
     """
 
     _SECONDS = 5.0
@@ -161,7 +161,7 @@ class _Rate:
 def _bar_width(stream: TextIO) -> dict[str, Any]:
     """Returns arguments of tqdm that make its bar as wide as the terminal of `stream`.
 
-    If the terminal's width is not known, the bar is 80 columns wide.
+    If the width of the terminal is not known, the bar is 80 columns wide.
     """
     try:
         known = os.get_terminal_size(stream.fileno()).columns > 0
@@ -194,8 +194,8 @@ class MetricsFile:
     def __init__(self, path: Path, first_step: int):
         """Opens the file for a session that begins after `first_step` steps of the run.
 
-        Lines of these steps stay. Lines of later steps are deleted: the run goes on from a
-        checkpoint and makes those steps again.
+        Lines of the first `first_step` steps stay in the file. Lines of later steps are deleted:
+        the run goes on from a checkpoint and makes the later steps again.
         """
         self._path = path
         kept = [row for row in read_metrics(path) if row["step"] <= first_step]
@@ -216,8 +216,8 @@ class MetricsFile:
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """Returns the lines of a metrics file: for each the step and its measurements, by name.
 
-    Incomplete lines are skipped: a process that was killed while it wrote may have left one. The
-    result is empty if there is no file.
+    Incomplete lines of the file are skipped, because a process that was killed while it wrote may
+    have left one. The result is empty if there is no metrics file.
     """
     rows = []
     if path.exists():
@@ -238,15 +238,15 @@ _FLUSH_SECONDS = 30
 class EventFile:
     """An event file for the scalar summaries of this session of a run.
 
-    Every method raises OSError if it cannot write. A ``tf.summary.FileWriter`` does not: its thread
-    keeps such errors to itself.
+    Every method raises OSError if the file cannot be written. A ``tf.summary.FileWriter`` would not
+    raise it: errors in the writer's thread do not reach the caller.
     """
 
     def __init__(self, directory: Path, first_step: int):
         """Creates the file of a session that begins after first_step steps.
 
-        Its first event makes TensorBoard ignore what earlier sessions wrote for later steps. The
-        sessions of TensorFlow write such an event, too.
+        The first event in the file makes TensorBoard ignore what earlier sessions of the run wrote
+        for steps after `first_step`. TensorFlow's own training sessions write such an event, too.
         """
         now = time.time()
         # Files are named by the second; a session may begin within the same one.
@@ -262,7 +262,7 @@ class EventFile:
     def write(self, step: int, scalars: Mapping[str, Any]) -> None:
         """Adds scalar summaries of a step; numbers that are not finite are left out.
 
-        `scalars` are the numbers, by TensorBoard's tag.
+        `scalars` are the numbers, by the tag under which TensorBoard shows them.
         """
         values = [
             tf.Summary.Value(tag=tag, simple_value=float(value))
@@ -313,7 +313,8 @@ class MetricsRecorder:
     def __init__(self, directory: Path, metrics_file: str, first_step: int):
         """Begins a session (one start) of a run, after first_step steps.
 
-        The files are in `directory`; `metrics_file` is the name of the metrics file there.
+        The measurements are written to files in `directory`. `metrics_file` is the name of the
+        metrics file in this directory.
         """
         self._metrics = MetricsFile(directory / metrics_file, first_step)
         self.left_means = self._metrics.left_means
@@ -328,8 +329,8 @@ class MetricsRecorder:
     def write(self, step: int, values: Mapping[str, Any]) -> None:
         """Adds the measurements of a step, by name.
 
-        They are numbers, or arrays with a number for each shard. Of values that are not finite,
-        only losses are written.
+        A measurement is a number, or an array with a number for each shard. If its value is not
+        finite, it is written only if it is a loss.
         """
         scalars = split_by_shard(values)
         self._events.write(step, {_TAGS.get(name, name): x for name, x in scalars.items()})
@@ -342,8 +343,9 @@ class MetricsRecorder:
     def leave_means(self, step: int, means: StepMeans) -> None:
         """Writes what is summed up so far for the means over steps of the next line.
 
-        It is called when a checkpoint of `step` is saved. A session that goes on from there takes
-        these sums up, so that its first means are those of a run that was not stopped.
+        This method is called when a checkpoint of `step` is saved. A session that goes on from the
+        checkpoint reads the sums and adds to them, so that the means in its first line are equal to
+        those of a run that was not stopped.
         """
         state = means.state()
         if state is not None:
@@ -361,7 +363,7 @@ class MetricsRecorder:
 def _plain(value: Any) -> Any:
     """Converts a number or an array to a number or a list that JSON can hold.
 
-    Floats are rounded to 6 digits. The result is None if any number is not finite.
+    Floats are rounded to 6 significant digits. The result is None if any number is not finite.
     """
     array = np.asarray(value)
     if not np.all(np.isfinite(array)):

@@ -33,9 +33,9 @@ MODEL_TYPES = get_args(ModelType)
 class ModelSettings(NamedTuple):
     """The settings that a run's graphs, for training and for scoring, are built from.
 
-    They are checked settings of `RunConfig` in one form: `batch_size` is the number of sequences in
-    a global batch, and `sequence_length` has a length for each feature. If `outer_batch_size` is 0,
-    tensors have no such dimension.
+    The attributes are settings of `RunConfig` that are checked and brought into one form:
+    `batch_size` is the number of sequences in a global batch, and `sequence_length` has a length
+    for each feature. If `outer_batch_size` is 0, tensors have no dimension "outer_batch".
     """
 
     model_type: ModelType
@@ -50,7 +50,7 @@ class ModelSettings(NamedTuple):
     def feature_length(self, name: str) -> int:
         """Returns the length of the sequences of the feature `name`, such as "targets_position".
 
-        Raises ConfigError if the settings give it no length.
+        Raises ConfigError if the settings give no length for the feature.
         """
         # "targets_position" is as long as "targets".
         feature = name.split("_")[0]
@@ -77,8 +77,8 @@ class ModelSettings(NamedTuple):
     def check_features(self, features: Collection[str], of: str) -> None:
         """Raises ConfigError if the model reads a feature that a data set does not have.
 
-        `features` are the names of the data set's features, and `of` is the setting that gives the
-        data set, for the error.
+        `features` are the names of the data set's features. `of` is the name of the setting that
+        gives the data set; the error's text begins with it.
         """
         needed = ["targets"] if self.model_type == "lm" else ["inputs", "targets"]
         missing = [name for name in needed if name not in features]
@@ -95,7 +95,8 @@ class MeshModel:
     def __init__(self, settings: ModelSettings, mesh_impl: Any = None):
         """Makes the model's layers, and an mtf graph without operations.
 
-        `mesh_impl` is what the graph will be lowered on; None is the placement mesh of `settings`.
+        `mesh_impl` is the mesh implementation on which the graph will be lowered; None stands for
+        the placement mesh that `settings` describe.
         """
         if settings.model_type not in MODEL_TYPES:
             raise ConfigError(
@@ -153,8 +154,8 @@ class MeshModel:
     def import_features(self, features: dict[str, tf.Tensor]) -> dict[str, Any]:
         """Imports int tensors ``[batch_size, length]``, by feature name, into the mtf graph.
 
-        Returns int32 mtf tensors ``[batch, length]`` or ``[outer_batch, batch, length]``, by name,
-        of the features that the model reads.
+        Returns, by feature name, an int32 mtf tensor ``[batch, length]`` or ``[outer_batch, batch,
+        length]`` for each feature that the model reads.
         """
         settings = self.settings
         settings.check_features(features, "The data set")
@@ -176,9 +177,9 @@ class MeshModel:
     def __call__(self, features: dict[str, Any], mode: str, num_microbatches: int = 1) -> Any:
         """Adds the model in the mode "train" or "eval", and returns its logits and loss.
 
-        `features` is a result of `import_features`. `num_microbatches` is how many microbatches
-        the batch is divided into; `features` have one of them. Logits are an mtf tensor
-        ``[batch..., length, vocab]``; the loss is an mtf scalar.
+        `features` is a result of `import_features`. `num_microbatches` is the number of
+        microbatches that the batch is divided into; `features` have the examples of one microbatch.
+        The logits are an mtf tensor ``[batch..., length, vocab]``, and the loss is an mtf scalar.
         """
         targets = features["targets"]
         if self.settings.model_type == "lm":
@@ -259,7 +260,7 @@ class TrainingJob(NamedTuple):
     def batches(self) -> TrainingBatches:
         """Returns the training batches, to be used as a context manager.
 
-        Their data set is made in a graph of its own.
+        The data set of the batches is made in a graph of its own.
         """
         dataset = functools.partial(
             self.train_dataset_fn,
@@ -322,7 +323,8 @@ def resolve_job(config: RunConfig) -> TrainingJob:
 def resolve_sequence_length(sequence_length: SequenceLength) -> dict[str, int]:
     """Returns the length of every feature, by its name.
 
-    A number is the length of both "inputs" and "targets". Raises ConfigError for other values.
+    If `sequence_length` is a number, it is the length of both "inputs" and "targets". Raises
+    ConfigError if `sequence_length` is neither a number nor a dict of lengths.
     """
     if is_whole_number(sequence_length):
         return {"inputs": sequence_length, "targets": sequence_length}
@@ -346,9 +348,10 @@ def resolve_batch_size(
 ) -> int:
     """Returns the number of sequences in a global batch.
 
-    `batch_size` is that number, or a (method, value) pair, which means what it means for
-    ``mesh_tensorflow.transformer.utils.compute_batch_size``. An `outer_batch_size` of 0 is no outer
-    batch dimension. Raises ConfigError if the mesh cannot split the batch evenly.
+    `batch_size` is the number of sequences itself, or a (method, value) pair with the meaning that
+    it has for ``mesh_tensorflow.transformer.utils.compute_batch_size``. If `outer_batch_size` is 0,
+    there is no dimension "outer_batch". Raises ConfigError if the mesh cannot split the batch
+    evenly.
     """
     given = batch_size
     if is_whole_number(given):
@@ -379,7 +382,8 @@ def resolve_batch_size(
 def placeholders(job: TrainingJob) -> dict[str, tf.Tensor]:
     """Returns placeholders ``[batch_size, length]`` for the training data, by feature name.
 
-    The data set is built in a graph of its own, only to learn its shapes; no data is read.
+    To learn the shapes of the placeholders, the data set is built in a graph of its own; no data is
+    read.
     """
     with job.batches() as batches:
         return batches.placeholders()

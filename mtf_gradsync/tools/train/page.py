@@ -23,8 +23,8 @@ _UNPRINTABLE = re.compile(
 class Ended(NamedTuple):
     """The end of a run: its last step, the train_steps it was to make, and how it ended.
 
-    `how` is "finished", or says why the run ended early. `result` is the content of the result
-    file, empty for a run that ended early.
+    `how` is "finished", or a text that says why the run ended early. `result` is the content of the
+    run's result file; it is empty for a run that ended early.
     """
 
     step: int
@@ -36,7 +36,7 @@ class Ended(NamedTuple):
 def check_pages_installed() -> None:
     """Raises a ConfigError if a library that pages need is missing.
 
-    It is called before a run begins, so that the run does not fail at its end.
+    This function is called before a run begins, so that the run does not fail at its end.
     """
     check_library("jinja2", f"writing {REPORT_FILE}")
     check_library("matplotlib", "drawing pictures")
@@ -158,8 +158,8 @@ def _tiles(
 def _replicas(rows: Sequence[dict[str, Any]]) -> list[tuple[int, int, int]]:
     """Returns for each replica its number, its contributions, and its steps without one.
 
-    A contribution is the gradients of a replica in a step. The result is empty if the optimizers do
-    not count contributions.
+    Here a replica's contribution is its part of the gradients of one step. The result is empty if
+    the optimizers do not count contributions.
     """
     made = series_of(rows, "sync_replicas/contributions")
     dropped = series_of(rows, "sync_replicas/dropped")

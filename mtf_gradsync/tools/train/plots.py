@@ -17,7 +17,7 @@ _MOST_POINTS = 400
 class Series(NamedTuple):
     """Measurements at steps ``[points]``: values ``[points]``, or ``[points, shards]``.
 
-    A point is the mean of `steps_per_point` logged steps.
+    Each value is the mean of the measurements of `steps_per_point` logged steps.
     """
 
     steps: np.ndarray
@@ -33,8 +33,9 @@ class Series(NamedTuple):
 def series_of(rows: Sequence[dict[str, Any]], name: str) -> Series | None:
     """Returns the measurement `name` of a metrics file's lines; None if no value is finite.
 
-    `rows` are the lines. Lines without this measurement, or with one that is not finite, are left
-    out. If the number of shards has changed, only the lines with the newest number are used.
+    `rows` are the lines of the metrics file. Lines without the measurement `name`, or in which it
+    is not finite, are left out. If the number of shards has changed during the run, only the lines
+    with the newest number of shards are used.
     """
     found = [(row["step"], np.asarray(row[name], float)) for row in rows if name in row]
     found = [(step, value) for step, value in found if np.all(np.isfinite(value))]
@@ -48,7 +49,8 @@ def series_of(rows: Sequence[dict[str, Any]], name: str) -> Series | None:
 def thinned(series: Series, is_count: bool = False) -> Series:
     """Returns a series of at most 400 points, as many as a plot can show.
 
-    If there are more, a new point is the mean of neighbours, or, with `is_count`, the last of them.
+    If the series has more points, neighbouring points are joined to one. The new point has the mean
+    of their values, or, with `is_count`, the last of their values.
     """
     size = -(-len(series.steps) // _MOST_POINTS)
     if size == 1:
@@ -78,7 +80,8 @@ _SHORTEST_BAR = 0.01
 class Plot(NamedTuple):
     """A plot: a title, an ``svg`` element that includes a description, and a caption.
 
-    `wide` is the same plot, as wide as two columns; "" if it is not needed.
+    `wide` is an ``svg`` element of the same plot, as wide as two columns of the page; "" if the
+    page needs no wide plot.
     """
 
     title: str
@@ -90,8 +93,9 @@ class Plot(NamedTuple):
 class _OverSteps(NamedTuple):
     """A plot over steps: `lines` has names of the metrics file, by label in the legend.
 
-    With `by_shard` there is one name, whose values have a number for each shard. With `is_count`
-    the vertical axis has whole numbers, and with `from_zero` it begins at 0.
+    With `by_shard`, `lines` has one name, and the values of this measurement have a number for each
+    shard. With `is_count` the vertical axis of the plot has whole numbers, and with `from_zero` the
+    vertical axis begins at 0.
     """
 
     title: str
@@ -188,8 +192,8 @@ _LOSS = _OverSteps(
 def draw_plots(rows: Rows, unigram_nats: float | None) -> list[Plot]:
     """Draws and returns each plot for which the lines `rows` of a metrics file have data.
 
-    `unigram_nats`, the loss of the baseline, is a horizontal line in the plot of the losses; None
-    draws no such line.
+    `unigram_nats`, the loss of the unigram baseline, is drawn as a horizontal line in the plot of
+    the losses. If `unigram_nats` is None, the plot has no such line.
     """
     others = []
     for plot in _PLOTS:
@@ -205,8 +209,9 @@ def draw_plots(rows: Rows, unigram_nats: float | None) -> list[Plot]:
 def training_losses(rows: Rows) -> Series | None:
     """Returns the training losses of a metrics file in nats per token, the unit of held-out losses.
 
-    An older file does not have them. For such a file the result is the model's own losses, which
-    are means over positions. The result is None if there are no losses.
+    A metrics file of an older version of this package has no losses in nats per token. For such a
+    file the result is the model's own losses, which are means over positions. The result is None if
+    the file has no losses.
     """
     return series_of(rows, "nats_per_token") or series_of(rows, "loss")
 
@@ -276,8 +281,9 @@ def _of_lines(
 ) -> Plot | None:
     """Draws a line for each label that has a series; None if no label has one.
 
-    `found` has the series by label. `level`, unless it is None, is the height of a horizontal line
-    for the baseline. `is_wide` is whether the plot is also drawn as wide as two columns.
+    `found` has the series by label. `level` is the height of a horizontal line for the baseline;
+    None draws no such line. `is_wide` is whether the plot is also drawn as wide as two columns of
+    the page.
     """
     present = {label: series for label, series in found.items() if series is not None}
     if not present:
@@ -319,7 +325,7 @@ def _of_lines(
 def _by_shard(plot: _OverSteps, series: Series | None) -> Plot | None:
     """Draws a line for each shard; if there are many, the range and median over the shards.
 
-    The result is None if there is no series, or none with a value for each shard.
+    The result is None if no series is found, or if the series does not have a value for each shard.
     """
     if series is None or series.values.ndim != 2:
         return None
