@@ -103,17 +103,19 @@ class GradientAccumulationOptimizer(ReportsSkips):
     On microbatch steps without an update the inner optimizer does not run, variables and slots do
     not change, and no gradients are reduced if they accumulate locally.
 
-    Gradients accumulate in one of three ways. "local": each shard adds up its own partial sums,
-    which are reduced once for each update; the mesh must be known when the graph is built.
+    Gradients accumulate in one of three ways. "local": each shard adds up its own gradients, and
+    the sums are reduced once for each update; the mesh must be known when the graph is built.
     "synced": gradients are reduced on each microbatch step, and then added up. "sharded": gradients
-    are reduced on each microbatch step, and each replica receives and adds up only its part of
-    them, in 1/num_shards of the memory (ZeRO-2). With `ShardedUpdateOptimizer` inside, the update
-    uses these parts; without it, the sums are gathered for the update. The log says once which of
-    the three it is.
+    are reduced on each microbatch step, and each replica receives and adds up only its part of the
+    reduced gradients, in 1/num_shards of the memory (ZeRO-2). With `ShardedUpdateOptimizer` inside,
+    the update uses these parts; without that wrapper, the sums are gathered for the update. The log
+    says once in which of these ways gradients accumulate.
 
-    State, by name: `<variable>/gradient_accumulator` for each variable, and `<name>/mini_step`,
-    `<name>/update_step`, `<name>/skipped`, with max_steps_without_update `<name>/waiting`, and with
-    weights `<name>/weight`, the sum of the weights in the accumulators.
+    The state is in the variables `<variable>/gradient_accumulator`, one for each variable, and in
+    the counters `<name>/mini_step` (microbatch steps in the sums), `<name>/update_step` (updates)
+    and `<name>/skipped` (skipped microbatch steps). With max_steps_without_update there is
+    `<name>/waiting`, the number of microbatch steps since the last update, and with weights
+    `<name>/weight`, the sum of the weights in the accumulators.
 
     Attributes:
       accumulate: how gradients accumulate, "local", "synced" or "sharded"; None if the choice is
@@ -304,7 +306,8 @@ class GradientAccumulationOptimizer(ReportsSkips):
     ) -> Mapping[mtf.Variable, mtf.Shape]:
         """Returns the shape of each replica's part of the sum of a variable, for split variables.
 
-        `variables` are those with gradients; no sum is split if replicas share one memory ({}).
+        `variables` are the variables with gradients. If replicas share one memory, no sum is split
+        and the result is {}.
         """
         if share_copies(axes):
             return {}
@@ -362,7 +365,7 @@ class GradientAccumulationOptimizer(ReportsSkips):
     def _dtype_of_products(self) -> tf.DType | None:
         """Returns the dtype for sums of gradients times weights: float32 instead of float16.
 
-        None takes each gradient's dtype, but at least float32.
+        The result None stands for each gradient's own dtype, but at least float32.
         """
         if self._dtype != tf.float16:
             return self._dtype
@@ -453,8 +456,8 @@ class _Accumulate(Stage):
     ) -> None:
         """Logs how gradients accumulate; raises ValueError if that is not possible.
 
-        It is not if sums are to be sharded and no variable can be split, or if
-        should_skip_update_fn looks at the loss and the gradients come from no loss.
+        Gradients cannot accumulate if the sums are to be sharded and no variable can be split, or
+        if should_skip_update_fn looks at the loss and the gradients come from no loss.
         """
         given = [v for g, v in zip(grads, variables) if g is not None]
         if given:
@@ -641,8 +644,8 @@ class _Accumulate(Stage):
 def _why_synced(place: Place, is_known: bool) -> str:
     """Returns why each shard cannot add up its own gradients, as the end of a sentence for the log.
 
-    "" if each shard can. `place` is the wrapper's place in its stack, and `is_known` says whether
-    the replica axes are known.
+    The result is "" if each shard can add up its own gradients. `place` is the wrapper's place in
+    its stack, and `is_known` says whether the replica axes are known.
     """
     kinds = [(one.wrapper, one.stages) for one in place.around]
     outer = next((name for name, x in kinds if reduces(x) and not needs_not_finite(x)), None)

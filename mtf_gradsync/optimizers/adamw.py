@@ -28,8 +28,8 @@ from mtf_gradsync.step import gated_update
 class InnerOptimizer(mtf.optimize.Optimizer):
     """The base class of optimizers that update each variable by itself.
 
-    A subclass defines `_update`, and can extend `_check`. Updates wait until all gradients are
-    computed and all variables are read, also without a wrapper.
+    A subclass defines the method `_update`, and can extend the method `_check`. Updates wait until
+    all gradients are computed and all variables are read, also if there is no wrapper.
 
     Attributes:
       rounding: how new values of bfloat16 variables and slots are rounded, "nearest" or
@@ -85,7 +85,7 @@ class InnerOptimizer(mtf.optimize.Optimizer):
     def apply_grad(self, grad: mtf.Tensor | None, var: mtf.Variable) -> list[mtf.Operation]:
         """Makes the update of one variable, as `apply_grads` does.
 
-        Returns its mtf operations, an empty list if the gradient is None.
+        Returns the mtf operations of the update; an empty list if the gradient is None.
         """
         if grad is None:
             return []
@@ -138,7 +138,7 @@ class InnerOptimizer(mtf.optimize.Optimizer):
 class AdamWOptimizer(InnerOptimizer):
     """Adam with bias correction and decoupled weight decay, on mesh variables.
 
-    With t updates of a variable so far, this one included:
+    The update number t of a variable, counted from 1, computes:
 
         m = beta_1 * m + (1 - beta_1) * gradient
         v = beta_2 * v + (1 - beta_2) * gradient^2
@@ -150,11 +150,12 @@ class AdamWOptimizer(InnerOptimizer):
     large, 3.2 times with the default betas. `AdamWOptimizer` works inside every wrapper, and
     without a wrapper.
 
-    State, by name: `<variable>/adam_m` and `<variable>/adam_v`, laid out like the variable and at
-    least float32 (or as `slot_dtype` says), and `<variable>/adam_t`, the int32 number of updates of
-    the variable. adam_m and adam_v have the names and values of `AdamWeightDecayOptimizer`, so that
-    checkpoints of that optimizer can be restored: t is then the number of updates that the
-    checkpoint counts. If it counts none, there is no bias correction.
+    The slots of a variable are `<variable>/adam_m` and `<variable>/adam_v`, laid out like the
+    variable and at least float32 (or as `slot_dtype` says), and `<variable>/adam_t`, the int32
+    number of updates of the variable. adam_m and adam_v have the names and values of
+    `AdamWeightDecayOptimizer`, so that checkpoints of that optimizer can be restored: t is then the
+    number of updates that the checkpoint counts. If the checkpoint has no count of updates, there
+    is no bias correction.
 
     References:
       Loshchilov and Hutter, "Decoupled Weight Decay Regularization", 2019, algorithm 2;

@@ -46,9 +46,9 @@ def check_averages(
 ) -> tuple[AverageRule, list[mtf.Variable]]:
     """Returns the settings of averages, and the variables to average, after a check.
 
-    `variable_averages` is a decay or a `tf.train.ExponentialMovingAverage`. If both arguments are
-    None, there are no variables to average. Raises ValueError if only one of them is None, or if
-    the decay is out of range.
+    `variable_averages` is a decay or a `tf.train.ExponentialMovingAverage`. If `variable_averages`
+    and `variables_to_average` are None, there are no variables to average. Raises ValueError if
+    only one of the two is None, or if the decay is out of range.
     """
     if (variable_averages is None) != (variables_to_average is None):
         raise ValueError(
@@ -215,7 +215,7 @@ class MoveAverages(Stage):
     def _weight(self, mesh: mtf.Mesh) -> float | mtf.Tensor:
         """Returns the weight that a variable's new value gets in its average, usually 1 - decay.
 
-        It is a Python number if it is the same in all steps, and else a float32 mtf scalar.
+        The weight is a Python number if it is the same in all steps, and else a float32 mtf scalar.
         """
         decay, num_updates, zero_debias = self.rule
         if not self._counts and num_updates is None and is_number(decay):
@@ -248,8 +248,8 @@ class MoveAverages(Stage):
 def _debiased(decay: float, count: tf.Tensor) -> tf.Tensor:
     """Returns the weight of the newest value in a moving average that has no initial value.
 
-    `count` is the number of values so far, the newest one included, a float32 tf scalar; so is the
-    result. It is 1 for the first value.
+    `count` is the number of values so far, the newest one included, a float32 tf scalar. The
+    returned weight is a float32 tf scalar, too; for the first value it is 1.
     """
     if not decay:
         return tf.ones_like(count)
@@ -291,14 +291,15 @@ class KeepsAverages(Wrapper):
 class AverageOptimizer(KeepsAverages):
     """A wrapper that keeps moving averages of the variables that another optimizer updates.
 
-    Averages change after each update, by the new values, and do not change on steps without an
-    update. This wrapper may be around or inside `GradientAccumulationOptimizer`,
+    Averages move towards the new values of variables after each update, and do not change on steps
+    without an update. This wrapper may be around or inside `GradientAccumulationOptimizer`,
     `SyncReplicasOptimizer` and `LossScaleOptimizer`. With `OuterOptimizer` around or inside it,
     averages are of the outer values, and move towards these after each update of the islands. An
     average begins with the value that its variable has when training begins.
 
-    State, by name: `<variable>/ExponentialMovingAverage`, as TensorFlow has it; with
-    num_updates=True or zero_debias `<name>/update_step`, the counter of `get_update_step`.
+    The averages are the variables `<variable>/ExponentialMovingAverage`, named as in TensorFlow.
+    With num_updates=True or zero_debias there is also `<name>/update_step`, the counter that
+    `get_update_step` returns.
 
     References:
       `tf.compat.v1.train.ExponentialMovingAverage`; `optax.ema` for zero_debias

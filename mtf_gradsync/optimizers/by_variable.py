@@ -182,8 +182,8 @@ class ByVariable(mtf.optimize.Optimizer):
         """Returns what `describe` prints, as a triple for each group: (optimizer, text, count).
 
         The optimizer is None if the group is not updated. The text has the group's own settings and
-        then its name. The count says how many of `variables` are in the group; groups without any
-        are left out, unless `variables` is empty.
+        then the group's name. The count says how many of `variables` are in the group. Groups in
+        which none of `variables` is are left out, unless `variables` is empty.
         """
         of = [self._group_of(v) for v in variables]
         told = [(g.opt, f"{g.changes}: {g.name}", sum(its is g for its in of)) for g in self._all]
@@ -253,7 +253,7 @@ class ByVariable(mtf.optimize.Optimizer):
     def _made(self, opt: Any) -> Any:
         """Returns `opt` if it is an optimizer, or the optimizer that the class or factory makes.
 
-        Raises TypeError if it is a wrapper or an optimizer of TensorFlow.
+        Raises TypeError if this optimizer is a wrapper or an optimizer of TensorFlow.
         """
         if not isinstance(opt, type) and hasattr(opt, "apply_grads"):
             return self._checked(opt)
@@ -277,7 +277,8 @@ class ByVariable(mtf.optimize.Optimizer):
     def _tell_of_empty_groups(self, variables: Sequence[mtf.Variable]) -> None:
         """Warns once of each group that matches none of the graph's trainable variables.
 
-        `variables` are those that are updated now; they count, too.
+        `variables` are the variables that are updated now. A group that matches one of these gets
+        no warning, either.
         """
         known = {v.name: v for v in (*variables[0].graph.trainable_variables, *variables)}
         for group in self._groups:
@@ -295,7 +296,8 @@ def _times(rate: Any, factor: Any) -> Any:
     """Returns a learning rate times a number.
 
     `rate` is a number, a scalar tensor or variable, or a function without arguments that returns
-    such a rate; the result is then a function, too. `factor` is a number of 0 or more.
+    such a rate. If `rate` is a function, the result is a function, too. `factor` is a number of 0
+    or more.
     """
     factor = check_number("learning_rate_factor", factor, "a number of 0 or more")
     if callable(rate):

@@ -39,8 +39,9 @@ class _Clip(Stage):
 class ClipByGlobalNormOptimizer(Wrapper):
     """A wrapper that reduces gradients, clips them by their global norm, and applies them.
 
-    Inside `GradientAccumulationOptimizer` it clips the accumulated gradients, once for each update.
-    Around or inside `ShardedUpdateOptimizer`, the norm is over all replicas' parts together.
+    Inside `GradientAccumulationOptimizer` this wrapper clips the accumulated gradients, once for
+    each update. Around or inside `ShardedUpdateOptimizer`, the norm is that of all replicas' parts
+    of the gradients together.
 
     References:
       Pascanu et al., "On the difficulty of training recurrent neural networks", 2013.

@@ -78,14 +78,15 @@ class _ReduceOverShards(Stage):
 class CrossShardOptimizer(Wrapper):
     """A wrapper that sums gradients over the shards, and applies them by another optimizer.
 
-    It is the mesh counterpart of `tf.compat.v1.tpu.CrossShardOptimizer`. A gradient may be
+    This wrapper is the mesh counterpart of `tf.compat.v1.tpu.CrossShardOptimizer`. A gradient may
+    be
 
     - of its variable's shape, and pending (not yet reduced, as `mtf.gradients` returns it) or
       already reduced: all pending gradients are reduced together;
     - per shard, of shape `[shard dims...] + var dims`: it is summed over the shard dims;
     - of a variable that has the shard dims itself, so that each shard has its own copy: the shard
-      gets the sum over its group of shards. Groups and a variable that all shards share are a
-      ValueError.
+      gets the sum over its group of shards. With `group_assignment`, a variable that all shards
+      share is a ValueError.
 
     References:
       https://www.tensorflow.org/api_docs/python/tf/compat/v1/tpu/CrossShardOptimizer
@@ -184,8 +185,9 @@ class CrossShardOptimizer(Wrapper):
     def _sums_of_copies(self, variable: mtf.Variable, place: Place | None) -> str:
         """Returns in words which shards add up the gradients of their own copies of a variable.
 
-        "" if the shards have no copies of their own. `place` is the wrapper's place in its stack;
-        None for nothing around it. Raises ValueError if the groups do not cover the shards.
+        The result is "" if the shards have no copies of their own. `place` is the wrapper's place
+        in its stack; None if no wrapper is around this one. Raises ValueError if the groups of
+        shards do not have every shard.
         """
         if not self._has_own_copy(variable, place):
             return ""

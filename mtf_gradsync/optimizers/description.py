@@ -77,8 +77,8 @@ class Description(NamedTuple):
     def to_json(self) -> str:
         """Returns the lines as JSON text: a list of objects with `when`, `what` and `wrapper`.
 
-        Each object has its `when`, also if the table leaves it out because the line before has the
-        same.
+        Each object has `when`, also where the table leaves it out because the line before is for
+        the same steps.
         """
         when, rows = "", []
         for line in self.lines:
@@ -95,8 +95,8 @@ def describe(
 ) -> Description:
     """Describes what an optimizer does in a step: when, what, over which axes, how many bytes.
 
-    The description is of the last step that was built, if gradients were applied already. It builds
-    nothing.
+    If gradients were applied already, the description is of the last step that was built. A call of
+    `describe` adds nothing to the graph.
 
     Args:
       opt: an optimizer, usually a stack of wrappers.
@@ -214,8 +214,8 @@ def _with_times(told: Sequence[_Told]) -> list[DescribedLine]:
 def _updates(opt: Any, variables: Sequence[mtf.Variable], when: str = "") -> list[_Told]:
     """Returns the lines on the update that `opt` makes; more than one if it is a `ByVariable`.
 
-    `variables` are counted in the lines. `when` says on which steps there is an update; "" for the
-    same steps as the line before.
+    The lines say how many of `variables` each optimizer updates. `when` says on which steps there
+    is an update; "" stands for the same steps as the line before.
     """
     described = getattr(opt, "described", None)
     groups = described(variables) if described else [(opt, "", len(variables))]
@@ -259,8 +259,8 @@ def _size(own: tf.DType, summed_in: Any, strategy: Any) -> int:
     """Returns the bytes that one number of a gradient takes when it is sent.
 
     `own` is the gradient's dtype. If gradients are added up before they are sent, `summed_in` is
-    the dtype of the sums, or "wide" for at least float32; otherwise None. `strategy` is the
-    reduction strategy, which may send numbers in a narrower dtype.
+    the dtype of the sums, or "wide" for at least float32; otherwise `summed_in` is None. `strategy`
+    is the reduction strategy, which may send numbers in a narrower dtype.
     """
     size = own.size
     if summed_in is not None:

@@ -68,8 +68,8 @@ class TrainOptimizerInterface:
     ) -> arguments.GradsAndVars:
         """Returns the gradients of a loss, or of the mean of shards' losses, with variables.
 
-        Losses of shards are summed instead if the stack has a `CrossShardOptimizer` with
-        `reduction=SUM`. The result does not depend on which wrapper is the outermost, nor on which
+        Losses of shards are averaged, but summed if the stack has a `CrossShardOptimizer` with
+        `reduction=SUM`. The gradients do not depend on which wrapper is the outermost, nor on which
         wrappers were given the mesh.
 
         Args:
@@ -174,8 +174,8 @@ class TrainOptimizerInterface:
     ) -> list[mtf.Operation]:
         """Computes the gradients of a loss and applies them; returns a flat list of mtf operations.
 
-        It calls `compute_gradients` with loss, var_list and weights, and then `apply_gradients`
-        with global_step, name and the other arguments.
+        This method calls `compute_gradients` with loss, var_list and weights, and then
+        `apply_gradients` with global_step, name and the other arguments.
         """
         _check_loss(loss)
         self._check_step(global_step, name)
@@ -199,10 +199,11 @@ class TrainOptimizerInterface:
     ) -> list[mtf.Operation]:
         """Applies the gradient of one variable, together with all other such pairs of the graph.
 
-        The calls in a graph gather pairs (gradient, variable). One step for all of them is built
-        when the graph is lowered, or when the program reads an attribute that the step sets. A pair
-        begins another step, with a warning, if it comes after that, or if its variable has a pair
-        already, or if it comes in another variable scope or with other arguments.
+        The calls in a graph gather pairs (gradient, variable). One step for all pairs is built when
+        the graph is lowered, or when the program reads an attribute that the step sets. A pair
+        begins another step, with a warning, if the first step is built already, if the pair's
+        variable has a pair in the first step, or if the pair comes in another variable scope or
+        with other arguments.
 
         Args:
           grad: a gradient, or None.
@@ -258,8 +259,9 @@ class TrainOptimizerInterface:
     def _share_of_shard(self, loss: mtf.Tensor) -> float:
         """Returns the number by which a loss is multiplied before gradients are computed.
 
-        For losses of shards that are averaged, it is 1/num_shards, or 1/(group size) if shards are
-        in groups. It is 1.0 for losses that are summed, and for a loss without shard dims. Raises
+        For losses of shards that are averaged, the number is 1/num_shards, or 1/(group size) if
+        shards are in groups. For losses that are summed, and for a loss without shard dims, the
+        number is 1.0. Raises
         ValueError if wrappers of the stack have different reductions.
         """
         wrappers, names = self._wrappers(), self._stack_shard_names()
@@ -349,8 +351,9 @@ class _Pairs(DeferredUpdate):
     def takes(self, variable: mtf.Variable, own: OwnArguments) -> bool:
         """Returns whether a pair of `variable` can join this step.
 
-        It cannot if the variable has a pair here already, or if the pair comes in another graph,
-        branch or variable scope, or with other arguments (`own`) than the pairs before it.
+        A pair cannot join if the step has a pair of the variable already, or if the pair comes in
+        another graph, branch or variable scope, or with other arguments (`own`) than the pairs
+        before it.
         """
         return (
             variable not in self._pairs
@@ -373,7 +376,7 @@ class _Pairs(DeferredUpdate):
     def build_if_here(self) -> None:
         """Builds the step if its pairs were given in the tf graph and branch that are open now.
 
-        Otherwise, and if the step is built already, nothing happens.
+        If another tf graph or branch is open, or if the step is built already, nothing happens.
         """
         if self.is_waiting and self._where == self._here():
             self.build()

@@ -147,24 +147,27 @@ _LEAST, _MOST = 1e-30, 1e30
 class LossScaleOptimizer(ReportsSkips):
     """A wrapper that multiplies the loss by a scale, and divides gradients by it.
 
-    This keeps small gradients of narrow dtypes (float16) from becoming zero. A step with a gradient
-    that is not finite, on any shard, is skipped: variables and slots do not change, and a global
-    step that is given to `apply_gradients` does not advance. A skipped step also divides a dynamic
-    scale by `multiplier`; `growth_steps` updates without a skipped step multiply the scale by it.
+    A loss scale keeps small gradients of narrow dtypes (float16) from becoming zero. A step with a
+    gradient that is not finite, on any shard, is skipped: variables and slots do not change, and a
+    global step that is given to `apply_gradients` does not advance. A skipped step also divides a
+    dynamic scale by `multiplier`. After `growth_steps` updates in a row without a skipped step, a
+    dynamic scale is multiplied by `multiplier`.
 
     The loss tensor keeps its value, because the scale multiplies the gradient with which
     `mtf.gradients` begins. So gradients may come from `compute_gradients`, which returns them
     unscaled, or from `mtf.gradients`, also in microbatches. Unscaled gradients are at least
     float32.
 
-    Put it outside of wrappers that reduce and clip: `LossScaleOptimizer(CrossShardOptimizer(opt))`.
-    Inside `GradientAccumulationOptimizer` it skips whole updates, with all of their microbatch
-    steps. If an optimizer inside skips gradients that are not finite (`SyncReplicasOptimizer`;
-    accumulation with `skip_not_finite`), this wrapper only changes the scale. Such a gradient does
-    not change the scale if `SyncReplicasOptimizer` skips its shard and another shard contributes.
+    Put this wrapper around wrappers that reduce and clip:
+    `LossScaleOptimizer(CrossShardOptimizer(opt))`. Inside `GradientAccumulationOptimizer` it skips
+    whole updates, with all of their microbatch steps. If an optimizer inside skips gradients that
+    are not finite (`SyncReplicasOptimizer`; accumulation with `skip_not_finite`), this wrapper only
+    changes the scale. A gradient that is not finite does not change the scale if
+    `SyncReplicasOptimizer` skips the gradient's shard and another shard contributes.
 
-    State, by name: `<name>/scale`, `<name>/good_steps`, `<name>/skipped`, and with
-    max_steps_without_update `<name>/waiting`.
+    The state is in the variables `<name>/scale`, `<name>/good_steps` (updates in a row since the
+    scale changed) and `<name>/skipped` (skipped steps), and with max_steps_without_update
+    `<name>/waiting` (steps since the last update).
 
     References:
       Micikevicius et al., "Mixed precision training", 2018;
@@ -286,7 +289,8 @@ class LossScaleOptimizer(ReportsSkips):
     def _values_now(self) -> LossScaleState | None:
         """Returns the values of the scale and its counters after a step, as mtf scalars.
 
-        They exist outside of the branches of the step, too. None before there is a step.
+        The returned scalars can also be read outside of the branches of the step. The result is
+        None before there is a step.
         """
         if self._now is None and self.state is not None and self._writes:
             # A branch of the step writes the values, which have to be read outside of it.
@@ -306,9 +310,9 @@ class LossScaleOptimizer(ReportsSkips):
     def _check_arguments_scaled(self, own: OwnArguments) -> None:
         """Raises ValueError if an argument for the innermost optimizer is made of the scale.
 
-        `own` are the arguments that `apply_grads` passes on to the innermost optimizer. This
-        optimizer gets gradients without the scale, and would divide by the scale again. A fixed
-        scale is a number, and cannot be recognised in an argument.
+        `own` are the arguments that `apply_grads` passes on to the innermost optimizer. The
+        innermost optimizer gets gradients without the scale, and with such an argument would divide
+        by the scale again. A fixed scale is a number, and cannot be recognised in an argument.
         """
         scale = self.state and self.state.scale
         for name, tensor in own.tensors():
@@ -351,7 +355,7 @@ class _SkipNotFinite(Stage):
     def _is_beside(self) -> bool:
         """Whether a stage inside skips gradients that are not finite.
 
-        This stage then skips no step, and only changes the scale.
+        If one does, the stage of the loss scale skips no step, and only changes the scale.
         """
         return any(stage.finite == "skips" for stage in self.inside)
 
@@ -445,14 +449,20 @@ class _SkipNotFinite(Stage):
           before: the mtf variables of the scale and its counters.
           finite: a boolean scalar: whether the step's gradients are finite.
           has_data: a boolean scalar: whether the step has data; None if every step has.
-          held: tensors for which the writes wait, besides `finite`.
-          gradients: the gradients before they were reduced, from which shards can be told apart.
-          checked: the gradients in the form in which they were checked for `finite`.
-          shards: how the log numbers shards, as `Stack.shards_to_name` returns it.
+          held: the gradients that later stages get, if this stage may skip the step; otherwise [].
+            The writes wait until these gradients and `finite` exist.
+          gradients: the gradients as the wrapper received them, before they were reduced. The
+            report of a skipped step tells from these which shards had gradients that are not
+            finite.
+          checked: the same gradients in the form that was checked for `finite`.
+          shards: the replica axes by which the log numbers shards (None if they are not known), and
+            a boolean: false if each shard is an island, so that a reduced gradient belongs to one
+            shard (see `Stack.shards_to_name`).
           step: the step that is being built.
 
         Returns:
-          The gate (an operation that holds back writes) of these writes; None inside a branch.
+          The gate of these writes: an operation that holds them back. None if the stage is in a
+          branch of the step: a branch waits as a whole and needs no gate.
         """
         wrapper = self.wrapper
         axes, of_shards_only = shards

@@ -25,7 +25,7 @@ _NOT_HIDDEN = ("embedding", "softmax", "logits")
 class MuonOptimizer(InnerOptimizer):
     """Momentum whose matrices are made nearly orthogonal, by Newton-Schulz steps.
 
-    For a matrix with a gradient g:
+    The update of a matrix with a gradient g computes:
 
         m = momentum * m + (1 - momentum) * g
         u = momentum * m + (1 - momentum) * g      (nesterov; else u = m)
@@ -37,13 +37,13 @@ class MuonOptimizer(InnerOptimizer):
     which are outputs follows from the model's first product with the variable. Other dimensions
     number several matrices (experts), each of which is made orthogonal by itself. Vectors, scalars,
     embeddings and the last layer need another optimizer: see `ByVariable`. Arithmetic is in float32
-    at least. A matrix that the mesh splits is gathered once for all Newton-Schulz steps. It stays
-    split if it is split along its longer side only and the products x x^T of all steps together
-    have fewer bytes than the matrix.
+    at least. A matrix that the mesh splits is gathered once for all Newton-Schulz steps. Only a
+    matrix that is split along nothing but its longer side stays split, if the products x x^T of all
+    steps together have fewer bytes than the matrix.
 
-    State, by name: `<variable>/muon_m`, laid out like the variable and at least float32 (or as
-    `slot_dtype` says). With rounding="stochastic", if the variable or its slot is rounded, also
-    `<variable>/rounding_t`, the int32 number of updates of the variable.
+    The slot of a variable is `<variable>/muon_m`, the mean m, laid out like the variable and at
+    least float32 (or as `slot_dtype` says). With rounding="stochastic", if the variable or its slot
+    is rounded, there is also `<variable>/rounding_t`, the int32 number of updates of the variable.
 
     References:
       Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024, and its
@@ -215,9 +215,9 @@ class Matrix(NamedTuple):
 def matrix_of(variable: mtf.Variable) -> Matrix:
     """Returns which dimensions of a variable are inputs and outputs in the model's first product.
 
-    The result has their positions in the variable's shape. If the graph has no product of
-    activations and the variable, the first dimension is taken as the input, and the others together
-    as the outputs, as in Mesh-TF's dense layers.
+    The result has the positions of inputs and outputs in the variable's shape. If the graph has no
+    product of activations and the variable, the first dimension is taken as the input, and the
+    other dimensions together as the outputs, as in Mesh-TF's dense layers.
     """
     found = _Uses.of(variable.graph).matrices.get(variable.name)
     return found or Matrix((0,), tuple(range(1, variable.shape.ndims)))
@@ -227,11 +227,11 @@ def matrix_of(variable: mtf.Variable) -> Matrix:
 def is_hidden_matrix(variable: mtf.Variable) -> bool:
     """Returns whether a variable is a matrix of a hidden layer, for groups of `ByVariable`.
 
-    Such a matrix is a variable of two or more dimensions that the model multiplies by activations.
-    Not among them are tables in which the model looks rows up (embeddings), variables with the
-    looked-up dimension of such a table (as the last layer has that of the vocabulary), and
-    variables with "embedding", "softmax" or "logits" in their names. If no operation of the graph
-    uses a variable yet, the name and the number of dimensions decide.
+    A matrix of a hidden layer is a variable of two or more dimensions that the model multiplies by
+    activations. Exceptions are tables in which the model looks rows up (embeddings), variables that
+    have the looked-up dimension of such a table (as the last layer has the dimension of the
+    vocabulary), and variables with "embedding", "softmax" or "logits" in their names. If no
+    operation of the graph uses a variable yet, its name and number of dimensions decide.
 
     Examples:
       >>> mesh, size = mtf.Mesh(mtf.Graph(), "mesh"), mtf.Dimension("size", 2)

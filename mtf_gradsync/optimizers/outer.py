@@ -1,10 +1,10 @@
 """OuterOptimizer: islands of a mesh train separately, and outer steps synchronize them.
 
 Every island has its own values of variables and of the inner optimizer's slots: the slices that its
-processors hold. For checkpoints, variables `<variable>/island` take over these slices, with a
-dimension for the islands (`IslandVariables`). The model and the inner optimizer
-need no change. A variable's own master (its value in checkpoints) has the outer values, which
-evaluation and export read.
+processors hold. So that checkpoints have these values, the slices become those of variables
+`<variable>/island`, which have a dimension for the islands (`IslandVariables`). The model and the
+inner optimizer need no change. A variable's own master (its value in checkpoints) has the outer
+values, which evaluation and export read.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class OuterSteps(OuterSettings, Stage):
         """Raises ValueError for gradients or variables that cannot differ between islands.
 
         Raises ValueError, too, if there are fewer variables with gradients than fragments. `grads`
-        are the gradients of `variables`, or None. `arguments` is not used.
+        has the gradient, or None, of each of `variables`. `arguments` is not used.
         """
         del arguments
         given = [v for g, v in zip(grads, variables) if g is not None]
@@ -145,22 +145,23 @@ class OuterOptimizer(ReportsSkips):
 
     Each island, a coordinate along the axes of `outer_dims`, updates its own values of variables
     with gradients of its part of the batch. After `inner_steps` updates there is an outer step: the
-    differences between outer values and islands' values, averaged over the islands, are the
-    gradient in an SGD step with momentum on the outer values. All islands continue from the new
-    outer values. On other steps islands send each other no gradients.
+    outer values minus the islands' values, averaged over the islands, are the gradient in an SGD
+    step with momentum on the outer values. All islands continue from the new outer values. On other
+    steps islands send each other no gradients.
 
     An island's gradient is scaled by num_islands, to estimate the gradient of the whole batch, so
     that learning rates need no change. A value that a program fetches (a loss, a norm) is that of
     all islands if Mesh-TF sums it over the batch, otherwise that of the first island.
 
-    State, by name: `<variable>/island` and `<slot>/island` with a value for each island,
-    `<variable>/outer_momentum`, `<name>/inner_step`, `<name>/skipped`, with leave_out_not_finite
-    `<name>/bad_loss`, with max_steps_without_update `<name>/updated_at`, with weights
-    `<name>/weight` with a value for each island and fragment. The variable itself holds
-    the outer values.
+    The state is in variables. `<variable>/island` and `<slot>/island` have a value for each island,
+    and the variable itself holds the outer values. Others are `<variable>/outer_momentum`,
+    `<name>/inner_step` (updates of each island) and `<name>/skipped` (outer steps that skipped each
+    island). With leave_out_not_finite there is `<name>/bad_loss` (which islands had a loss that is
+    not finite), with max_steps_without_update `<name>/updated_at` (the last outer step that did not
+    skip all islands), and with weights `<name>/weight`, for each island and fragment.
 
     There may be a single island. Then the inner optimizer makes its usual updates, and after every
-    `inner_steps` updates an outer step sets the variables; islands send nothing.
+    `inner_steps` updates an outer step sets the variables; nothing is sent between islands.
 
     Attributes:
       islands: the axes between islands, `ReplicaAxes`; without any axis for a single island.

@@ -99,8 +99,8 @@ class OuterSettings:
     def plain_reducer(self) -> Strategy:
         """The strategy by which flags and counts are reduced.
 
-        It is `reducer`, or `FusedAllReduce()` if `reducer` has a method `reduce_gradients`, which
-        may compress and keeps state.
+        The strategy is `reducer`, or `FusedAllReduce()` if `reducer` has a method
+        `reduce_gradients`, because such a method may compress and keeps state.
         """
         return FusedAllReduce() if has_gradient_reduction(self.reducer) else self.reducer
 
@@ -108,7 +108,8 @@ class OuterSettings:
 class StepsOfIslands:
     """The operations of the stage `OuterSteps` in one step that is being built.
 
-    The stage calls `apply` first, then the builder calls `after_update` and `end_of_step`.
+    The stage `OuterSteps` calls `apply` first. After that, the builder of the step calls
+    `after_update` and `end_of_step`.
     """
 
     def __init__(self, settings: OuterSettings):
@@ -125,9 +126,9 @@ class StepsOfIslands:
     def apply(self, gradients: GradientSet, step: StepBuilder) -> GradientSet:
         """Returns the gradients by which each island updates its own values.
 
-        Makes the variables that hold islands' values, outer values and momenta, and the counters.
-        With `skips_islands` it also makes the record of losses. `gradients` are those of the whole
-        batch: per shard, or in any form if there is one island.
+        This method makes the variables that hold islands' values, outer values and momenta, and the
+        counters. With `skips_islands` it also makes the record of losses that are not finite.
+        `gradients` are those of the whole batch: per shard, or in any form if there is one island.
         """
         settings, islands, mesh = self._settings, self._islands, gradients.mesh
         self._variables = gradients.owners
@@ -184,9 +185,10 @@ class StepsOfIslands:
     def _of_islands(self, gradients: GradientSet) -> GradientSet:
         """Returns gradients of the whole batch as gradients of each island's part of the batch.
 
-        On each island a gradient becomes the gradient of the mean over that island's part. It has
-        no dims of islands any more, although its value differs between islands, and is in the form
-        `OuterSettings.form_inside`. Weights, if there are any, become those inside an island.
+        On each island a gradient becomes the gradient of the mean over that island's part of the
+        batch. The returned gradients have no dims of islands, although their values differ between
+        islands, and are in the form `OuterSettings.form_inside`. Weights, if there are any, become
+        those inside an island.
         """
         settings, islands = self._settings, self._islands
         # An island's term of the mean over the batch becomes the mean over its part of the batch.
@@ -207,8 +209,9 @@ class StepsOfIslands:
 
         The factors, `[islands...]`, are the total weight of all islands divided by the weight of
         the island, or 0 for an island without data. An island's term of the weighted mean over the
-        batch, times its factor, is the weighted mean over its part of the batch. In the returned
-        weights the total, a scalar, is that of the island, and another one on each island.
+        batch, times the island's factor, is the weighted mean over the island's part of the batch.
+        In the returned weights the total is the total weight of an island: a scalar that has
+        another value on each island.
         """
         islands, axes = self._islands, self._settings.all_axes
         assert axes is not None  # or there would be one island
@@ -231,9 +234,9 @@ class StepsOfIslands:
         """Makes the outer steps, which run in a branch after `updates` when they are due.
 
         `updates` are the operations of the inner optimizer's update. Each fragment has its outer
-        step in every `inner_steps`-th update, and no two fragments have it in the same update. Also
-        gives slots a value for each island, and counts the update. All operations are added to
-        `step`, so that the returned list is empty.
+        step in every `inner_steps`-th update, and no two fragments have theirs in the same update.
+        This method also gives slots a value for each island, and counts the update. All operations
+        are added to `step`, so that the returned list is empty.
         """
         settings, graph = self._settings, step.plan.graph
         made = [v for v in graph.all_variables if v not in self._made_before]
@@ -273,10 +276,11 @@ class StepsOfIslands:
     ) -> list[mtf.Tensor]:
         """Adds up weights; returns, for each fragment, the islands' weights since its outer step.
 
-        `dues` says for each fragment, by a boolean scalar, whether this step makes its outer step:
-        then the variable with the sums begins again with 0. `gate` holds back the write of this
-        variable. Returns tensors `[islands...]`, one for each fragment, which include the weight of
-        this step; [] if gradients have no weights, or there is one island.
+        `dues` has a boolean scalar for each fragment: whether the current step makes the fragment's
+        outer step. If it does, the fragment's sums of weights begin again with 0. `gate` holds back
+        the write of the variable with the sums. Returns tensors `[islands...]`, one for each
+        fragment, which include the weight of the current step; [] if gradients have no weights, or
+        there is one island.
         """
         state, given = self._state.weight, step.passed_on[-1].weights
         if state is None or given is None:
@@ -293,8 +297,8 @@ class StepsOfIslands:
     ) -> list[mtf.Operation]:
         """Records the step's state for the wrapper; returns the operation that checks its limit.
 
-        `operations` are all other operations of the step. Returns a list of the one operation, or
-        [] if outer steps skip no islands.
+        `operations` are all other operations of the step. The result is a list of the operation
+        that checks max_steps_without_update; [] if outer steps skip no islands.
         """
         state, skips = self._state, self._skips
         made, skipped = map(mtf.anonymize, values_after(state[:2], operations))
@@ -439,9 +443,9 @@ class StepsOfIslands:
         """Returns flags of islands' values, slots and losses that are not finite after `updates`.
 
         The flags, float32 `[islands..., values]`, are greater than 0 for a value that is not
-        finite. The columns are the variables, then the slots of floating point, and the last one is
-        for all losses since the last outer step. Slots are checked because in Mesh-TF's momentum
-        optimizer a NaN reaches the slot one step before the variable.
+        finite. The columns are for the variables, then for the slots of floating point, and the
+        last column is for all losses since the last outer step. Slots are checked because in
+        Mesh-TF's momentum optimizer a NaN reaches the slot one step before the variable.
         """
         variables = [*self._variables, *self._float_slots()]
         values = list(step.value_after(variables, updates))

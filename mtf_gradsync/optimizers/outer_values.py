@@ -51,19 +51,19 @@ def fragments_of(
 ) -> list[list[Owner]]:
     """Splits variables into `count` fragments, each with an equal share of all their numbers.
 
-    The numbers are those of the slices that a core holds, by the mesh and layout of `axes`, because
-    a core sends these in an outer step.
+    Shares are counted in numbers of the slices that a core holds, by the mesh and layout of `axes`,
+    because a core sends its slices in an outer step.
 
     Layer l belongs to fragment l modulo `count`, as in streaming DiLoCo. The number of a layer is
-    found in the names of its variables (the first number at the end of a part of the name). Other
-    variables, and layers that would make a fragment larger than its share, go to fragments with
-    room, the largest variable first. A variable for which no fragment has room is cut into pieces,
-    at most one for each fragment.
+    found in the names of the layer's variables (the first number at the end of a part of the name).
+    Other variables, and layers that would make a fragment larger than its share, go to fragments
+    with room, the largest variable first. A variable for which no fragment has room is cut into
+    pieces, at most one for each fragment.
 
-    No fragment is larger than its share, rounded up to a whole number. With `by_rows` variables are
-    cut between rows, so that pieces of matrices are matrices: then a fragment may be larger, by
-    less than a row of a variable that is cut. A fragment lists variables, or `VariablePiece`, in
-    the order of `variables`.
+    No fragment is larger than an equal share, rounded up to a whole number. With `by_rows`
+    variables are cut between rows, so that pieces of matrices are matrices: then a fragment may be
+    larger, by less than a row of a variable that is cut. A fragment lists variables, or
+    `VariablePiece`, in the order of `variables`.
     """
     shapes = {v: axes.slice_shape(v.shape) for v in variables}
     sizes = {v: math.prod(shape) for v, shape in shapes.items()}
@@ -112,8 +112,8 @@ def fragments_of(
 class SameSlices(GradientOperation):
     """A reshape of tensors that each processor makes of its own slices, without communication.
 
-    It adds the dimensions of islands to the shape of tensors that have another value on each
-    island, or removes these dimensions. The slices keep their size.
+    The reshape adds the dimensions of islands to the shape of tensors that have another value on
+    each island, or removes these dimensions. The slices keep their size.
     """
 
     def __init__(self, tensors: Sequence[mtf.Tensor], shapes: Sequence[mtf.Shape]):
@@ -130,8 +130,9 @@ class Agreed(GradientOperation):
     """A boolean for all islands, from one boolean of each: whether all are true, or any is.
 
     The input `holds` is a boolean tensor that may have another value on each island. The output has
-    the same shape and is the same on all islands. With `by_any` it is true if `holds` is true on
-    any island, otherwise if it is true on all. `strategy` reduces the counts of islands.
+    the same shape and is the same on all islands. With `by_any` the output is true if `holds` is
+    true on any island; without `by_any`, if `holds` is true on all islands. `strategy` reduces the
+    counts of islands.
     """
 
     def __init__(self, holds: mtf.Tensor, by_any: bool, islands: ReplicaAxes, strategy: Strategy):
@@ -159,9 +160,9 @@ def differing_variables(
 ) -> list[mtf.Variable]:
     """Returns those variables among `candidates` to which islands assign different values.
 
-    They are in the order of `candidates`. `sources` are tensors whose values differ between
-    islands. So do tensors that are computed from them, except the outputs of `Agreed` and
-    `NotFinite`. `operations` are all operations of the graph, in order.
+    The result is in the order of `candidates`. `sources` are tensors whose values differ between
+    islands. Tensors that are computed from `sources` differ between islands, too, except the
+    outputs of `Agreed` and `NotFinite`. `operations` are all operations of the graph, in order.
     """
     differs: set[mtf.Tensor] = set(sources)
     found: set[mtf.Variable] = set()
@@ -202,8 +203,8 @@ def hold_slots_by_islands(
 ) -> None:
     """Gives slots a value for each island, in variables that replace the slots in checkpoints.
 
-    These are variables `<slot>/island`, whose first dimensions are `island_dims`: the dimensions
-    that number the islands, none for a single island.
+    The variables in place of the slots are `<slot>/island`. Their first dimensions are
+    `island_dims`: the dimensions that number the islands, none for a single island.
     """
     graph = tf.get_default_graph()
     notes = {note.name: note for note in graph.get_collection(STATE_COLLECTION)}
@@ -224,7 +225,8 @@ def hold_by_islands(
     """Returns a variable `<variable>/island` with a value of `variable` for each island.
 
     From then on the slices of `variable` are those of the returned variable, the holder, so that
-    checkpoints have each island's value. It is called before `variable` is lowered.
+    checkpoints have each island's value. This function has to be called before `variable` is
+    lowered.
 
     Args:
       variable: a mesh variable or a slot.
@@ -275,7 +277,8 @@ class LossesOfPeriod:
     """A record of which islands had a loss that is not finite since the last outer step.
 
     Periods between outer steps are numbered from 1. Each island keeps the number of the last period
-    in which it had such a loss, so that nothing has to be reset or sent between islands.
+    in which it had a loss that is not finite, so that nothing has to be reset or sent between
+    islands.
 
     Attributes:
       variable: `<owner>/bad_loss`, int32 `[islands...]`: for each island the number of the last
@@ -309,7 +312,8 @@ class LossesOfPeriod:
     def are_bad(self) -> mtf.Tensor:
         """Returns whether an island had a loss that is not finite in this period.
 
-        The result is float32, `[islands...]`: 1 for an island with such a loss, else 0.
+        The result is float32, `[islands...]`: 1 for an island with a loss that is not finite, else
+        0.
         """
         return mtf.cast(mtf.equal(self.last, self._period), tf.float32)
 
@@ -317,8 +321,8 @@ class LossesOfPeriod:
 class IslandVariables(PlanExtension):
     """A graph's record of variables that have a value for each island, and of their holders.
 
-    A holder is a variable with more dimensions, which number the islands. It stores the values of
-    all islands.
+    The holder of a variable is another variable, which stores the values of all islands. Its
+    additional dimensions number the islands.
     """
 
     def __init__(self) -> None:
@@ -328,7 +332,7 @@ class IslandVariables(PlanExtension):
         """Stores a variable's values in the variable `by`, its holder.
 
         The holder's shape is that of the variable after dimensions that number the islands. Neither
-        may be stacked with other variables by autostack.
+        the variable nor the holder may be stacked with other variables by autostack.
         """
         self._held_by = {**self._held_by, variable: by}
         # The holder is lowered first, because the variable's slices are made of its slices.
@@ -401,8 +405,8 @@ class HeldSlices:
     def assign_to_slices(self, assign_fn: Callable[..., Any], values: Sequence[Any]) -> Any:
         """Assigns a value to each slice, which changes the holder; returns the tf operation.
 
-        Mesh-TF's assignments call it. `assign_fn(variable, slice, value)` assigns one slice, and
-        `values` has a tf tensor for each slice.
+        Mesh-TF's assignments call this method. `assign_fn(variable, slice, value)` assigns one
+        slice, and `values` has a tf tensor for each slice.
         """
 
         def assign(_: Any, x: Any, value: Any) -> Any:

@@ -48,10 +48,11 @@ def norms_of_shards(
     """Returns the norms of each shard's gradients, before and after clipping by shard.
 
     `grads` are pending or per shard. Each result is an mtf tensor `[shards...]`, the same on all
-    processors: for each shard one norm over all gradients, of the terms that the shard adds to
-    their sums. The second is None if gradients were not clipped by shard. Both are None if the
-    gradients are on several meshes, or if each shard's term of a gradient cannot be recovered, or
-    only by sending more numbers than the gradients have.
+    processors. It has one number for each shard: the norm, over all gradients together, of the
+    terms that the shard adds to the sums over shards. The second result is None if gradients were
+    not clipped by shard. Both results are None if the gradients are on several meshes, or if each
+    shard's term of a gradient cannot be recovered, or only by sending more numbers than the
+    gradients have.
     """
     if len({g.mesh for g in grads}) > 1:
         return None, None
@@ -97,9 +98,9 @@ def _norms_of_terms(
     """Returns the norm of each shard's terms of recoverable gradients, `[shards...]`.
 
     A gradient may be computed from sums over the shards: then every processor gets each shard's
-    terms of these sums, and computes the gradient from them. Of a gradient that depends on no
-    shard's data, each shard has an equal share. `apart` says which of `grads` are of these two
-    kinds. Every processor has the result, an mtf tensor.
+    terms of these sums, and computes each shard's term of the gradient from these. Of a gradient
+    that depends on no shard's data, each shard has an equal share. `apart` says which of `grads`
+    are of these two kinds. The result is an mtf tensor, the same on every processor.
     """
     made, shared = apart.made_of_sums, [grads[i] for i in apart.shared]
     own = [g for i, g in enumerate(grads) if i not in made and i not in apart.shared]
@@ -126,7 +127,8 @@ def _norms_of_terms(
 def _of_each_shard(x: mtf.Tensor, axes: ReplicaAxes) -> list[mtf.Tensor]:
     """Returns a list of each shard's part of `x`, in row-major order of the shards.
 
-    `x` has the shard dims, and each part has its other dimensions. Every processor gets all parts.
+    `x` has the shard dims, and each part has the other dimensions of `x`. Every processor gets all
+    parts.
     """
     dims = list(axes.shard_dims)
     number = mtf.Dimension("terms", axes.num_shards)
@@ -140,8 +142,8 @@ def kept(values: Sequence[mtf.Tensor], branch: Branch, name: str) -> list[mtf.Te
     """Returns the values that scalars of a branch had when the branch last ran, in float32.
 
     `values` are mtf scalars that exist only in `branch`. The results, in the same order, exist in
-    every step: a variable `name`, which is in no checkpoint, keeps them from step to step. They are
-    NaN before the branch has run in this session.
+    every step: a variable `name`, which is in no checkpoint, keeps them from step to step. The
+    results are NaN before the branch has run in the session.
     """
     dim = mtf.Dimension("reported", len(values) + 1)
     mesh, shape = values[0].mesh, mtf.anonymous_shape(mtf.Shape([dim]))
@@ -185,15 +187,16 @@ def gradient_noise_scale(
 ) -> NoiseScale:
     """Estimates the simple noise scale, tr(Sigma) / |G|^2, from the shards' gradients.
 
-    Above about this batch size a larger batch saves few steps. The mean squared norm of the shards'
-    gradients (of batch_size / num_shards examples each) is compared with that of their mean (of
-    batch_size examples); the estimate is the ratio of two moving averages. It costs a pass over the
-    gradients for each norm, and reduces one number for each shard. The gradients themselves are not
-    reduced a second time. The moving averages leave out steps with gradients that are not finite,
-    and steps with a norm whose square is too large for float32.
+    If the batch size is above about the noise scale, a larger batch saves few steps. The mean
+    squared norm of the shards' gradients (of batch_size / num_shards examples each) is compared
+    with the squared norm of their mean (of batch_size examples). The noise scale is the ratio of
+    two moving averages, of tr(Sigma) and of |G|^2. The estimate costs a pass over the gradients for
+    each norm, and reduces one number for each shard. The gradients themselves are not reduced a
+    second time. The moving averages leave out steps with gradients that are not finite, and steps
+    with a norm whose square is too large for float32.
 
-    Call it once, after gradients were applied and before the graph is lowered. State, in
-    checkpoints: `<name>/trace` and `<name>/squared_norm`.
+    Call `gradient_noise_scale` once, after gradients were applied and before the graph is lowered.
+    Checkpoints have the moving averages, the variables `<name>/trace` and `<name>/squared_norm`.
 
     Args:
       opt: a wrapper that has applied gradients, of a loss that is a mean or a sum over a batch that
@@ -258,7 +261,7 @@ def _what_was_reduced(opt: Any, axes: ReplicaAxes | None) -> tuple[Reduced, Repl
     """Returns the first reduction over shards in the step that `opt` has built, and its axes.
 
     `axes` are the replica axes that the user gave; None takes those of the stack. Raises TypeError
-    if `opt` is no wrapper, and ValueError if the noise scale cannot be computed from its step.
+    if `opt` is no wrapper, and ValueError if the noise scale cannot be computed from that step.
     """
     if not isinstance(opt, Wrapper):
         raise TypeError(
@@ -323,8 +326,9 @@ def _moved(
 ) -> mtf.Tensor:
     """Returns the value of a moving average after a step whose estimate is `new`.
 
-    It is `average`, the value before, unchanged if one of `estimates`, all estimates of the step,
-    is not finite. An average begins at 0, and this bias cancels out in the ratio of two averages.
+    `average` is the value before the step, and `estimates` are all estimates of the step. If one of
+    these is not finite, the result is `average`, unchanged. An average begins at 0, and the bias
+    towards 0 cancels out in the ratio of two averages.
     """
 
     def move(average: tf.Tensor, new: tf.Tensor, *estimates: tf.Tensor) -> tf.Tensor:
@@ -337,9 +341,10 @@ def _moved(
 def reported(opt: AppliesGradients, axes: ReplicaAxes | None = None) -> dict[str, mtf.Tensor]:
     """Returns tensors by name: norms and counts of the step in which they are fetched.
 
-    Call it once, after gradients were applied and before the graph is lowered. Tensors that are not
-    fetched cost nothing. A norm costs a pass over the gradients and a reduction of a few numbers,
-    unless clipping has computed it already. Which of these names there are depends on the stack:
+    Call `reported` once, after gradients were applied and before the graph is lowered. Tensors that
+    are not fetched cost nothing. A norm costs a pass over the gradients and a reduction of a few
+    numbers, unless clipping has computed it already. It depends on the stack which of the following
+    names the result has:
 
     - `gradient_norm/applied`: norm of the reduced and clipped gradients that the innermost
       optimizer gets.
@@ -365,13 +370,13 @@ def reported(opt: AppliesGradients, axes: ReplicaAxes | None = None) -> dict[str
       `sync_replicas/waiting_contributions`: contributions since the last update.
       `sync_replicas/steps_without_update`: steps since the last update.
 
-    Counts are those after the step. Norms of shards belong to the fetched step (a microbatch step).
-    Norms of reduced gradients inside an optimizer that skips updates belong to the last update:
-    they keep their values on steps without an update, and are NaN before the first update of a
-    session.
+    Counts have their values after the step. Norms of shards belong to the fetched step (a
+    microbatch step). Norms of reduced gradients inside an optimizer that skips updates belong to
+    the last update: they keep their values on steps without an update, and are NaN before the first
+    update of a session.
 
-    With several wrappers of a kind the outermost has the plain names; the others' names end with
-    "/" and the wrapper's name.
+    If a stack has several wrappers of a kind, the values of the outermost have the plain names. The
+    names of the other wrappers' values end with "/" and the wrapper's name.
 
     Args:
       opt: an optimizer. Each optimizer in its stack may have a method `reported`, as wrappers do,
@@ -410,8 +415,9 @@ def reported(opt: AppliesGradients, axes: ReplicaAxes | None = None) -> dict[str
 def in_sums_now(opt: AppliesGradients) -> mtf.Tensor | None:
     """Returns the number of gradients in each accumulator of a stack, after the fetched step.
 
-    It is an int32 mtf scalar, 0 if the accumulators are empty; None for a stack without
-    accumulators. If several wrappers of the stack accumulate, it is the sum of their numbers.
+    The number is an int32 mtf scalar, 0 if the accumulators are empty; None for a stack without
+    accumulators. If several wrappers of the stack accumulate, the result is the sum of their
+    numbers.
     """
     stack = [opt, *opt.inner_stack()] if isinstance(opt, Wrapper) else [opt]
     found = [x for x in (getattr(one, "in_sums_now", None) for one in stack) if x is not None]
@@ -421,7 +427,7 @@ def in_sums_now(opt: AppliesGradients) -> mtf.Tensor | None:
 def weight_now(opt: AppliesGradients) -> mtf.Tensor | None:
     """Returns the weight of the fetched step, a float32 mtf scalar; None without weights.
 
-    It is the total weight of all shards' gradients as the stack `opt` received them.
+    The result is the total weight of all shards' gradients as the stack `opt` received them.
     """
     step = opt.step if isinstance(opt, Wrapper) else None
     weights = step.received[0].weights if step else None

@@ -1,11 +1,13 @@
 """Builds one training step from a stack of wrappers.
 
-- `stack`: a stack as a value, and the passes that complete it: the stages of each wrapper, stages
-  that convert between forms of gradients, and blocks of stages that run in the same steps. `words`:
-  the lines by which stages describe themselves.
-- `order`: the orders of wrappers that make no sense.
-- `builder`: makes the operations of a completed stack, in order.
-- `forms`: sets of gradients as they pass from stage to stage, and the settings of reductions.
-- `accumulators`: sums that are kept from step to step. `weights`: how much gradients stand for.
-  `strategy_state`: the state that reduction strategies keep.
+The modules do this work in parts:
+
+- `stack` has the stack of wrappers as a value, and completes it: it collects the stages of each
+  wrapper, adds stages that convert between forms of gradients, and makes blocks of stages that run
+  in the same steps. `words` has the lines by which stages describe themselves.
+- `order` finds wrappers in an order that makes no sense.
+- `builder` makes the operations of a completed stack, in order.
+- `forms` has sets of gradients as they pass from stage to stage, and the settings of reductions.
+- `accumulators` has sums that are kept from step to step, `weights` how much gradients stand for,
+  and `strategy_state` the state that reduction strategies keep.
 """

@@ -27,8 +27,9 @@ def weight_state(
 ) -> mtf.Variable:
     """Returns the variable `<owner>/weight`, the total weight of the gradients in accumulators.
 
-    It is a float32 scalar. If a checkpoint comes from a run without weights, the variable takes the
-    value of the counter there: each gradient in the sums has a weight of one.
+    The variable is a float32 scalar. If a checkpoint comes from a run without weights, the variable
+    takes the value that the variable `counter` has in the checkpoint: each gradient in the sums
+    then has a weight of one.
 
     Args:
       mesh: the mesh of the variable.
@@ -59,8 +60,8 @@ class DirectUpdate(NamedTuple):
 class Accumulators:
     """The accumulators of a set of gradients.
 
-    Gradients are added to them in place, and only an update reads them, so that a step without an
-    update passes over them once.
+    Gradients are added to the accumulators in place, and only an update reads the accumulators, so
+    that a step without an update passes over them once.
     """
 
     def __init__(
@@ -117,9 +118,9 @@ class Accumulators:
     def add(self, step: StepBuilder, direct: DirectUpdate | None = None) -> Gate | None:
         """Adds this step's gradients to the accumulators; returns a gate for the step's writes.
 
-        The gate is an operation that holds back writes until the gradients exist. It is None if a
-        branch of the step is open, because a branch waits itself. With `direct`, for programs with
-        an update on most steps, gradients are added only if `direct.holds` is false.
+        The gate is an operation that holds back writes until the gradients exist. The result is
+        None if a branch of the step is open, because a branch waits as a whole. With `direct`, for
+        programs with an update on most steps, gradients are added only if `direct.holds` is false.
         """
         step.write_state()
         for variable in self._variables:
@@ -146,8 +147,8 @@ class Accumulators:
     ) -> GradientSet:
         """Returns the gradients with the condition of the update, as a stage returns them.
 
-        In the branch of the update, the accumulated sums take the place of the gradients. They
-        include this step's gradients, and later stages reduce them. Sums of replicas' parts are
+        In the branch of the update, the accumulated sums take the place of the gradients. The sums
+        include this step's gradients, and later stages reduce the sums. Sums of replicas' parts are
         parts, too.
 
         Args:
@@ -249,8 +250,8 @@ def times(contributions: mtf.Tensor, grad: mtf.Tensor) -> mtf.Tensor:
 class _AddUnless(GradientOperation):
     """An operation whose outputs are this step's gradients if `direct.holds` is true.
 
-    Otherwise it adds the gradients to the accumulators, and the outputs are the sums after that.
-    `are_reduced` says for each gradient whether it is reduced already.
+    If `direct.holds` is false, the operation adds the gradients to the accumulators, and the
+    outputs are the new sums. `are_reduced` says for each gradient whether it is reduced already.
     """
 
     def __init__(

@@ -76,17 +76,18 @@ class StepConditions:
 
         `finite` is a boolean scalar: whether the gradients of the shards that are not skipped are
         finite. `has_data` is a boolean scalar: whether any shard has data in this step; None if
-        there always are data. Only a stage further inside knows which shards it skips, so that
-        stage gives both scalars, by `tell_finite`.
+        there always are data. Only the stage that skips shards knows which shards these are. That
+        stage is further inside, and gives both scalars by `tell_finite`.
         """
         self._if_finite.append(then)
 
     def tell_finite(self, make: Callable[[], tuple[mtf.Tensor, mtf.Tensor | None]]) -> None:
         """Calls the functions that outer stages have registered by `when_finite_is_known`.
 
-        `make` returns the two boolean scalars that these functions take; without such functions it
-        is not called. If all shards are skipped because of their gradients, the first is false. A
-        stage calls this method before the branch of the update begins.
+        `make` returns the two boolean scalars that the registered functions take, `finite` and
+        `has_data`; without registered functions, `make` is not called. If all shards are skipped
+        because of their gradients, `finite` is false. A stage calls this method before the branch
+        of the update begins.
         """
         if self._if_finite:
             finite, has_data = make()
@@ -122,8 +123,8 @@ class StepConditions:
     ) -> None:
         """Adds a branch with the operations that `make` returns.
 
-        They run in the steps in which `due` is true, a boolean scalar that is the same on all
-        processors. `gate` is as for `branch_when`. Operations that are added after the call are
+        The operations run in the steps in which `due` is true, a boolean scalar that is the same on
+        all processors. `gate` is as for `branch_when`. Operations that are added after the call are
         outside of the branch.
         """
         with self.branch_when(due, gate):
@@ -251,7 +252,7 @@ class StepBuilder(StepConditions):
         """Records that wrapper `number` received these gradients; later calls for it do nothing.
 
         Wrappers have the numbers 0, 1, ... from the outermost. A wrapper without stages passes on
-        what it receives, so all wrappers up to `number` without a record get the same one.
+        what it receives, so all wrappers up to `number` without a record get the same record.
         """
         missing = number + 1 - len(self.received)
         self.received += [gradients] * missing
@@ -280,8 +281,8 @@ class StepBuilder(StepConditions):
     def _opened(self, condition: Condition, gradients: GradientSet) -> Iterator[GradientSet]:
         """Opens the branch of a block of stages for the time of a `with` block, and then closes it.
 
-        `condition` is the condition of the block, and `gradients` are what the stage before it
-        returned. The gradients for the stages in the branch are the value of `with ... as`.
+        `condition` is the condition of the block, and `gradients` are what the stage before the
+        block returned. The gradients for the stages in the branch are the value of `with ... as`.
         """
         assert gradients.condition is not None  # as `_applied` has checked
         holds, gate, behind, first, last = gradients.condition
@@ -302,17 +303,17 @@ class StepBuilder(StepConditions):
     def state(self, wrapper: Any, make: Callable[[], Any]) -> Any:
         """Returns a wrapper's own variables in this graph, in whatever structure `make` returns.
 
-        Only the first call for this wrapper and graph calls `make`; later calls return the same.
-        Raises ValueError if another wrapper of the same name has variables in this graph.
+        Only the first call for a wrapper and a graph calls `make`; later calls return the same
+        variables. Raises ValueError if another wrapper of the same name has variables in the graph.
         """
         return self.plan.state(wrapper, wrapper.name, make)
 
     def around_update(self, update: Callable[..., list[mtf.Operation]]) -> None:
         """Registers a function that makes the update in place of the inner optimizer.
 
-        It is called as `update(gradients, make_inner)` and returns the operations of the update. It
-        can call `make_inner(gradients)`, which returns the operations that the inner optimizer or
-        the next registered function makes for these gradients.
+        The function is called as `update(gradients, make_inner)` and returns the operations of the
+        update. It can call `make_inner(gradients)`, which returns the operations that the inner
+        optimizer or the next registered function makes for these gradients.
         """
         self._around.append(update)
 
@@ -321,10 +322,11 @@ class StepBuilder(StepConditions):
     ) -> None:
         """Registers a function that makes operations to run after the update, in steps with one.
 
-        `make` is called with the operations of the update, and returns its own. It gets the new
-        value of a variable by `value_after`. Functions of the innermost wrapper are called first.
-        `is_shown` says that `make` reads the values that evaluation uses. Such functions are called
-        last, because other functions may change by `show` which values these are.
+        `make` is called with the operations of the update, and returns the operations that it adds.
+        In `make`, `value_after` gives the new values of variables. Functions of the innermost
+        wrapper are called first. `is_shown` says that `make` reads the values that evaluation uses.
+        Functions with `is_shown` are called last, because other functions may change, by `show`,
+        which values evaluation uses.
         """
         self._after.append((is_shown, make))
 
@@ -339,16 +341,17 @@ class StepBuilder(StepConditions):
     def axes_now(self, grads: Sequence[mtf.Tensor]) -> ReplicaAxes | None:
         """Returns the replica axes for the stage that is being built; None if they are not known.
 
-        They are the axes that its wrapper, or the first wrapper inside it, was given, or else those
-        of the program that computed `grads`.
+        The axes are those that the stage's wrapper, or the first wrapper inside that wrapper, was
+        given, or else those of the program that computed `grads`.
         """
         return self.stack.axes_now(self._number, grads)
 
     def shards_to_name(self, grads: Sequence[mtf.Tensor]) -> tuple[ReplicaAxes | None, bool]:
         """Returns how the log numbers shards, for the stage that is being built, as two values.
 
-        The first are the replica axes that number all shards of the mesh; None if they are not
-        known. The second is false if each shard is an island (see `Stack.shards_to_name`).
+        The first value has the replica axes that number all shards of the mesh; None if they are
+        not known. The second value is false if each shard is an island (see
+        `Stack.shards_to_name`).
         """
         return self.stack.shards_to_name(self._number, grads)
 
@@ -379,9 +382,10 @@ class StepBuilder(StepConditions):
     def write_state(self, when: Callable[[], mtf.Tensor] | None = None) -> None:
         """Writes the new state of reduction strategies, of all reductions since the last call.
 
-        The builder calls it before the update. A stage that adds up reduced gradients calls it
-        itself. `when` makes a boolean scalar, the same on all processors, for steps that may not
-        use the reduced gradients: if it is false, the state does not change. None for always.
+        The builder calls this method before the update. A stage that adds up reduced gradients
+        calls the method itself. `when` makes a boolean scalar, the same on all processors, for
+        steps that may not use the reduced gradients: if the scalar is false, the state does not
+        change. If `when` is None, the state is written in every step.
         """
         state, self._new_state = self._new_state, []
         if not state:
@@ -441,7 +445,7 @@ class StepBuilder(StepConditions):
     ) -> GradientSet:
         """Returns the full sums of gradients over the mesh, as `Form.REDUCED`, on all replicas.
 
-        They are not divided and not cast yet.
+        The sums are not divided and not cast yet.
 
         Args:
           gradients: gradients in any form, of variables or of pieces of variables.
@@ -465,8 +469,9 @@ class StepBuilder(StepConditions):
     ) -> GradientSet:
         """Returns gradients that the strategy's own method `reduce_gradients` has reduced.
 
-        If the strategy has no such method, they are returned as they are, and so is a gradient that
-        it does not take or has reduced in this step already. The arguments are as for `reduce_now`.
+        If the strategy has no method `reduce_gradients`, the gradients are returned as they are. A
+        gradient that the strategy does not take, or has reduced in this step already, is returned
+        as it is, too. The arguments are as for `reduce_now`.
         """
         if gradients.form.is_reduced or not reduction.reduces_gradients:
             return gradients
@@ -486,8 +491,8 @@ class StepBuilder(StepConditions):
     ) -> Sequence[mtf.Tensor]:
         """Returns the values that `variables` have after the operations `updates`, in their order.
 
-        They are mtf tensors (see `mtf_gradsync.step.values_after`). For a variable that `show`
-        replaced, the value is that of the variable read in its place.
+        The values are mtf tensors (see `mtf_gradsync.step.values_after`). For a variable that
+        `show` replaced, the value is that of the variable that is read in place of it.
         """
         shown = [self._shown.get(v, v) for v in variables]
         return values_after(shown, [*updates, *self._shown_after])
@@ -543,8 +548,8 @@ class StepBuilder(StepConditions):
     ) -> list[mtf.Operation]:
         """Returns the operations of the update of variables by reduced gradients.
 
-        The first function in `around` makes them and may call the others (see `around_update`). If
-        there is none, the inner optimizer makes them.
+        The first function in `around` makes the operations and may call the other functions (see
+        `around_update`). If `around` is empty, the inner optimizer makes the operations.
         """
         if around:
             first, *others = around

@@ -68,8 +68,8 @@ _DEFAULT_BATCH_DIMS = ("batch",)
 def shard_names(reductions: Iterable[Reduction]) -> tuple[str, ...]:
     """Returns the names of a stack's shard dims, from the reductions of its wrappers.
 
-    These are the batch dims of all wrappers that were given replica axes, or other batch_dims than
-    the default. If no wrapper was, they are the default batch_dims.
+    The names are the batch_dims of all wrappers that were given replica axes, or other batch_dims
+    than the default. If no wrapper was given either, the names are the default batch_dims.
     """
     names = [(r.batch_dims if r.axes is None else r.axes.batch_dims, r.axes) for r in reductions]
     known = [some for some, axes in names if axes is not None or some != _DEFAULT_BATCH_DIMS]
@@ -256,16 +256,16 @@ class GradientSet:
     ) -> GradientSet:
         """Returns a copy of the set in which `present` replaces the gradients that are not None.
 
-        `present` has one gradient for each of them, in the same order. `form` and `others` are as
-        for `with_grads`.
+        `present` has one gradient for each gradient of the set that is not None, in the same order.
+        `form` and `others` are as for `with_grads`.
         """
         return self.with_grads(on_present(self.grads, lambda _: present), form, **others)
 
     def only_when(self, holds: mtf.Tensor, gate: Gate | None, **others: Any) -> GradientSet:
         """Returns the set as a stage with a `condition` returns it: later stages run conditionally.
 
-        They run in the steps in which the boolean scalar `holds` is true. `gate` is what the writes
-        of the stage wait for, and `others` are more fields of `OnlyWhen`.
+        Later stages run in the steps in which the boolean scalar `holds` is true. `gate` is what
+        the writes of the stage wait for, and `others` are more fields of `OnlyWhen`.
         """
         return dataclasses.replace(self, condition=OnlyWhen(holds, gate, **others))
 
@@ -280,8 +280,8 @@ class GradientSet:
 def finished(gradients: GradientSet, opt: Any) -> GradientSet:
     """Returns reduced gradients divided by the divisor of the set, and cast to its dtypes.
 
-    `opt` is the optimizer that gets them. It gets no dtype narrower than float32, unless it is
-    Mesh-TF's MomentumOptimizer. The returned set has no divisor and no dtypes.
+    `opt` is the optimizer that gets the returned gradients. It gets no dtype narrower than float32,
+    unless it is Mesh-TF's MomentumOptimizer. The returned set has no divisor and no dtypes.
     """
     dtypes, divisor = gradients.dtypes, gradients.divisor
     if dtypes is None and divisor is None:
@@ -326,8 +326,8 @@ def without_frozen(
 ) -> list[mtf.Tensor | None]:
     """Returns `grads` with None for variables that the optimizer `opt` does not update.
 
-    `ByVariable` can leave out variables. Their gradients are then neither reduced nor accumulated,
-    nor counted in norms.
+    `ByVariable` can leave variables as they are. The gradients of these variables are neither
+    reduced nor accumulated, nor counted in norms.
     """
     return [None if optimizer_of(opt, v) is None else g for g, v in zip(grads, variables)]
 
@@ -335,7 +335,8 @@ def without_frozen(
 def _inner_dtype(dtype: tf.DType, opt: Any) -> tf.DType:
     """Returns the dtype in which the inner optimizer `opt` gets a gradient of `dtype`.
 
-    It is at least float32, but `dtype` itself for Mesh-TF's MomentumOptimizer.
+    The result is `dtype`, but at least float32. For Mesh-TF's MomentumOptimizer it is always
+    `dtype` itself.
     """
     # Mesh-TF 0.1.21's Momentum adds gradients to a velocity of the variable's dtype; the others
     # cast to float32 themselves.
@@ -349,7 +350,7 @@ def in_dtypes_of(opt: Any, gradients: GradientSet) -> GradientSet:
 
     Mesh-TF's MomentumOptimizer needs the dtypes of the variables' values. Other optimizers get the
     gradients as they are. Raises ValueError for variables whose values are narrower than float32 if
-    Mesh-TF's AdamWeightDecayOptimizer is to decay them: it cannot.
+    Mesh-TF's AdamWeightDecayOptimizer is to decay them, because it cannot decay such variables.
     """
     of = [optimizer_of(opt, v) for v in gradients.variables]
     for one in dict.fromkeys(of):

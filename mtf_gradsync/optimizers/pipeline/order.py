@@ -22,8 +22,8 @@ def reduces(stages: Stages) -> bool:
 def needs_shards(stages: Stages) -> PerShard | None:
     """Returns the request of one of these stages for gradients that nothing has reduced before.
 
-    No wrapper around may then reduce gradients. None if these stages have no such request, or also
-    take reduced gradients.
+    If stages have such a request (`PerShard`), no wrapper around them may reduce gradients. The
+    result is None if they have no request, or also take reduced gradients.
     """
     requests = [s.takes for s in stages if isinstance(s.takes, PerShard)]
     return next((r for r in requests if r.or_else is not None), None)
@@ -60,7 +60,8 @@ def averages(stages: Stages) -> bool:
 def keeps_outer_values(stages: Stages) -> bool:
     """Returns whether these stages train copies of variables apart from the values programs see.
 
-    `OuterOptimizer` does: the programs see the outer values.
+    The stages of `OuterOptimizer` do: islands train their own values, and programs see the outer
+    values.
     """
     return any(s._keeps_outer_values for s in stages)
 
@@ -172,7 +173,7 @@ def check_order(outer: Any, inner_stack: Sequence[Any]) -> None:
     """Raises ValueError if a wrapper must not be around one of the optimizers inside it.
 
     `outer` is the wrapper, and `inner_stack` are the optimizers inside it, the outermost first. The
-    error says why, and what each of the two does.
+    error says why the order is wrong, and what each of the two optimizers does.
     """
     own = stages_of(outer)
     for inner in inner_stack:

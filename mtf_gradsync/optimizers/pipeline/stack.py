@@ -7,7 +7,8 @@ stack. `StepBuilder` makes the operations of the result in the order in which it
 
 1. From the outermost wrapper to the innermost, each gives its stages for its place (`Place`: the
    replica axes, and the islands and stages around it).
-2. Each stage gets to know those inside it, because some depend on them (a loss scale).
+2. Each stage gets to know the stages inside it, because the work of some stages depends on these
+   (as that of a loss scale does).
 3. If a stage takes another form of gradients than the stage before it gives, a converting stage is
    inserted (`with_conversions`). The function `completed` makes these three passes.
 4. If gradients have weights, stages for them are added (`with_weights` in the file `weights`).
@@ -39,8 +40,8 @@ from mtf_gradsync.optimizers.pipeline.words import About, Line, bytes_told, over
 class Condition(NamedTuple):
     """The condition of a stage on all that comes after it: it runs in some steps only.
 
-    These are the steps in which a boolean scalar is true; the stage gives this scalar to
-    `GradientSet.only_when`.
+    What comes after the stage runs in the steps in which a boolean scalar is true. The stage gives
+    this scalar to `GradientSet.only_when`.
 
     Attributes:
       when: which steps these are, if the condition decides when there is an update: the number of
@@ -58,7 +59,7 @@ class Condition(NamedTuple):
 class Stage:
     """A wrapper's work on gradients on their way to an update; the base class passes them on.
 
-    A stage is a frozen dataclass. Nothing of it changes while a step is built: `apply` makes the
+    A stage is a frozen dataclass, which does not change while a step is built: `apply` makes the
     operations of the step, and tells the builder what is to be made after the update or at the end.
 
     Attributes:
@@ -153,14 +154,14 @@ class Stage:
     def describe(self, about: About) -> list[Line]:
         """Returns the lines that `mtf_gradsync.describe` prints for the stage; [] for none.
 
-        `about` has the facts of the program that lines can tell.
+        `about` has what the lines can tell of the program, such as the replica axes.
         """
         del about
         return []
 
 
 class Program(NamedTuple):
-    """The facts of the program that applies gradients, by which a stack is completed for it.
+    """What has to be known of the program that applies gradients, to complete a stack for it.
 
     Attributes:
       find_axes: a function of names of batch dims that returns the replica axes; None if they are
@@ -173,7 +174,7 @@ class Program(NamedTuple):
 
     @classmethod
     def of(cls, grads: Sequence[mtf.Tensor]) -> Program:
-        """Returns the facts of the program that computed these gradients, which are not None."""
+        """Returns what is known of the program that computed `grads`, a list without None."""
         return cls(lambda names: find_axes(grads, names), len({g.mesh for g in grads}))
 
 
@@ -241,9 +242,9 @@ class Stack(NamedTuple):
     def axes_now(self, number: int, grads: Sequence[mtf.Tensor]) -> ReplicaAxes | None:
         """Returns the replica axes that wrapper `number` uses; None if they are not known.
 
-        The outermost wrapper has the number 0. The axes are those that this wrapper, or the first
-        wrapper inside it, was given, or else those of the program that computed `grads`. If `grads`
-        are on several meshes, the result is None.
+        The outermost wrapper has the number 0. The axes are those that wrapper `number`, or the
+        first wrapper inside it, was given, or else those of the program that computed `grads`. If
+        `grads` are on several meshes, the result is None.
         """
         if len({g.mesh for g in grads}) > 1:
             return None
@@ -256,10 +257,10 @@ class Stack(NamedTuple):
     ) -> tuple[ReplicaAxes | None, bool]:
         """Returns how the log of wrapper `number` numbers shards, as two values.
 
-        The first are the replica axes that number all shards of the mesh, also inside islands; None
-        if they are not known. The second is false if each shard is an island, because a reduced
-        gradient then belongs to a single shard; it is the argument `of_shards_only` of
-        `not_finite_flags`. `number` and `grads` are as for `axes_now`.
+        The first value has the replica axes that number all shards of the mesh, also inside
+        islands; None if they are not known. The second value is the argument `of_shards_only` of
+        `not_finite_flags`: false if each shard is an island, because a reduced gradient then
+        belongs to a single shard. `number` and `grads` are as for `axes_now`.
         """
         around = self.segments[number].islands
         if around is None or around.inside is None:
@@ -277,7 +278,8 @@ class _SkipsNotFinite(Stage):
 def stages_of(opt: Any) -> tuple[Stage, ...]:
     """Returns the stages that an optimizer has by itself, with nothing around it.
 
-    An optimizer that is no wrapper has none, or one if it says that it `skips_not_finite`.
+    An optimizer that is no wrapper has no stages; it has one if its attribute `skips_not_finite` is
+    true.
     """
     if hasattr(opt, "_place"):
         return tuple(opt.stages(opt._place(None, (), None)))
@@ -386,9 +388,9 @@ def completed(
 def with_conversions(segments: Sequence[Segment], takes_pending: bool) -> tuple[Segment, ...]:
     """Returns segments in which each stage gets gradients of the form that it takes.
 
-    Where a stage would get another form, a stage that converts gradients comes before it. If
-    gradients are not reduced after the last stage, a reduction is added, unless `takes_pending`: it
-    says whether the optimizer inside takes pending gradients, because it has a wrapper inside that
+    Where a stage would get another form, a stage that converts gradients is put before that stage.
+    If gradients are not reduced after the last stage, a reduction is added, unless `takes_pending`
+    is true: then the optimizer inside takes pending gradients, because it has a wrapper inside that
     reduces them.
     """
     left = [stage for segment in segments for stage in segment.stages]

@@ -24,9 +24,9 @@ from mtf_gradsync.reduce.strategy import Compression, GradientOfCores, StateMake
 class VariablePiece:
     """A range of the numbers in each core's slice of a variable.
 
-    In a `GradientSet` it can stand in place of a variable. State of a strategy that has the shape
-    of the variable (errors of compression) is kept for the whole variable, and each piece uses its
-    range of it.
+    In a `GradientSet` a piece can stand in place of a variable. If a strategy keeps state in the
+    shape of the variable (errors of compression), the state is kept for the whole variable, and
+    each piece uses its range of the state.
 
     Attributes:
       variable: the variable.
@@ -49,8 +49,9 @@ class VariablePiece:
     def shape(self) -> mtf.Shape:
         """The piece's mtf shape: the variable's split dims, then the piece's numbers in a slice.
 
-        A split dim has the number of its slices as its size. The numbers in a slice are one dim, or
-        two (rows and columns) if the piece consists of whole rows of the slice.
+        The size of a split dim is the number of slices into which it is split. The numbers in a
+        slice are one dim, or two (rows and columns) if the piece consists of whole rows of the
+        slice.
         """
         dims = zip(self.variable.shape.dims, self.slice_shape)
         split = [mtf.Dimension(d.name, d.size // n) for d, n in dims]
@@ -64,7 +65,7 @@ class VariablePiece:
     def cut_out(self, x: tf.Tensor, shape: Sequence[int]) -> tf.Tensor:
         """Returns the piece's numbers out of x, a core's slice of the variable, as a tf tensor.
 
-        Its shape is `shape`, which has as many numbers as the piece.
+        The returned tensor has the shape `shape`, with as many numbers as the piece.
         """
         return tf.reshape(tf.reshape(x, [-1])[self.start : self.stop], shape)
 
@@ -270,7 +271,7 @@ def reduce_by_strategy(
 ) -> ReducedByStrategy:
     """Returns the sums of pending (not yet reduced) gradients, by `Strategy.reduce_gradients`.
 
-    With them come the new values of the strategy's state, which the caller writes.
+    The result also has the new values of the strategy's state, which the caller writes.
 
     On a mesh of one shard all gradients pass through the strategy, although there is nothing to
     reduce: its state then exists there, too, and checkpoints can be moved to such a mesh and back.
@@ -351,8 +352,8 @@ def _sets(
 ) -> dict[tuple[mtf.Dimension, ...], list[tuple[mtf.Variable, mtf.Tensor]]]:
     """Returns the gradients that are to be reduced, grouped by the shard dims to reduce them over.
 
-    The result has a list of pairs (variable, gradient) for each tuple of shard dims. Gradients that
-    are not sums over shards are left out, and gradients of variables in `reduced_before`.
+    The result has a list of pairs (variable, gradient) for each tuple of shard dims. Left out are
+    gradients that are not sums over shards, and gradients of variables in `reduced_before`.
     """
     found: dict[tuple[mtf.Dimension, ...], list[tuple[mtf.Variable, mtf.Tensor]]] = {}
     pending = pending_over_shards(gradients.present, axes)

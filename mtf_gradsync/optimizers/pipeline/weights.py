@@ -274,7 +274,7 @@ def weighted_loss(loss: mtf.Tensor, weights: Any, names: Sequence[str]) -> mtf.T
 def mean_loss(loss: mtf.Tensor) -> mtf.Tensor:
     """Returns the loss of a step as a scalar to show: the mean over the losses of all shards.
 
-    It is the weighted mean if `compute_gradients` was given `loss` together with weights of shards.
+    The mean is weighted if `compute_gradients` was given `loss` together with weights of shards.
     """
     plan = StepPlan.of_graph(loss.graph)
     known = plan.known_extension(WeightsOfGradients) if plan else None
@@ -289,7 +289,7 @@ def nonzero(x: tf.Tensor) -> tf.Tensor:
 def divided(grad: mtf.Tensor, by: mtf.Tensor) -> mtf.Tensor:
     """Returns a gradient divided by the scalar `by`, in the gradient's dtype.
 
-    The division is in at least float32. A divisor of 0 changes nothing.
+    The division is in at least float32. If `by` is 0, the gradient is returned as it is.
     """
     wide = grad.dtype if grad.dtype.size >= 4 else tf.float32
 
@@ -306,11 +306,11 @@ def weighted_shards(
 
     A shard with a weight of 0 gets zeros, because its loss may have been 0 / 0. A term of the loss
     that depends on no data, such as weight decay, has a gradient of which each shard has a part:
-    these parts become proportional to the weights. What depends on data stays as it is, because
-    `weighted_loss` has weighted it. The returned gradients have shard dims. Gradients whose terms
-    of shards cannot be recovered stay as they are, and so do all gradients if shards have no
-    weights of their own. `axes` are the replica axes, and `strategy` makes the sums over other mesh
-    axes that per-shard gradients need.
+    these parts become proportional to the weights. Gradients of terms that depend on data stay as
+    they are, because `weighted_loss` has weighted these terms. The returned gradients have shard
+    dims. Gradients whose terms of shards cannot be recovered stay as they are, and so do all
+    gradients if shards have no weights of their own. `axes` are the replica axes, and `strategy`
+    makes the sums over other mesh axes that per-shard gradients need.
     """
     of_shards = weights.of_shards
     if axes is None or of_shards is None or axes.num_shards == 1:
@@ -387,7 +387,8 @@ class _WeighShards(Stage):
 class _OnlyWithData(Stage):
     """The last stage: it lets only gradients with a weight above 0 make an update.
 
-    It counts the updates that it skips. State: `<name of the outermost wrapper>/without_data`.
+    The stage counts the updates that it skips in the variable
+    `<name of the outermost wrapper>/without_data`.
     """
 
     name: str

@@ -26,7 +26,7 @@ class Line(NamedTuple):
 
 
 class About(NamedTuple):
-    """The facts of a program whose stack is described.
+    """What a description of a stack can tell of the program.
 
     Attributes:
       axes: the replica axes of the stage; None if they are not known.
@@ -70,7 +70,7 @@ def told(value: Any) -> str:
 def strategy_told(strategy: Any) -> str:
     """Returns a reduction strategy as text: "fused" for `FusedAllReduce`, for example.
 
-    Strategies without such a word are told by their class names: "by MyStrategy".
+    A strategy for which there is no such word is told by its class name: "by MyStrategy".
     """
     name, inner = type(strategy).__name__, getattr(strategy, "reducer", None)
     narrow = getattr(strategy, "compressed_dtype", None)
