@@ -13,7 +13,7 @@ from mtf_gradsync.extension import mtf, some_of, tf, walk
 def behind(losses: Sequence[mtf.Tensor]) -> list[mtf.Operation]:
     """Returns the operations from which losses are computed, in the order of their mtf graphs.
 
-    The operations that compute the losses themselves are among them.
+    The result also has the operations that compute the losses themselves.
     """
     there = set(walk([x.operation for x in losses], lambda op: [x.operation for x in op.inputs]))
     return [op for graph in {x.graph for x in losses} for op in graph.operations if op in there]
@@ -64,8 +64,9 @@ def statistics_of(
 ) -> list[tuple[str, mtf.Tensor]]:
     """Returns the statistics over the batch that the model combines with single examples.
 
-    Batch normalization uses such a statistic. A number that only scales the loss, such as 1 / the
-    sum of a mask, does not count.
+    A statistic over the batch is computed from several examples, as the mean in batch normalization
+    is. A statistic that only scales the loss, such as 1 / the sum of a mask, is left out of the
+    result.
 
     Args:
       losses: the losses of the model.
@@ -103,7 +104,8 @@ _LINEAR = (
 def _scales(op: mtf.Operation, users: Mapping[mtf.Tensor, list[mtf.Operation]]) -> bool:
     """Returns whether a statistic over the batch only scales the loss.
 
-    This is so if all operations after the product with the statistic are linear, up to the loss.
+    A statistic only scales the loss if all operations from the statistic's product `op` to the loss
+    are linear.
 
     Args:
       op: the product of the statistic with examples.
@@ -129,7 +131,8 @@ def _scales(op: mtf.Operation, users: Mapping[mtf.Tensor, list[mtf.Operation]]) 
 def products_of_means(losses: Sequence[mtf.Tensor], batch_dims: Sequence[str]) -> list[str]:
     """Returns the names of operations that multiply two means or sums over the batch.
 
-    Only products of values that depend on variables count, such as a loss that balances experts.
+    A product is left out of the result unless both means or sums depend on variables, as in a loss
+    that balances experts.
 
     Args:
       losses: the losses of the model.
@@ -182,7 +185,7 @@ def name_of_factor(factor: float, numbers: Mapping[str, float]) -> str:
 
 
 class DifferenceFacts(NamedTuple):
-    """The facts of a difference from the reference, from which `cause_of` finds its cause.
+    """What `cause_of` has to know of a difference from the reference to find its cause.
 
     Attributes:
       what: the kind of value that differs first: see `DivisionResult.what`.
@@ -223,7 +226,7 @@ _OF_FORWARD = (
 def cause_of(facts: DifferenceFacts) -> str:
     """Returns the likely cause of a difference in words, as one or two sentences for the user.
 
-    Of the usual causes, this is the first that fits the facts.
+    The usual causes are tried in a fixed order, and the first that fits the difference is returned.
     """
     return next(_causes(facts))
 

@@ -56,8 +56,8 @@ def is_finite(value: np.ndarray) -> bool:
 def error_of(value: np.ndarray, reference: np.ndarray) -> float:
     """Returns the largest difference of two arrays, divided by the largest number of `reference`.
 
-    This is the error of `value`. It is infinite if shapes differ, or if two numbers differ and one
-    of them is not finite.
+    The result is called the error of `value`. The error is infinite if `value` and `reference` have
+    different shapes, or if they differ in an element that is not finite in one of them.
     """
     if value.shape != reference.shape:
         return float("inf")
@@ -74,9 +74,9 @@ def error_of(value: np.ndarray, reference: np.ndarray) -> float:
 def factor_of(value: np.ndarray, reference: np.ndarray, expected: float) -> float | None:
     """Returns the number f for which `value` is f * `reference`, or None if there is none.
 
-    The two sides may differ by an error of `expected`, or of 1e-4 if that is larger. Here an error
-    is relative to the largest number, as `error_of` returns it. The result is 0 if all numbers of
-    `value` are 0.
+    `value` and f * `reference` may differ by an error of at most `expected`, or of 1e-4 if that is
+    larger. Such an error is the largest difference divided by the largest number, as `error_of`
+    returns it. If all numbers of `value` are 0, the result is 0.
 
     Examples:
       >>> factor_of(np.array([2.0, 4.0]), np.array([1.0, 2.0]), 1e-6)
@@ -124,9 +124,10 @@ def compare(
 def expected_errors(reference: Values, others: Sequence[Values]) -> dict[str, float]:
     """Returns a dictionary from each variable's name to the largest error that rounding explains.
 
-    The error is eight times the largest difference between `reference` and one of `others`, and at
-    least `LEAST`. `others` are the same values computed in float64, or from the examples in another
-    order. Errors are relative to the variable's largest number.
+    The largest error of a variable that rounding explains is eight times the largest error of the
+    variable's value in `reference`, compared with its values in `others`, and at least `LEAST`.
+    `others` have values of the same variables, computed in float64 or from the examples in another
+    order. An error is a difference, divided by the variable's largest number.
     """
     return {
         name: max(

@@ -69,7 +69,8 @@ def as_configured(
 def reference(base: Division) -> Division:
     """Returns the reference with which other divisions are compared: one core and no wrappers.
 
-    Its layout, precision and other changes are those of `base`, the program's own division.
+    The reference has the same layout, the same precision and the same changes of the model as
+    `base`, the program's own division.
     """
     return dataclasses.replace(
         base,
@@ -92,7 +93,8 @@ def default_divisions(
 ) -> list[Division]:
     """Returns the divisions that `verify` tries by default, as far as a program allows them.
 
-    Each division differs from the program's own in one respect.
+    Each of the returned divisions differs from the program's own division in one respect, such as
+    the mesh shape, the runtime or one wrapper.
 
     Args:
       base: the program's own division.
@@ -169,8 +171,8 @@ def _has_schedulers(base: Division, recorded: RecordedProgram) -> bool:
 def masked_shards(recorded: RecordedProgram) -> int:
     """Returns how many shards the program's `SyncReplicasOptimizer` has; 0 if it has none.
 
-    `recorded` has the program's wrappers. Only such a wrapper can leave out the gradients of a
-    shard.
+    `recorded` has the program's wrappers. Only a `SyncReplicasOptimizer` can leave out the
+    gradients of a shard.
     """
     for wrapper in recorded.wrappers.values():
         if isinstance(wrapper, SyncReplicasOptimizer) and wrapper.axes is not None:

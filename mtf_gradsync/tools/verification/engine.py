@@ -1,7 +1,7 @@
 """Runs a program in several divisions, from the same initial values and on the same batches.
 
-A step runs the program once. An update is a step, or several whose gradients are accumulated, in
-which variables change.
+A step runs the program once, on one batch. An update changes the program's variables. It takes one
+step, or several steps whose gradients are accumulated.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class BatchSeries(NamedTuple):
 class Engine:
     """A runner of the divisions of one program.
 
-    Call `begin` first. Outcomes are cached by division.
+    Call the method `begin` before the other methods. The outcome of each division is cached.
 
     Args:
       program: the program.
@@ -133,17 +133,20 @@ class Engine:
     def repeats_steps(self) -> bool:
         """Whether the reference runs the program's microbatch steps one by one.
 
-        Otherwise the reference makes an update from one step on the joined batch. It must repeat
-        steps in two cases in which the program accumulates by code of its own: the optimizer gets
-        gradients of zeros in steps without an update, or no optimizer was seen.
+        If it does not, the reference makes each update from one step, on a batch with the examples
+        of all microbatch steps. The microbatch steps have to be run one by one if the program
+        accumulates gradients by code of its own. The engine assumes this in two cases: an optimizer
+        gets gradients of zeros in steps without an update, or no optimizer was seen in a program
+        that needs several steps for an update.
         """
         return max(self._applied) > 1 or (self.steps_per_update > 1 and not self.sees_gradients)
 
     def begin(self, division: Division) -> Outcome:
         """Runs the unchanged program; records the batches of each update, and initial values.
 
-        Other divisions then use the same batches and values. `division` is the division of the
-        program as configured, and the result is its outcome.
+        All other divisions then run on the recorded batches, from the recorded initial values.
+        `division` is the division of the program as configured, and the result is the outcome of
+        `division`.
 
         Raises:
           CannotBeDivided: the program fails, or makes no update.
@@ -212,9 +215,9 @@ class Engine:
     def _runs(self, division: Division, series: Sequence[BatchSeries]) -> list[Outcome]:
         """Builds a division, and runs it on each series of batches from the same initial values.
 
-        If updates have different numbers of batches, joined batches have several sizes. Then the
-        program is built anew for each size, and goes on from the values that the program before it
-        has left. The result has an outcome for each series.
+        If updates have different numbers of batches, the batches that are joined for an update have
+        different sizes. Then the program is built anew each time the size changes, and goes on from
+        the variables' values after the last update. The result has one outcome for each series.
         """
         sizes = [size_of(group[0]) for group in series[0].groups]
         outcomes: list[list[Outcome]] = [[] for _ in series]
@@ -239,9 +242,10 @@ class Engine:
     def _batches_of(self, division: Division, group: list[Batch]) -> list[Batch]:
         """Returns the batches on which a division makes an update.
 
-        `group` are the batches from which the unchanged program makes the same update. They are
-        returned as they are, or joined into one batch if the division does not accumulate, or
-        joined and split again if the division has its own microbatch steps.
+        `group` are the batches from which the unchanged program makes the same update. The batches
+        of `group` are returned as they are, or joined into one batch if the division does not
+        accumulate gradients, or joined and split again if the division has microbatch steps of its
+        own.
         """
         if self.repeats_steps:
             return group
@@ -280,7 +284,8 @@ class Engine:
     def _until_update(self, running: Running, group: list[Batch]) -> Iterator[Batch]:
         """Yields batches, and appends them to `group`, until the program has made an update.
 
-        The caller runs a step on each batch in the session `running`, before it takes the next.
+        The caller runs a step on each batch, in the session `running`, before it takes the next
+        batch.
         """
         recorded = running.built.recorded
         first = before = running.values()
@@ -391,9 +396,10 @@ def _followed(outcomes: Sequence[Outcome]) -> Outcome:
 
 
 def reordered(groups: list[list[Batch]]) -> BatchSeries:
-    """Returns a series in which the examples of each batch are in another order.
+    """Returns the same batches, with the examples of each batch in another order.
 
-    The order is random, and the same in each call. `groups` are, for each update, its batches.
+    The new order of the examples is random, and the same in each call of `reordered`. `groups` has
+    a list of batches for each update.
     """
     shuffled = []
     for group in groups:
@@ -405,7 +411,8 @@ def reordered(groups: list[list[Batch]]) -> BatchSeries:
 def _moved(values: Values, recorded: RecordedProgram) -> dict[str, np.ndarray]:
     """Returns the values of trained variables with small random numbers added to them.
 
-    The random numbers of a variable are the same in each call, as its name is their seed.
+    The seed of the random numbers for a variable is made from the variable's name, so that they are
+    the same in each call.
 
     Args:
       values: a dictionary from names to the values of all variables.
@@ -453,9 +460,10 @@ def _updates(values: Values) -> float:
 def _is_updated(recorded: RecordedProgram, before: Values, after: Values) -> bool:
     """Returns whether a step has made an update.
 
-    If an optimizer was seen, it must have applied gradients. Gradients that are all zero and change
-    nothing do not count: they come from a program that accumulates by code of its own. If no
-    optimizer was seen, a step that changes trained variables is an update.
+    If an optimizer was seen in the program, a step makes an update if the optimizer has applied
+    gradients. Gradients that are all zero and change no variable do not count: a program that
+    accumulates gradients by code of its own gives them to its optimizer. If no optimizer was seen,
+    a step makes an update if it changes trained variables.
 
     Args:
       recorded: the facts recorded when the program was built.
@@ -512,7 +520,8 @@ def _counters(built: BuiltDivision, before: Values, after: Values) -> dict[str, 
 def _contributed(batch: Batch, mask: Sequence[bool]) -> Batch:
     """Returns the batch with only the examples of the shards for which `mask` is True.
 
-    The examples of the shards follow each other, the same number for each shard.
+    In a batch, the examples of the first shard come first, then those of the second shard, and so
+    on. Each shard has the same number of examples.
     """
     return rows_of(batch, np.repeat(np.asarray(mask), size_of(batch) // len(mask)))
 
@@ -520,8 +529,9 @@ def _contributed(batch: Batch, mask: Sequence[bool]) -> Batch:
 def _exchanges_in_bfloat16(built: BuiltDivision) -> bool:
     """Returns whether the model of a SIMD program sends float32 numbers as bfloat16.
 
-    Mesh-TF's all-to-all does so. The result is False if a wrapper reduces gradients by a strategy
-    object: it might send bfloat16 as well, and the two could not be told apart.
+    Mesh-TensorFlow's all-to-all sends float32 numbers as bfloat16. The result is False if a wrapper
+    reduces gradients by a strategy object: the strategy might send bfloat16 as well, and the graph
+    does not show which of the two does.
     """
     wrappers, out = built.recorded.wrappers, built.division.changes.without
     strategies = [getattr(one, "reducer", None) for k, one in wrappers.items() if k not in out]

@@ -1,6 +1,7 @@
 """Changes a model while it is built, so that its update does not depend on the division.
 
-Removes random numbers, capacities of experts and statistics over the batch; raises the precision.
+The functions of this module remove random numbers, capacities of experts and statistics over the
+batch from a model, and replace its narrow floating-point dtypes by wider ones.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ def _drop_random(undone: contextlib.ExitStack, sizes: list[int]) -> None:
 def _drop_capacity(undone: contextlib.ExitStack, sizes: list[int]) -> None:
     """Gives Mesh-TensorFlow's experts capacity for all examples, until `undone` is closed.
 
-    `sizes` is not used: all functions in `_DROPS` take the same arguments.
+    The argument `sizes` is not used. The function takes it because all functions in `_DROPS` take
+    the same arguments.
     """
     moe = sys.modules.get("mesh_tensorflow.transformer.moe")
     for name in ("transformer_moe_layer_v1", "transformer_moe_layer_v2"):
@@ -90,7 +92,7 @@ def drop(names: Sequence[str], undone: contextlib.ExitStack, sizes: list[int]) -
 def make_constant(tensors: Sequence[mtf.Tensor]) -> None:
     """Makes tensors constant: they are lowered to ones, and have no gradients.
 
-    Call it before the tensors' graph is lowered.
+    Call `make_constant` before the mtf graph of `tensors` is lowered.
     """
     for x in tensors:
         operation: Any = x.operation
@@ -116,7 +118,7 @@ _WITH_DTYPES = (mtf.ops.OneHotOperation, mtf.ops.RangeOperation)
 def in_precision(least: tf.DType) -> Iterator[None]:
     """Widens floating-point dtypes of the model that is built inside the block to `least`.
 
-    Dtypes as wide as `least`, or wider, stay.
+    A dtype that is as wide as `least`, or wider, is not changed.
     """
     make_tensor, make_dtypes = mtf.Tensor.__init__, mtf.VariableDType.__init__
     make_import = mtf.ops.ImportOperation.__init__

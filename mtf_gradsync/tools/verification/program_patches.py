@@ -26,9 +26,10 @@ from mtf_gradsync.tools.verification.recorded_program import Changes, RecordedPr
 def recording(changes: Changes) -> Iterator[RecordedProgram]:
     """Records the program that is built inside the block, and applies changes to it.
 
-    For this, methods of optimizers and of Mesh-TensorFlow are patched until the block ends.
-    `changes` says how the stack of wrappers and the model are changed. The block gets the
-    `RecordedProgram`, which has the recorded facts once the program is built.
+    Until the block ends, methods of optimizers and of Mesh-TensorFlow are replaced by methods that
+    record what the program does. `changes` says how the program's stack of wrappers and its model
+    are changed. The `with` statement gives the block a `RecordedProgram`, which says what was
+    recorded once the program is built.
     """
     recorded = RecordedProgram(changes)
     with contextlib.ExitStack() as undone:
@@ -134,9 +135,12 @@ def _never_pending(method: Any) -> Any:
 
 
 def _made_anyhow(init: Any) -> Any:
-    """Returns a constructor of a wrapper that works on one core even where the wrapper refuses it.
+    """Returns a replacement of a wrapper's `__init__`, which also accepts a mesh of one core.
 
-    `init` is the wrapper's own constructor, which is tried first.
+    Some wrappers raise ValueError on a mesh of one core, or for arguments that do not fit such a
+    mesh. The replacement first calls `init`, the wrapper's own `__init__`. If `init` raises
+    ValueError when the wrapper is complete, the error is ignored. Otherwise the replacement makes
+    the wrapper from the arguments that all wrappers have.
     """
 
     def made(self: Any, *args: Any, **kwargs: Any) -> None:

@@ -52,7 +52,7 @@ class UserProgram:
     def build(self, division: Division, batch: Batch) -> BuiltDivision:
         """Builds the program in a division, in a new TensorFlow graph.
 
-        `batch` is a batch whose shapes and dtypes the program's inputs get.
+        The program's inputs are placeholders with the shapes and dtypes of the arrays in `batch`.
         """
         params = {**self.params, **dict(division.params)}
         params.update(mesh_shape=division.mesh_shape, layout=division.layout)
@@ -209,7 +209,7 @@ class Running:
     def step(self, batch: Batch) -> tuple[float, float]:
         """Runs a step on a batch; returns two numbers: the mean loss, and the weight of the loss.
 
-        The weight is 1 if the program gives none.
+        The weight is 1 if the program gives no weights for its losses.
         """
         built, self._is_stepped = self.built, True
         feed = dict(zip(built.inputs, map(copied, tf.nest.flatten(batch))))
@@ -299,7 +299,7 @@ def _axes_between(shape: mtf.Shape, core: int, other: int) -> str:
 def size_of(batch: Batch) -> int:
     """Returns the number of examples in a batch: the size of the first dimension of its arrays.
 
-    The result is 1 if all inputs are single numbers.
+    The result is 1 if the batch has only single numbers, and no array with a dimension.
     """
     return next((len(x) for x in tf.nest.flatten(batch) if np.ndim(x)), 1)
 
@@ -307,8 +307,8 @@ def size_of(batch: Batch) -> int:
 def joined_batch(batches: Sequence[Batch]) -> Batch:
     """Returns one batch with the examples of several batches, one batch after the other.
 
-    Raises ValueError if the batches have different values of an input that is one number, since
-    such a number is for all examples of a batch.
+    An input that is a single number is for all examples of a batch. So the function raises
+    ValueError if the batches have different numbers for such an input.
     """
 
     def joined(*parts: Any) -> Any:
@@ -336,6 +336,7 @@ def batch_parts(batch: Batch, count: int) -> list[Batch]:
 def rows_of(batch: Batch, rows: Any) -> Batch:
     """Returns a batch of some examples of a batch; inputs that are one number stay.
 
-    `rows` says which examples: it is an array of indices, a slice, or a mask with a bool for each.
+    `rows` says which examples the result has. It is an array of their indices, a Python slice, or a
+    mask with a bool for each example of `batch`.
     """
     return tf.nest.map_structure(lambda x: x[rows] if np.ndim(x) else x, batch)

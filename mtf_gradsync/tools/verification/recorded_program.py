@@ -105,8 +105,9 @@ class RecordedProgram:
     def losses(self) -> list[mtf.Tensor]:
         """The losses of the program, as mtf tensors.
 
-        These are the losses that were given to `compute_gradients` of wrappers. If it was not
-        called, they are the losses that were given to `mtf.gradients`.
+        The losses are those that the program gave to the method `compute_gradients` of a wrapper.
+        If the program did not call this method, the losses are those that it gave to
+        `mtf.gradients`.
         """
         return self._given or self._differentiated
 
@@ -135,7 +136,8 @@ class RecordedProgram:
     def averages(self) -> set[str]:
         """The names of the moving averages of variables that a wrapper may keep.
 
-        The set is empty unless a wrapper of the stack keeps averages and has no effect on updates.
+        The set of names is empty unless the program's stack has a wrapper that keeps averages and
+        has no effect on updates.
         """
         if not any(map(self.keeps_averages, self.wrappers)):
             return set()
@@ -163,7 +165,7 @@ class RecordedProgram:
     def compute_gradients(self, method: Any, opt: Any, loss: Any, *args: Any, **kwargs: Any) -> Any:
         """Computes gradients in place of `compute_gradients` of wrappers, by the changed stack.
 
-        If the changes leave no wrappers, the gradients are those of the mean loss.
+        If the changed stack has no wrappers, the gradients are those of the mean loss.
 
         Args:
           method: the method that this one replaces.
@@ -199,7 +201,7 @@ class RecordedProgram:
     ) -> Any:
         """Applies gradients in place of `apply_grads` of optimizers, by the changed stack.
 
-        The gradients that reach the innermost optimizer are recorded.
+        The method also records the gradients that reach the innermost optimizer of the stack.
 
         Args:
           method: the method that this one replaces.
@@ -251,8 +253,9 @@ class RecordedProgram:
     ) -> Sequence[mtf.Operation]:
         """Returns update operations that wait until the step has read all variables.
 
-        Wrappers order updates after reads by themselves, so that their operations are returned as
-        they are. This method does the same for programs without wrappers.
+        A wrapper itself makes its updates wait for all reads of the step, so that the wrapper's
+        operations are returned as they are. For a program without wrappers, this method makes the
+        updates wait.
 
         Args:
           make_update: a function that makes the update operations.
@@ -284,7 +287,7 @@ class RecordedProgram:
         """Changes a stack of wrappers as `changes` says, and records what the stack was.
 
         `opt` is the outermost optimizer of the stack. The result is the outermost optimizer of the
-        changed stack. Further calls for the same stack return it again.
+        changed stack. Further calls for the same stack return the same optimizer.
         """
         if id(opt) in self._outermost:
             return self._outermost[id(opt)]
@@ -321,7 +324,8 @@ class RecordedProgram:
     def _watch(self, opt: Any) -> None:
         """Records the gradients that an optimizer gets from now on, by replacing its `apply_grads`.
 
-        It is for optimizers that are no `mtf.optimize.Optimizer`, which the patches do not cover.
+        The method is for optimizers that are not instances of `mtf.optimize.Optimizer`: the patches
+        of module `program_patches` do not cover these.
         """
         method = opt.apply_grads
         signature = inspect.signature(method, follow_wrapped=False)
@@ -339,8 +343,8 @@ class RecordedProgram:
     def end(self) -> None:
         """Ends the recording, when the program is built.
 
-        It records how many random numbers the model draws. If no optimizer was seen, it takes all
-        trainable variables for the variables of the program.
+        The method records how many random numbers the model draws. If no optimizer was seen, all
+        trainable variables of the program are recorded in place of those that got a gradient.
         """
         self.random_sizes += [op.outputs[0].shape.size for op in random_operations(self.losses)]
         if self.variables:
@@ -429,8 +433,9 @@ class RecordedProgram:
     ) -> list[mtf.Tensor | None]:
         """Returns the gradients that the reference applies, in the order of `grads`.
 
-        Gradients of single shards are replaced by their mean. All are clipped by their global norm
-        if the stack has a wrapper that clips, and this wrapper was removed only for the reference.
+        Per-shard gradients are replaced by their mean over the shards. If the program's stack has a
+        wrapper that clips by global norm, and this wrapper is missing only because the reference
+        has no wrappers, this method clips all gradients by their global norm.
 
         Args:
           opt: the outermost optimizer of the program's stack.
@@ -458,8 +463,9 @@ class RecordedProgram:
     ) -> list[mtf.Operation]:
         """Returns mtf operations that store gradients and random numbers in added variables.
 
-        So their values can be read and compared after a step. One operation counts the updates.
-        Variables that were recorded before get no operation.
+        After a step, the values of the gradients and random numbers can be read from the added
+        variables and compared. One of the operations counts the updates. If an earlier call has
+        made an operation for a variable's gradient, this call makes none.
 
         Args:
           grads: the gradients that reach the innermost optimizer; None for a variable without one.
@@ -493,8 +499,8 @@ def _clips(opt: Any) -> bool:
 def _first_use(graph: mtf.Graph, name: str) -> int:
     """Returns the place in an mtf graph of the first operation that reads a variable.
 
-    The backward pass has the variable's gradient when it reaches this operation. `name` is the
-    variable's name, and the result is 0 if no operation reads it.
+    The backward pass has the variable's gradient when it reaches the first operation that reads the
+    variable. `name` is the variable's name, and the result is 0 if no operation reads the variable.
     """
     for number, operation in enumerate(graph.operations):
         if any(x.operation.name == name for x in operation.inputs):

@@ -66,8 +66,9 @@ class Reference(NamedTuple):
     def not_shown(self) -> list[str]:
         """Returns the names of variables whose comparison would show nothing.
 
-        These are the variables whose gradients are zero everywhere or not finite. If no optimizer
-        was seen, gradients are unknown, and the changes of the values are looked at in their place.
+        The comparison of a variable shows nothing if the variable's gradient is zero everywhere or
+        not finite. If no optimizer was seen, gradients are unknown; then the change of the
+        variable's value is looked at in place of its gradient.
         """
         found = []
         for name in self.exact.recorded.order:
@@ -188,7 +189,8 @@ class Comparison(NamedTuple):
         """The first difference that rounding does not explain, as a pair.
 
         The pair is the kind of value that differs ("gradient", "slot", "value" or "loss", which are
-        looked at in this order), and the difference. Without one, it is ("loss", None).
+        looked at in this order), and the difference. If there is no difference that rounding does
+        not explain, the pair is ("loss", None).
         """
         kinds = {"gradient": self.gradients, "slot": self.slots, "value": self.values}
         for what, found in kinds.items():
@@ -201,8 +203,9 @@ class Comparison(NamedTuple):
     def worst(self) -> Difference:
         """The gradient whose error is the largest multiple of expected rounding, as a `Difference`.
 
-        If no gradients were compared, the worst of the values is returned in the same way; if no
-        values were compared either, the difference of the loss.
+        If no gradients were compared, the result is the value whose error is the largest multiple
+        of expected rounding. If no values were compared either, the result is the difference of the
+        loss.
         """
         every = self.gradients or self.values or [self.loss]
         return max(every, key=lambda x: x.error / x.expected)
@@ -257,7 +260,8 @@ def _factor_of_change(
 ) -> float | None:
     """Returns the factor between a variable's change and its change in the reference.
 
-    A change is the difference from the initial value in `reference`.
+    A variable's change is its value after the last update minus its initial value, which is in
+    `reference.initial`.
 
     Args:
       reference: the reference.
@@ -340,8 +344,9 @@ def _exact_where_rounding(
 ) -> dict[str, np.ndarray]:
     """Returns a division's values, but the reference's where a gradient is only rounding.
 
-    The sign of such a gradient is rounding, too, and an optimizer such as Adam makes a full step of
-    it. So these elements would differ for no fault of the division.
+    If an element of a gradient is no larger than rounding errors, its sign may be wrong. An
+    optimizer such as Adam makes a full step even from such an element, so that an element of the
+    variable would differ from the reference for no fault of the division.
 
     Args:
       outcome: the outcome of the division.

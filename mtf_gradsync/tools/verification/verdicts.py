@@ -150,8 +150,8 @@ class Verification:
     def _open(self) -> list[DivisionResult]:
         """Returns the divisions for which it is open whether their update equals the reference's.
 
-        These are the divisions whose comparison proves nothing, and those that the user asked for
-        and that are not possible.
+        The question is open for a division if the comparison with the reference proves nothing, or
+        if the user asked for the division and the program does not run in it.
         """
         return [
             line
@@ -162,7 +162,8 @@ class Verification:
     def to_json(self) -> str:
         """Returns the whole result as JSON text, with null for numbers that are not finite.
 
-        The keys are the names of attributes, and "steps_per_update", "is_equal" and "verdict".
+        The keys of the JSON object are the names of the attributes of `Verification`, and
+        "steps_per_update", "is_equal" and "verdict".
         """
         lines = [{**vars(line), "compared": line.compared._asdict()} for line in self.lines]
         found = ("steps_per_update", "is_equal", "verdict")
@@ -216,9 +217,9 @@ class Verification:
     def plot(self, path: str | Path) -> None:
         """Draws the errors of gradients into a picture, with a row for each division.
 
-        The expected error is marked. Errors that are not finite are drawn at the right edge. If a
-        division is not equal, one of its variables is named: the first that differs, or the one
-        with the largest error.
+        A triangle in each row marks the largest error that rounding explains. Errors that are not
+        finite are drawn at the right edge. If a division's verdict is not `EQUAL`, its row names a
+        variable: the first that differs, or the one with the largest error.
 
         Args:
           path: the file to write. Its ending decides the format, such as ".png".

@@ -67,8 +67,8 @@ class Verifier:
     def reference(self, of: Division) -> Reference:
         """Returns the reference with which a division is compared; each is run only once.
 
-        The reference depends on the division `of`, since a mask, or a removed wrapper that clips,
-        changes what is to be computed.
+        The reference depends on the division `of`: if this division masks shards, or removes a
+        wrapper that clips gradients, the reference has to do the same.
 
         Raises:
           CannotBeDivided: the program does not run on one core.
@@ -197,7 +197,8 @@ class Verifier:
     def _with_constant_statistics(self, division: Division) -> tuple[Division, tuple[str, ...]]:
         """Replaces the model's statistics over the batch by constants, if steps of a division vary.
 
-        Microbatches, and batches without a masked shard, have other statistics than the batch.
+        Statistics over a microbatch, or over a batch without the examples of a masked shard, are
+        not those over the whole batch.
 
         Returns:
           The division with this change, or unchanged if the model has no such statistics; and the
@@ -338,8 +339,9 @@ class Verifier:
     def _reducer(self, culprit: str) -> str:
         """Returns the class name of the strategy by which a wrapper reduces gradients.
 
-        The name is "" if the wrapper has no strategy object. Strategies may round gradients.
-        `culprit` is the wrapper's label, or the name of another part, which has no strategy.
+        The result is "" if the wrapper has no strategy object. Some strategies round gradients,
+        which may explain a difference. `culprit` is the wrapper's label, or the name of another
+        part of the division; such a part has no strategy.
         """
         wrapper = self._own.recorded.wrappers.get(culprit)
         strategy = getattr(wrapper, "reducer", None)
@@ -409,8 +411,8 @@ class Verifier:
     def _simpler(self, division: Division) -> Iterator[tuple[str, Division]]:
         """Yields simpler divisions, each without one part of the given division.
 
-        Each is yielded as a pair: the name of the part, such as "mesh axis model" or a wrapper's
-        label, and the division without it.
+        Each simpler division is yielded as a pair: the name of the part that it lacks, such as
+        "mesh axis model" or a wrapper's label, and the division itself.
         """
         changes = division.changes
         if changes.micro_steps > 1:
@@ -440,8 +442,8 @@ class Verifier:
     def _numbers(self, division: Division, outcome: Outcome, culprit: str) -> dict[str, float]:
         """Returns the numbers of a division that may explain by what factor a gradient is wrong.
 
-        If a mesh axis makes the difference, numbers of other axes are left out, since an equality
-        with them would be a coincidence.
+        If a mesh axis makes the difference, the numbers of cores along other mesh axes are left
+        out: if the factor were equal to one of these, that would be a coincidence.
 
         Args:
           division: the division.
@@ -474,7 +476,8 @@ class Verifier:
 def _first(compared: Comparison, outcome: Outcome) -> tuple[str, Difference | None]:
     """Returns the first difference of an outcome from the reference.
 
-    Writes before the update and unequal copies come first, as they explain later differences.
+    Two kinds of differences come first, since they explain later ones: values that were written
+    before the update, and copies of a variable that differ between cores.
 
     Args:
       compared: the comparison with the reference.

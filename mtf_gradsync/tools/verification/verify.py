@@ -49,9 +49,9 @@ def verify(
     `verify` makes an update on one core without wrappers (the reference), and an update from the
     same values and batches in each division: a mesh and layout, a runtime, or microbatch steps. It
     compares the gradients that reach the innermost optimizer, the new values of all variables on
-    all cores, and the losses. Parts of a model that must differ are removed first: random numbers,
-    capacities of experts, and, with microbatches, statistics over the batch. A model in bfloat16 or
-    float16 is run in float32.
+    all cores, and the losses. Some parts of a model cannot be the same in all divisions, and are
+    removed first: random numbers, capacities of experts, and, with microbatches, statistics over
+    the batch. A model in bfloat16 or float16 is run in float32.
 
     Args:
       program: a model_fn `(features, labels, mode, params[, config])` that returns a spec, or a
@@ -183,7 +183,8 @@ def _with_params(base: Division, more: Mapping[str, Any], number: int) -> Divisi
 def _batches(input_fn: Any, params: Mapping[str, Any]) -> Iterator[Batch]:
     """Yields the batches of `verify`'s argument `input_fn`, as structures of NumPy arrays.
 
-    `params` are the program's settings, with which `input_fn` is called if it takes them.
+    If `input_fn` is a function with an argument `params`, it is called with the program's settings,
+    `params`.
     """
     graph = tf.Graph()
     with graph.as_default():
@@ -224,5 +225,5 @@ def _check(
     ):
         wrong = [name for name in given if name not in known]
         if wrong:
-            raise ValueError(f"{kind} must be of {', '.join(known)}; got {wrong[0]!r}.")
+            raise ValueError(f"{kind} must be among {', '.join(known)}; got {wrong[0]!r}.")
     choose_runtime(runtime)

@@ -136,8 +136,8 @@ def test_random_numbers_are_named_and_can_be_taken_out():
     [
         ({"params": {"layout": ""}}, "params has no mesh_shape: got"),
         ({"steps": 0}, "steps must be a positive integer, got 0"),
-        ({"divisions": ["modle"]}, "divisions must be of .*got 'modle'"),
-        ({"without": ["noise"]}, "without must be of dropout, random, capacity; got 'noise'"),
+        ({"divisions": ["modle"]}, "divisions must be among .*got 'modle'"),
+        ({"without": ["noise"]}, "without must be among dropout, random, capacity; got 'noise'"),
         ({"input_fn": list}, "The batches ended after 0 of 1 updates"),
     ],
 )  # fmt: skip
