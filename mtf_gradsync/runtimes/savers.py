@@ -1,7 +1,7 @@
 """Savers that restore checkpoints of other runs, and errors of plain savers about these.
 
-The last functions take the place of functions of TensorFlow and Mesh-TensorFlow from `import
-mtf_gradsync` on. They get the original function as their first argument.
+From `import mtf_gradsync` on, the last functions of this module are called in place of functions of
+TensorFlow and Mesh-TensorFlow. The first argument of each is the original function.
 """
 
 from __future__ import annotations
@@ -39,10 +39,11 @@ _RESTORE_ADAPTED = (
 class ReshardingSaver(tf.train.Saver):
     """A `tf.train.Saver` that also restores checkpoints of other runs.
 
-    Such runs may have another number of shards, or no wrapper; see `adapt_checkpoint`. To restore
-    such a checkpoint the saver writes an adapted copy and deletes it afterwards. The copy is in a
-    directory for temporary files, or next to the checkpoint if another machine restores it.
-    `restore` raises ValueError if sums of gradients in a checkpoint would be lost.
+    The other run may have another number of shards, or no wrapper; see `adapt_checkpoint`. To
+    restore such a run's checkpoint, the saver writes an adapted copy of the checkpoint and deletes
+    the copy afterwards. The copy is in a directory for temporary files, or next to the checkpoint
+    if another machine restores it. `restore` raises ValueError if sums of gradients in a checkpoint
+    would be lost.
     """
 
     _checks_sums = True
@@ -77,8 +78,8 @@ def restore_checked(
 ) -> None:
     """Restores as `tf.train.Saver` does; errors name a remedy if wrappers' state does not fit.
 
-    This function is called in place of TensorFlow's, which is `restore`. The other arguments are
-    those of `tf.train.Saver.restore`.
+    This function is called in place of `tf.train.Saver.restore`. Its argument `restore` is
+    TensorFlow's function, and its other arguments are those of `tf.train.Saver.restore`.
 
     Raises:
       ValueError: sums of gradients in the checkpoint would be lost, or state of other islands or
@@ -126,11 +127,12 @@ def copy_masters_to_slices(
 ) -> tf.Operation:
     """Returns the operation that copies masters to slices; makes programs use `ReshardingSaver`.
 
-    This function is called in place of Mesh-TF's `Lowering.copy_masters_to_slices`, which is
-    `copy`; `self` is the lowering. Mesh-TF's training programs call it after they have made a plain
-    saver, or have left that to the session. If the graph has state of wrappers, this function turns
-    plain savers of the graph into `ReshardingSaver`s. Mesh-TF's programs also advance the global
-    step while other operations read it. Here the increment is made to wait for the reads.
+    This function is called in place of Mesh-TF's `Lowering.copy_masters_to_slices`. Its argument
+    `copy` is Mesh-TF's function, and `self` is the lowering. Mesh-TF's training programs call
+    `copy_masters_to_slices` after they have made a plain saver, or have left the making of a saver
+    to the session. If the graph has state of wrappers, this function turns plain savers of the
+    graph into `ReshardingSaver`s. Mesh-TF's programs also advance the global step while other
+    operations read it. This function makes the increment wait for these reads.
     """
     graph, plan = tf.get_default_graph(), StepPlan.of_graph(self.graph)
     is_ours = graph.get_collection(STATE_COLLECTION) or (plan and plan.has_lowered(self))
@@ -154,8 +156,8 @@ def copy_masters_to_slices(
 def _checks_of_shapes() -> list[tf.Operation]:
     """Returns operations that fail if a plain saver has restored wrappers' state of another mesh.
 
-    Such state, accumulated sums for example, has another shape there. TensorFlow does not compare
-    the shapes of resource variables when it restores them.
+    The state of wrappers, accumulated sums for example, has another shape on another mesh.
+    TensorFlow does not compare the shapes of resource variables when it restores the variables.
     """
     graph = tf.get_default_graph()
     notes = graph.get_collection(STATE_COLLECTION)
@@ -180,9 +182,10 @@ def _checks_of_shapes() -> list[tf.Operation]:
 def init_from_checkpoint(initialize: Callable[..., None], *args: Any, **kwargs: Any) -> None:
     """Initializes variables from a checkpoint, but leaves wrappers' state as it is.
 
-    This function is called in place of TensorFlow's `init_from_checkpoint`, which is `initialize`,
-    also by `tf.train.warm_start`. The other arguments are those of TensorFlow's function. A warning
-    names the variables that were left as they are.
+    This function is called in place of TensorFlow's `init_from_checkpoint`, also by
+    `tf.train.warm_start`. Its argument `initialize` is TensorFlow's function, and its other
+    arguments are those of `init_from_checkpoint`. A warning names the variables that were left as
+    they are.
     """
     anew = begin_anew(tf.get_default_graph())
     variables = [v for v in tf.global_variables() if v.op.name in anew] if anew else []

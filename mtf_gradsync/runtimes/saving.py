@@ -54,8 +54,9 @@ def differences(path: str, variables: Sequence[Any]) -> Differences:
     """Returns how the checkpoint `path` differs from variables of the default graph.
 
     `variables` are the tf variables that are compared. A wrapper's state for another number of
-    shards or islands is no difference, because it is converted to the new number when it is
-    restored. Raises a ConfigError if the checkpoint cannot be read.
+    shards or islands is no difference, because a saver converts the state to the graph's number of
+    shards or islands when it restores the state. Raises a ConfigError if the checkpoint cannot be
+    read.
     """
     try:
         saved = Saved(path)
@@ -85,10 +86,11 @@ def differences(path: str, variables: Sequence[Any]) -> Differences:
 def initialize_from(init_checkpoint: str, variables: Sequence[Any]) -> str:
     """Replaces variables' initial values by a checkpoint's, if shapes and types agree.
 
-    Other variables, and wrappers' state, keep their own initial values. Returns text for the log
-    that names the replaced and the other variables. `init_checkpoint` may be a directory, which
-    stands for its newest checkpoint. Raises a ConfigError if the checkpoint is damaged or missing,
-    or has no value for any of the variables.
+    Variables that the checkpoint lacks, or has in another shape or type, and the state of wrappers
+    keep their own initial values. Returns text for the log that names the variables with replaced
+    initial values, and the others. `init_checkpoint` may be a directory, which stands for the
+    newest checkpoint in it. Raises a ConfigError if the checkpoint is damaged or missing, or has no
+    value for any of the variables.
     """
     try:
         path = init_checkpoint
@@ -157,8 +159,8 @@ def _initialize_counts(saved: Saved, chosen: Collection[str]) -> list[str]:
 def _groups(names: Iterable[str], trained: Sequence[str]) -> list[str]:
     """Returns lines for the log about the variables `names`.
 
-    They count the trained variables, and the slots of each kind, and name all others. `trained` are
-    the names of all trained variables.
+    The lines give the number of trained variables and the number of slots of each kind among
+    `names`, and name all other variables. `trained` are the names of all trained variables.
     """
     groups: dict[str, int] = {}
     own = [name for name in names if name in trained]
@@ -182,8 +184,8 @@ def check_configuration(
       variables: the tf variables of the default graph that are to be restored.
       accept: whether the checkpoint and the graph may each have variables that the other lacks.
         Shapes and types may never differ.
-      changed: lines about settings that differ from those that made the checkpoint, which the error
-        quotes.
+      changed: lines about settings that differ from the settings of the run that made the
+        checkpoint. The error quotes these lines.
     """
     found = differences(path, variables)
     parts = _lines(found)
@@ -215,8 +217,8 @@ def check_configuration(
 def check_has(path: str, variables: Sequence[Any], model_dir: str) -> None:
     """Raises a ConfigError if a checkpoint does not have all of `variables`, in their shapes.
 
-    It may lack state that wrappers derive from its other values, and slots that begin anew.
-    `model_dir` is the run's directory, which the error names.
+    The checkpoint may lack state that wrappers derive from other values of the checkpoint, and
+    slots that begin anew. `model_dir` is the run's directory, which the error names.
     """
     found = differences(path, variables)
     made = {*found.adapted, *found.slots}
@@ -265,8 +267,8 @@ def _listed(lines: Sequence[str]) -> list[str]:
 class _TakenValues(session_interface()):  # type: ignore[misc]  # found when it is called
     """Values of variables that are to be saved, in the form of a session.
 
-    A saver's `save` with this session writes these values, and not those that the variables have
-    by then.
+    A saver whose method `save` gets this object as its session writes the values that the object
+    has, and not the values that the variables have at that time.
     """
 
     def __init__(self, sess: Any, saver_def: Any):
@@ -306,10 +308,10 @@ class _TakenValues(session_interface()):  # type: ignore[misc]  # found when it 
 class RunSaver(ReshardingSaver):
     """A Saver of a run's checkpoints, by default of all global variables of a graph.
 
-    Before it writes, it copies the variables' slices to the masters (whole variables). `lowering`
-    is the lowering that has the slices; all of its variables must exist. Without a lowering the
-    caller copies them. When `save` returns, the files are on the disk and listed in the directory's
-    manifest.
+    Before this saver writes a checkpoint, it copies the variables' slices to the masters (whole
+    variables). `lowering` is the lowering that has the slices; all variables of the lowering must
+    exist. Without a lowering, the caller copies the slices. When `save` returns, the files are on
+    the disk and listed in the directory's manifest.
     """
 
     def __init__(self, lowering: mtf.Lowering | None = None, **kwargs: Any):
@@ -355,7 +357,7 @@ class RunSaver(ReshardingSaver):
     def _check_masters(self, sess: Any, global_step: Any) -> None:
         """Raises an error if the masters' values must not be saved.
 
-        This class accepts all values. `global_step` is the step of the checkpoint, for errors.
+        A `RunSaver` accepts all values. `global_step` is the step of the checkpoint, for errors.
         """
 
 
@@ -404,8 +406,8 @@ class TrainingSaver(RunSaver):
     def begin_save(self, sess: Any, save_path: str, global_step: int) -> Future[str]:
         """Reads a checkpoint's values now, and writes them to files while the program goes on.
 
-        When it returns, the session may make the next step: the checkpoint has the values read
-        before. Only one checkpoint at a time may be written like this.
+        When this method returns, the session may make the next step: the checkpoint gets the values
+        that were read before. Only one checkpoint at a time may be written by `begin_save`.
 
         Args:
           sess: the session. If this saver has no lowering, the masters have to be up to date.

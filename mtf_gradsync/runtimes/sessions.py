@@ -70,8 +70,8 @@ def _flatten(fetches: Any, flat: list[Any]) -> Callable[[Any], Any]:
 
     The structure `fetches` is made of lists, tuples and dicts. The returned function takes an
     iterator over the fetched values, in the order of `flat`, and returns the structure with values
-    in place of fetches. (Fetches of hooks are a dict by hook. `tf.nest` would sort its keys, which
-    have no order.)
+    in place of fetches. (The fetches of a monitored session's hooks are a dict whose keys are the
+    hooks. `tf.nest` cannot be used, because it would sort the keys, and hooks have no order.)
     """
     if fetches is None:
         return lambda values: None
@@ -147,14 +147,16 @@ class ProgramSessions(tf.train.SessionCreator):
     def create_session(self) -> ProgramSession:
         """Opens a session with the interface of a ``tf.Session``.
 
-        Masters have their values. Hooks copy the masters to the slices afterwards.
+        In the new session, masters (whole variables) have their values, and slices do not. Hooks
+        copy the masters to the slices afterwards.
         """
         return ProgramSession(self._graph, self.open())
 
     def open(self) -> ReplicaSession:
         """Opens a session on the cores; its masters have their values.
 
-        They are the checkpoint's values if there is a checkpoint, else initial values.
+        Masters, which are whole variables, have the values of the checkpoint from which the session
+        begins; without such a checkpoint, they have their initial values.
         """
         scaffold = self._scaffold
         savers = self._graph.get_collection(tf.GraphKeys.SAVERS)
@@ -188,7 +190,7 @@ class ProgramSessions(tf.train.SessionCreator):
 def _recover_older(saver: tf.train.Saver | None, start: Start) -> None:
     """Tells a saver which older checkpoints a run has, so that it deletes them in time.
 
-    They are `start.kept`. Without a saver, nothing happens.
+    The older checkpoints are those in `start.kept`. Without a saver, this function does nothing.
     """
     if saver and start.kept:
         saver.recover_last_checkpoints(list(start.kept))
@@ -226,9 +228,9 @@ def choose_runtime(
 ) -> Runtime:
     """Returns the runtime that a user chose by its name.
 
-    `argument` is the name of the user's setting, for errors, and `known` are the names that it
-    takes. If "fastest" is among them, it means `fastest`, or, if that is None, the fastest runtime
-    that this environment has.
+    `argument` is the name of the user's setting, for errors, and `known` are the names that the
+    setting takes. If "fastest" is among these names, it stands for the runtime `fastest`; if
+    `fastest` is None, it stands for the fastest runtime that this environment has.
 
     Raises:
       ValueError: there is no such runtime, or it does not run here.
@@ -267,9 +269,9 @@ def runtime_for(
 ) -> OnDevices | OnCores:
     """Returns the object that builds and runs steps on the runtime `name`.
 
-    For a placement mesh it is an `OnDevices`, whose sessions have the ConfigProto `config` and run
-    on the server `target`. For others it is an `OnCores`, whose SIMD program has `mesh_shape` and
-    `layout`.
+    For a placement mesh the result is an `OnDevices`, whose sessions have the ConfigProto `config`
+    and run on the server `target`. For the other runtimes the result is an `OnCores`, whose SIMD
+    program has `mesh_shape` and `layout`.
     """
     if name == "placement_mesh":
         return OnDevices(config, target)
@@ -297,7 +299,7 @@ class OnDevices:
     """The runtime of a placement mesh: TensorFlow operations on devices.
 
     Sessions run on the server `target` ("" is this process) with the ConfigProto `config`. If
-    `config` is None, they have as many CPU devices as the graph names.
+    `config` is None, sessions have as many CPU devices as the graph names.
     """
 
     program: simd.Program | None = None  # there is no SIMD program

@@ -16,13 +16,14 @@ def session_config(
 ) -> tf.ConfigProto:
     """Returns a ConfigProto for the sessions of a mesh program.
 
-    Two defaults differ from TensorFlow's. Placement is strict: with soft placement a device string
-    that names nothing (``cpu:9`` if there are eight) runs on another device without a message. And
-    Grappler's arithmetic optimizer and its constant folding are off. They regroup sums and products
-    differently from one session to the next, so that two runs of one program differ by about 1e-7
-    more after each step, and a restarted run no longer repeats the first run. The price is that
-    algebraic simplifications (hoisted common factors, merged reshapes and transposes) are not made;
-    the package's benchmarks have a table of what that costs.
+    Two defaults differ from TensorFlow's. First, placement is strict: with soft placement, an
+    operation whose device string names no device (``cpu:9`` if there are eight) runs on another
+    device without a message. Second, Grappler's arithmetic optimizer and its constant folding are
+    off. These two regroup sums and products differently from one session to the next, so that two
+    runs of one program differ by about 1e-7 more after each step, and a restarted run no longer
+    repeats the first run. The price is that algebraic simplifications (hoisted common factors,
+    merged reshapes and transposes) are not made; the package's benchmarks have a table of what
+    their absence costs.
 
     Args:
       num_cpu_devices: how many virtual CPU devices the session has, ``/device:CPU:0`` and so on.
@@ -33,16 +34,16 @@ def session_config(
       inter_op_threads: threads that run operations side by side; 0 is one for each core.
       intra_op_threads: threads inside one operation; 0 is one for each core.
       collective_group_leader: the task, such as "/job:worker/task:0", at which the processes of a
-        cluster meet for `CollectiveAllReduce`: the same for all, given to ``tf.train.Server``.
-        Without it the processes wait for each other for ever, or as long as that strategy's
-        timeout_seconds.
+        cluster meet for `CollectiveAllReduce`. All processes have to name the same task, in the
+        ConfigProto that they give to ``tf.train.Server``. If no leader is named, the processes wait
+        for each other for ever, or for the timeout_seconds of `CollectiveAllReduce`.
 
     Returns:
       A ConfigProto for ``tf.Session(config=...)`` and ``tf.train.Server(config=...)``.
 
     Raises:
-      ValueError: num_cpu_devices is not a whole number of 1 or more, a number of threads not one
-        of 0 or more, or collective_group_leader names no task.
+      ValueError: num_cpu_devices is not a whole number of 1 or more, a number of threads is not a
+        whole number of 0 or more, or collective_group_leader names no task.
       TypeError: allow_soft_placement or repeatable is neither True nor False.
 
     Examples:
@@ -77,8 +78,8 @@ def session_config(
 def _task_name(task: str) -> str:
     """Returns a task's name as TensorFlow's servers spell it, which compare names as text.
 
-    It is "/job:worker/replica:0/task:0" for "/job:worker/task:0". Raises ValueError if `task` names
-    no job or no task.
+    For "/job:worker/task:0" the result is "/job:worker/replica:0/task:0". Raises ValueError if
+    `task` names no job or no task.
     """
     try:
         spec = tf.DeviceSpec.from_string(task if isinstance(task, str) else "")
@@ -94,8 +95,8 @@ def _task_name(task: str) -> str:
 def enable_mesh_defaults() -> None:
     """Sets TensorFlow's global switches for Mesh-TensorFlow programs; for main programs only.
 
-    The switches are graph mode, control flow v1, and resource variables. With ref variables, an
-    update may be executed before a read of the same step.
+    The switches are graph mode, control flow v1, and resource variables. Resource variables are
+    needed because an update of a ref variable may be executed before a read in the same step.
     """
     tf.disable_v2_behavior()
     tf.enable_resource_variables()

@@ -86,7 +86,7 @@ def note_checkpoint(path: str) -> None:
 def forget_checkpoint(path: str) -> None:
     """Removes a checkpoint from its directory's manifest.
 
-    Call it before the checkpoint's files are written again.
+    Call this function before the checkpoint's files are written again.
     """
     prefix = Path(path)
     manifest = prefix.parent / MANIFEST_FILE
@@ -98,7 +98,7 @@ def forget_checkpoint(path: str) -> None:
 def differs_from_manifest(path: str) -> str | None:
     """Returns in words how a checkpoint's files differ from what the manifest says of them.
 
-    The result is None if they do not differ, or if the manifest does not have the checkpoint.
+    The result is None if the files do not differ, or if the manifest does not have the checkpoint.
     """
     prefix = Path(path)
     entry = _read(prefix.parent / MANIFEST_FILE).get(prefix.name)
@@ -129,7 +129,8 @@ def _index_hash(path: str) -> str:
 def _read(manifest: Path) -> dict[str, Any]:
     """Returns what a manifest says of each checkpoint, by the checkpoint's file name.
 
-    The result is {} if the file is missing or unreadable. Malformed entries are left out.
+    The result is {} if the manifest is missing or unreadable. Malformed entries of the manifest are
+    left out.
     """
     try:
         entries = json.loads(manifest.read_text(encoding="utf-8"))["checkpoints"]
@@ -149,8 +150,8 @@ UNREADABLE = (tf.errors.OpError, ValueError, LookupError, RuntimeError, TypeErro
 def damage_of(path: str, of_a_run: bool = True) -> str | None:
     """Returns what is wrong with a checkpoint, in words; None if it is intact.
 
-    The whole checkpoint is read, so that TensorFlow compares checksums. If `of_a_run`, a checkpoint
-    without a global step is damaged, too.
+    The whole checkpoint is read, so that TensorFlow compares checksums. If `of_a_run` is True, a
+    checkpoint without a global step is damaged, too.
     """
     if not os.path.exists(f"{path}.index"):
         return f"{os.path.basename(path)}.index is missing"
@@ -190,9 +191,10 @@ class Start(NamedTuple):
     ) -> Iterator[str | None]:
         """Yields the path of a checkpoint that has all variables to restore; None in a new run.
 
-        This is `path`, or a temporary checkpoint made from it: with moving averages in place of the
-        variables, or with values for the variables in `new`. The function `initial_values` returns
-        these values by name. Raises NoAveragesError if the checkpoint has no averages.
+        The path is `path`, or that of a temporary checkpoint made from `path`: with moving averages
+        in place of the variables, or with values for the variables in `new`. The function
+        `initial_values` returns these values by name. Raises NoAveragesError if the checkpoint has
+        no averages.
         """
         if not self.path:
             yield None
@@ -273,8 +275,8 @@ def choose_checkpoint(
 def newest(model_dir: str) -> Start:
     """Returns a start from the newest checkpoint of a directory, as its state file says.
 
-    No checkpoint is read, so that `step` is 0 and damage is not found. Without a checkpoint, the
-    result is an empty `Start`.
+    No checkpoint is read, so that damage is not found, and the `step` of the result is 0. Without a
+    checkpoint, the result is an empty `Start`.
     """
     kept = _listed(model_dir)
     if kept and not tf.train.checkpoint_exists(kept[-1]):
@@ -306,8 +308,8 @@ def _chosen(paths: list[str]) -> Start:
 def _listed(model_dir: str) -> list[str]:
     """Returns the paths of the checkpoints in the state file, the newest last.
 
-    The newest one is in the list even if its files are missing. The result is [] if the state file
-    cannot be read.
+    The newest checkpoint is in the list even if its files are missing. The result is [] if the
+    state file cannot be read.
     """
     # Not tf.train.latest_checkpoint: if the file names a checkpoint that does not exist, it returns
     # None, and a run would begin again from nothing.
@@ -421,7 +423,8 @@ def only_run_in(model_dir: str) -> Iterator[None]:
 def _lock(descriptor: int, model_dir: str) -> None:
     """Locks an open directory until its descriptor is closed or the process ends.
 
-    Raises a ConfigError if another run has the lock. Does nothing on systems without locks.
+    Raises a ConfigError if another run has the lock. On systems without locks, this function does
+    nothing.
     """
     try:
         import fcntl

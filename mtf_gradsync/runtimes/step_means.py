@@ -26,8 +26,9 @@ class Measured(NamedTuple):
 class StepMeans:
     """The means over the training steps since the last line of the log.
 
-    If the newest update has more microbatch steps than were made since that line, the means are
-    over all of these: an update's loss is the mean over all of its microbatches.
+    If the newest update has more microbatch steps than were made since the last line of the log,
+    the means are over all microbatch steps of this update: the loss of an update is the mean over
+    all of its microbatches.
     """
 
     def __init__(self, denominator: float = 1.0):
@@ -54,9 +55,9 @@ class StepMeans:
     def values(self) -> dict[str, float]:
         """Returns the means by name: "loss", and "nats_per_token" and "learning_rate" if known.
 
-        Losses that are not finite (of skipped steps) count only if there are no others. "loss" is
-        the weighted mean over steps. "nats_per_token" is the mean over all tokens, in the unit of
-        the loss on held-out data.
+        Losses that are not finite (of skipped steps) count only if no loss is finite. "loss" is the
+        weighted mean over steps. "nats_per_token" is the mean over all tokens, in the unit of the
+        loss on held-out data.
         """
         steps = max(self._since_line, self._of_update, key=len)
         steps = [one for one in steps if math.isfinite(one.loss)] or steps

@@ -1,11 +1,12 @@
 """Brings the processes of a job together before they work on one mesh.
 
-TensorFlow waits forever for a process that never comes. So does jax, or it ends by a signal without
-a message. So the processes meet first, over plain TCP, where missing processes can be named. Then
-the port is free again, for jax for example. The connections stay open: the watchdog uses them.
+TensorFlow waits forever for a process that never comes. jax also waits forever, or is ended by a
+signal without a message. So the processes of a job first connect to each other over plain TCP,
+where an error can name the missing processes. After this meeting its port is free again, for jax
+for example. The connections stay open, because the watchdog uses them.
 
-If a job has a secret, both sides prove that they have it before they trust each other. Every
-exported step contains a copy of this module and of `members`.
+If a job has a secret, both sides of a connection prove that they have the secret before they trust
+each other. Every exported step contains a copy of this module and of the module `members`.
 """
 
 from __future__ import annotations
@@ -72,8 +73,8 @@ class Introduction(NamedTuple):
 class Host:
     """The side of process 0 in a meeting: it accepts and checks the other processes.
 
-    `me` is process 0, `facts` are its settings, which have to be equal in all processes, and
-    `place` is the address at which it listens.
+    `me` is process 0, `facts` are the settings of process 0, which have to be equal in all
+    processes, and `place` is the address at which process 0 listens.
     """
 
     def __init__(self, me: Member, facts: Mapping[str, Any], place: MeetingAddress):
@@ -137,9 +138,10 @@ class Host:
     def _greet(self, stranger: _Stranger, num_processes: int) -> None:
         """Reads a caller's introduction, and accepts the caller if it is a process of the job.
 
-        A caller without the secret, or with another number than `num_processes` allows, is dropped.
-        If a process has other settings, or a number that another process has, the start ends with a
-        ProcessesError in all processes.
+        A caller is dropped if it does not have the secret, or if a job of `num_processes` processes
+        has no process with the caller's number. If a process was started with other settings than
+        process 0, or has the same number as another process, the start ends with a ProcessesError
+        in all processes.
         """
         if stranger not in self._strangers:
             return
@@ -205,8 +207,8 @@ class Host:
     ) -> None:
         """Ends the start with an error here, in the caller and in all processes that have come.
 
-        `connection` leads to the caller; None if there is none. `reason` is the text of the error,
-        and `error` its class.
+        `connection` is the connection to the caller that is refused; None if there is no such
+        caller. `reason` is the text of the error, and `error` its class.
         """
         missing = error is MissingProcessesError
         for other in [connection, *(c for _, c in self._arrived.values())]:
@@ -300,9 +302,9 @@ def meet_at(
 ) -> Met:
     """Waits until all processes of a job of XLA devices have come; returns what they need.
 
-    `address` is the "host:port" of process 0, at which they meet, and `process_id` is this
+    `address` is the "host:port" of process 0, at which the processes meet, and `process_id` is this
     process's number. `facts` are settings that have to be equal in all processes, and `timeout` is
-    in seconds. Raises the errors of `meet`.
+    in seconds. Raises the same errors as `meet`.
     """
     place = MeetingAddress.of(address, "coordinator")
     names = [f"process {index}" for index in range(num_processes)]
@@ -360,7 +362,7 @@ def _connected(place: MeetingAddress) -> Connection:
 def _messages_of_host(connection: Connection, end: float) -> Iterator[dict[str, Any]]:
     """Yields the messages that come from process 0, until the time `end` by `time.monotonic`.
 
-    `connection` leads to process 0.
+    `connection` is this process's connection to process 0.
     """
     with selectors.DefaultSelector() as selector:
         selector.register(connection, selectors.EVENT_READ)
@@ -399,7 +401,7 @@ def _welcome(
 
     Raises:
       ProcessesError: process 0 has refused this process, or has ended the start.
-      ConnectionBroken: the other side does not have the secret.
+      ConnectionBroken: process 0 does not have the secret.
       TimeoutError: no answer has come until `end`.
     """
     for message in _messages_of_host(connection, end):

@@ -33,7 +33,8 @@ class Member(NamedTuple):
     def of(cls, fields: Any) -> Member:
         """Returns the member that a message describes.
 
-        `fields` is a list of index, host, pid and name. Raises ConnectionBroken if it is not.
+        `fields` is a list of index, host, pid and name. Raises ConnectionBroken if it is no such
+        list.
         """
         if not isinstance(fields, list) or [type(x) for x in fields] != [int, str, int, str]:
             raise ConnectionBroken(f"no process of a job: {fields!r:.80}")
@@ -63,7 +64,8 @@ class MeetingAddress(NamedTuple):
     def own(self) -> str | None:
         """The host, if it is an IP address of this machine; else None, to listen at all addresses.
 
-        A host's name may stand for another address here than on the other machines.
+        A host's name is not used, because it may stand for another address on this machine than on
+        the other machines.
         """
         host = self.loopback or self.host
         with contextlib.suppress(ValueError, OSError):
@@ -87,8 +89,9 @@ class MeetingAddress(NamedTuple):
 def all_given(caller: str, otherwise: str, **arguments: Any) -> bool:
     """Returns whether all of `arguments` are given, not None; raises ValueError if only some are.
 
-    `caller` is the name of the function that got them, for the error. `otherwise` ends the error's
-    last sentence, "Give all three, or none of them ...": what is used if none is given.
+    `caller` is the name of the function that got the arguments; the error names it. The error's
+    last sentence is "Give all three, or none of them <otherwise>.", where `otherwise` says what the
+    function uses if none is given.
     """
     missing = [name for name, value in arguments.items() if value is None]
     if missing and len(missing) < len(arguments):
@@ -144,8 +147,8 @@ class Connection:
 
         Raises:
           ValueError: the message has more than `LONGEST` bytes.
-          ConnectionBroken: the other side has gone, or more than `LONGEST` bytes would be held
-            back.
+          ConnectionBroken: the other side has closed the connection, or more than `LONGEST` bytes
+            would be held back.
         """
         line = json.dumps({name: _cut(value) for name, value in message.items()}).encode() + b"\n"
         if len(line) > LONGEST:
@@ -169,8 +172,8 @@ class Connection:
         """Returns the messages received since the last call, at most `at_most` of them.
 
         Raises:
-          ConnectionBroken: the other side has gone and all messages have been returned, or what was
-            received is no message.
+          ConnectionBroken: the other side has closed the connection and all messages have been
+            returned, or what was received is no message.
         """
         broken = False
         try:
@@ -233,8 +236,9 @@ def new_challenge() -> str:
 def secret_proof(role: str, *challenges: str) -> str:
     """Returns hexadecimal digits that prove that this process has the secret.
 
-    The digits depend on `challenges`, random texts of the two sides, and on `role`, which names the
-    side that proves. So no side can send back the other side's proof.
+    The digits depend on `challenges`, the random texts that both sides of a connection have sent,
+    and on `role`, which names the side that proves. So neither side can send back the other side's
+    proof as its own.
     """
     key = os.environ.get(SECRET_VARIABLE, "").encode()
     return hmac.new(key, json.dumps([role, *challenges]).encode(), hashlib.sha256).hexdigest()

@@ -1,7 +1,8 @@
 """Sends the watchdog's messages for its parent process while the parent's threads cannot run.
 
-It runs as a script of its own: TensorFlow's bridge keeps Python's interpreter lock for as long as
-it lowers a program, seconds or minutes, and the watchdog's thread needs that lock to send a beat.
+The proxy runs as a script in a process of its own: TensorFlow's bridge to XLA keeps the interpreter
+lock of the parent's Python for as long as it lowers a program, seconds or minutes, and the
+watchdog's thread needs that lock to send a heartbeat.
 
 usage: proxy.py PID SECONDS SOCKET...
 """
@@ -29,10 +30,10 @@ def is_stopped(pid: int) -> bool:
 
 
 def main(pid: int, seconds: float, descriptors: list[int]) -> None:
-    """Sends a sign of life every `seconds` on each of the sockets, until the parent process ends.
+    """Sends a heartbeat every `seconds` on each of the sockets, until the parent process ends.
 
-    `pid` is the parent process, and `descriptors` are the sockets' file descriptors. While the
-    parent is stopped by a signal, no sign of life is sent.
+    `pid` is the process id of the parent process, and `descriptors` are the file descriptors of the
+    sockets. While the parent process is stopped by a signal, no heartbeat is sent.
     """
     sockets = [socket.socket(fileno=descriptor) for descriptor in descriptors]
     # The connections have to break soon after the parent's end.

@@ -1,9 +1,10 @@
 """Ends a process, with an error that says why, when another process of its job is lost.
 
-A process that dies or stops leaves the others waiting in a collective without end. In each process
-a thread, which works while the main thread waits, exchanges a beat every second with process 0.
-Process 0 reports lost processes to the others, and they notice the loss of process 0 by
-themselves. Then every living process writes one error and exits with `LOST_PROCESS_EXIT_CODE`.
+If a process of a job dies or stops, the other processes wait in a collective without end. So in
+each process a thread, which works while the main thread waits, exchanges a heartbeat every second
+with process 0. Process 0 reports lost processes to all others, and each process notices the loss of
+process 0 by itself. Then every living process writes one error and exits with
+`LOST_PROCESS_EXIT_CODE`.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ class Watchdog:
           me: this process.
           peers: this process's connections: in process 0 to all other processes, in any other
             process to process 0.
-          silence: the seconds without a beat (a sign of life) after which a process counts as lost.
+          silence: the seconds without a heartbeat after which a process counts as lost.
           alarm: the pipe by which a crash of this process is reported; None if there is none.
         """
         global _running
@@ -120,7 +121,7 @@ class Watchdog:
 
     @contextlib.contextmanager
     def beating_by_proxy(self) -> Iterator[None]:
-        """Lets a separate process send this process's beats while the block runs."""
+        """Lets a separate process send this process's heartbeats while the block runs."""
         with self._descriptors() as peers:
             given = map(str, (os.getpid(), _BEAT_S, *peers))
             child = subprocess.Popen(
@@ -156,7 +157,7 @@ class Watchdog:
     def wait_for_verdict(self) -> None:
         """Waits after an error for the watchdog to find out whether a lost process caused it.
 
-        If so, the watchdog ends this process.
+        If a lost process caused the error, the watchdog ends this process during the wait.
         """
         self._finished.wait(_VERDICT_S)
 
@@ -261,8 +262,11 @@ class Watchdog:
     def _do(self, kind: str, text: str) -> None:
         """Carries out a request of the main thread.
 
-        `kind` is "goodbye", "failed", "silence begins" or "silence ends"; `text` is the reason of a
-        failure.
+        With the `kind` "goodbye", this process has finished its work, and the others are told so.
+        With "failed", the others are told that this process ends with an error, whose reason is
+        `text`, and the watchdog's thread ends. Between "silence begins" and "silence ends" a
+        separate process sends this process's heartbeats, so that it is no error if the watchdog's
+        thread stands still.
         """
         if kind == "goodbye":
             self._left.add(self._me)
@@ -298,8 +302,8 @@ class Watchdog:
     def _learn(self, member: Member, how: str, grace: float) -> None:
         """Records that `member` is lost, and ends this process in `grace` seconds.
 
-        `how` says in words what happened to `member`, for this process's error. Only the first loss
-        counts.
+        `how` says in words what happened to `member`, for the error that this process writes. If
+        several members are lost, the error names the one whose loss was recorded first.
         """
         if self._doom is None:
             what = f"lost {member}: it {how}"
@@ -332,10 +336,10 @@ class Watchdog:
 
 @contextlib.contextmanager
 def beats_go_on() -> Iterator[None]:
-    """Lets a separate process send this process's beats while the block runs.
+    """Lets a separate process send this process's heartbeats while the block runs.
 
-    Use it around code that holds Python's interpreter lock for long. Without a watchdog in this
-    process, nothing happens.
+    Use this context manager around code that holds Python's interpreter lock for a long time. In a
+    process without a watchdog, it does nothing.
     """
     if _running is None:
         yield
@@ -353,7 +357,8 @@ def note(begun: str) -> None:
 def _write_last(text: str) -> None:
     """Writes a text to standard error, and drops all that this process writes afterwards.
 
-    jax's threads report a lost process at the same moment, perhaps after this text.
+    Later output is dropped because jax's threads report a lost process at the same moment as the
+    watchdog, perhaps after the watchdog's text.
     """
     errors = os.dup(2)
     nowhere = os.open(os.devnull, os.O_WRONLY)
@@ -376,8 +381,9 @@ _Self = TypeVar("_Self", bound="Membership")
 class Membership:
     """A context manager around all work that needs the other processes of the job.
 
-    An exception that leaves the context ends the other processes, too. They also end if this
-    process dies. When the interpreter exits without an error, `close` is called.
+    An exception that leaves the context ends the other processes of the job, too. The other
+    processes also end if this process dies. When the interpreter exits without an error, the method
+    `close` is called.
     """
 
     def __init__(self, watchdog: Watchdog):
