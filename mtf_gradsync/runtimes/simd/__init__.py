@@ -1,6 +1,7 @@
 """SIMD (TPU) programs without a TPU: runs them, and lists what their cores exchange.
 
-See ``docs/simd.md`` for a guide that starts from a model; `mtf_gradsync.xla` compiles them.
+See ``docs/simd.md`` for a guide that starts from a model. `mtf_gradsync.xla` compiles SIMD
+programs.
 """
 
 from mtf_gradsync.runtimes.simd.collectives import list_collectives

@@ -113,7 +113,8 @@ def _check_functions(node: tf.NodeDef, talking: dict[str, str]) -> None:
 def _functions_named(node: tf.NodeDef) -> Iterator[str]:
     """Yields the names of all functions that a node may call, and perhaps other names.
 
-    They are the node's type, which may be a function's name, and the functions in its attributes.
+    The names are the node's type, which may be the name of a function, and the names of the
+    functions in the node's attributes.
     """
     yield node.op
     for value in node.attr.values():
@@ -126,8 +127,8 @@ def _functions_named(node: tf.NodeDef) -> Iterator[str]:
 def _functions_with_collectives(functions: dict[str, tf.NodeDef]) -> dict[str, str]:
     """Returns the functions that run a collective, themselves or by calling other functions.
 
-    `functions` are a graph's functions by name. The result has, by the function's name, text about
-    one collective, like "'operation' of type T".
+    `functions` are a graph's functions by name. The result has, by the name of each function that
+    runs a collective, text about one collective in it, like "'operation' of type T".
     """
     calls: dict[str, list[str]] = {}
     talking: dict[str, str] = {}
@@ -152,9 +153,9 @@ def _functions_with_collectives(functions: dict[str, tf.NodeDef]) -> dict[str, s
 class Meeting(NamedTuple):
     """An operation that all cores of a group have to reach together.
 
-    It is a collective, or a write to a variable that all cores share. `name` is the operation's
-    name, `groups` are the groups of core numbers, and `context` is the loops and branches around
-    the operation.
+    Such an operation is a collective, or a write to a variable that all cores share. `name` is the
+    operation's name, `groups` are the groups of core numbers, and `context` is the loops and
+    branches around the operation.
     """
 
     name: str
@@ -167,8 +168,8 @@ def find_meetings(
 ) -> list[Meeting]:
     """Returns the operations that several cores of a program have to reach together.
 
-    They are `collectives`, and the writes to shared variables in `effects`. Both arguments are of
-    the graph that `facts` describes.
+    These operations are `collectives`, and the writes to shared variables that `effects` names.
+    Both arguments belong to the graph that `facts` describes.
     """
     meetings = [Meeting(c.name, c.groups, c.context) for c in collectives.values()]
     for name in facts.order:
@@ -182,10 +183,10 @@ def frame_leaders(meetings: Iterable[Meeting]) -> dict[tuple[str, int], int]:
     """Returns which cores run a loop together, in one frame.
 
     A frame is TensorFlow's name for one execution of a loop. Cores that exchange data inside a loop
-    iterate together in one frame, which is the frame of the lowest of these cores. The result has
-    this core's number, by the pair of the loop's frame name and a core. Pairs that are not in it
-    need a frame of their own: in a branch that only some groups take, a frame is alive or dead as a
-    whole.
+    iterate together in one frame: the frame of the core with the lowest number among them. The
+    result's keys are pairs of a loop's frame name and a core; the value is the number of the core
+    whose frame this core uses. A core whose pair is missing needs a frame of its own: if it is in a
+    branch that only some groups take, a frame is executed as a whole or not at all.
     """
     groups: dict[str, list[tuple[int, ...]]] = {}
     for meeting in meetings:
@@ -212,7 +213,7 @@ class Agreement(NamedTuple):
 def find_agreements(facts: GraphFacts, meetings: Iterable[Meeting]) -> dict[str, list[Agreement]]:
     """Returns, by predicate, the groups of cores that have to compute the same value of it.
 
-    They are cores that meet in one of `meetings` inside a branch or loop that the predicate
+    The cores of a group meet in one of `meetings` inside a branch or loop that the predicate
     controls.
     """
     found: dict[tuple[str, tuple[int, ...]], Agreement] = {}

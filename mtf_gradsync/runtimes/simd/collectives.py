@@ -33,17 +33,17 @@ def list_collectives(
     Args:
       program: a `Program`, or a graph that holds TPU programs of any origin.
       mesh_impl: the ``SimdMeshImpl`` that a graph was lowered with, to name groups of cores by mesh
-        axes. Not needed with a lowering or a `Program`, which know it. Without any of these, groups
-        are lists of core numbers.
-      lowering: the lowering, or the EstimatorSpec that a model_fn returned. With it, the report
-        names the variables that Mesh-TF stacked, in place of the stack.
+        axes. It is not needed if `program` is a `Program` or `lowering` is given, as these know the
+        mesh. Without any of the three, groups are lists of core numbers.
+      lowering: the lowering, or the EstimatorSpec that a model_fn returned. With a lowering, the
+        report names the variables that Mesh-TF stacked, in place of the stack.
 
     Returns:
       The report, one row per collective in program order.
 
     Raises:
-      UnsupportedProgramError: the graph has no TPU program, or a function that it calls holds a
-        collective.
+      UnsupportedProgramError: the graph has no TPU program, or a function that the graph calls
+        holds a collective.
     """
     lowerings = lowerings_in(lowering)
     if mesh_impl is None and len(lowerings) == 1 and len(lowerings[0].mesh_to_impl) == 1:
@@ -101,8 +101,8 @@ def _row(
 def groups_by_axes(mesh_impl: Any) -> dict[frozenset, str]:
     """Returns a name for the groups of cores along each set of mesh axes.
 
-    The name is the axes' names, joined by "+". Its key is a set of groups, each of which is a set
-    of physical core numbers. Axes of size 1 are left out.
+    A name consists of the axes' names, joined by "+". The result's keys are sets of groups, and
+    each group is a set of physical core numbers. Axes of size 1 are left out.
     """
     shape = mesh_impl.shape
     axes = [i for i, dim in enumerate(shape.dims) if dim.size > 1]
@@ -146,7 +146,7 @@ def _variables_reached(
 ) -> dict[str, list[str]]:
     """Returns, by the name of each collective, the names of the variables that its result reaches.
 
-    Variables that it reaches only through another collective do not count.
+    Variables that a collective's result reaches only through another collective are left out.
     """
     written = written_variables(facts)
     names = sorted({v for variables in written.values() for v in variables})

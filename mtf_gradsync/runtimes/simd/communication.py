@@ -61,7 +61,8 @@ class CommunicationRow:
     def where(self) -> str:
         """The loops and branches around the operation, such as "while x4, if update"; "" if none.
 
-        The number is how many times all loops run the operation in one step; "?" if unknown.
+        The number after "x" is how many times all loops together run the operation in one step; it
+        is "?" if it is unknown.
         """
         parts = []
         if self.loops:
@@ -74,7 +75,7 @@ class CommunicationRow:
     def bytes_per_step(self) -> int | None:
         """The bytes per core in a step that runs the operation, with all iterations of its loops.
 
-        None if they are unknown.
+        The result is None if the number of bytes is unknown.
         """
         if self.bytes_per_core is None or self.turns is None:
             return None
@@ -86,7 +87,7 @@ class Total:
     """The totals of several rows of a `CommunicationReport`.
 
     Attributes:
-      operations: the number of operations; one in a loop counts once.
+      operations: the number of operations; an operation in a loop counts once.
       groups: the number of groups of operations that are made together; an operation alone is a
         group, too.
       runs: the number of runs in one step; operations that run an unknown number of times count
@@ -138,8 +139,8 @@ class CommunicationReport:
     def scalars(self) -> dict[str, float]:
         """Returns bytes per core in one step, by the names that TensorBoard summaries use.
 
-        "traffic/bytes_of_update_step" is an update step's. "traffic/bytes_of_other_step" is there
-        only if other steps send less.
+        "traffic/bytes_of_update_step" has the bytes of an update step.
+        "traffic/bytes_of_other_step" is in the result only if other steps send fewer bytes.
         """
         other, update = self.every_step.bytes_per_core, self.update_step.bytes_per_core
         values: dict[str, float] = {"traffic/bytes_of_update_step": update}
@@ -150,7 +151,8 @@ class CommunicationReport:
     def by_group(self) -> dict[str, Total]:
         """Returns the total in an update step of each group of cores that exchange.
 
-        The keys are the values of `CommunicationRow.group`, in order of first appearance.
+        The keys are the values of `CommunicationRow.group`, in the order in which they first appear
+        in `rows`.
         """
         groups: dict[str, list[CommunicationRow]] = {}
         for row in self.rows:
@@ -291,7 +293,7 @@ _CALLS = ("PartitionedCall", "StatefulPartitionedCall")
 def has_calls(graph: tf.Graph) -> bool:
     """Returns whether a graph calls functions, because copies inside functions are not listed.
 
-    An update that some steps skip may be such a function.
+    For example, an update that some steps skip may be a function that the graph calls.
     """
     return any(operation.type in _CALLS for operation in graph.get_operations())
 
@@ -300,12 +302,12 @@ def list_transfers(fetches: Sequence[Any], mesh_impl: Any) -> CommunicationRepor
     """Lists the copies between the devices of a placement mesh.
 
     A tensor is copied once to each device that uses it. Copies from and to devices outside the mesh
-    (the host's inputs, master variables) are not listed, nor are copies that TensorFlow makes
-    because it places an operation on another device than the graph says.
+    (the host's inputs, master variables) are not listed. Copies that TensorFlow makes because it
+    places an operation on another device than the graph says are not listed either.
 
     Args:
-      fetches: the tensors and operations of one step, as for ``session.run``; what they do not
-        need is not counted.
+      fetches: the tensors and operations of one step, as for ``session.run``. Operations that these
+        fetches do not need are not counted.
       mesh_impl: the ``PlacementMeshImpl`` that the graph was lowered with; its devices have to be
         different from each other.
 
@@ -361,16 +363,17 @@ def count_process_transfers(fetches: Sequence[Any]) -> ProcessTransfers:
     """Counts what a step sends between the processes of a cluster.
 
     TensorFlow sends a tensor once to each process that uses it, on however many devices. A loop's
-    messages count once, and a branch's count whether it is taken or not. Not counted are messages
-    to and from operations without a fixed process, which TensorFlow places (usually with the
-    session's master), messages inside a collective operation, and fetched values on their way to
-    the client.
+    messages count once, and a branch's messages count whether the branch is taken or not. Some
+    messages are not counted: those to and from operations without a fixed process, which TensorFlow
+    places (usually in the process of the session's master); those inside a collective operation;
+    and those that carry fetched values to the client.
 
     Args:
       fetches: the tensors and operations of one step, as for ``session.run``.
 
     Returns:
-      The counts. What Grappler adds or removes is not in them.
+      The counts for the graph as it was built, without the changes that Grappler, TensorFlow's
+      graph optimizer, makes.
 
     Raises:
       ValueError: when there are no fetches.

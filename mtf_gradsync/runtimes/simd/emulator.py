@@ -1,13 +1,13 @@
 """Rewrites a graph with TPU programs into a graph that runs the programs on CPU replicas.
 
-Every operation of a program is cloned once per core. What the cores exchange becomes ordinary
-operations between the clones:
+Every operation of a program is cloned once per core. Operations that exchange data between cores
+become ordinary operations between the clones:
 
     TPUReplicatedInput      core i takes the i-th tensor
-    TPUReplicatedOutput     output i is core i's tensor
-    CrossReplicaSum         one AddN per group, which all its cores read
-    AllToAll                every core splits once; each concatenates the pieces meant for it
-    CollectivePermute       the source's tensor, or zeros
+    TPUReplicatedOutput     output i is the tensor of core i
+    CrossReplicaSum         one AddN for each group of cores; all cores of the group read its sum
+    AllToAll                every core splits its tensor, and joins the pieces that are meant for it
+    CollectivePermute       every core takes the tensor of its source, or zeros without a source
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ from mtf_gradsync.runtimes.simd.side_effects import (
 def clone_name(prefix: str, name: str, core: int) -> str:
     """Returns the name of a core's copy of an operation or tensor of a program.
 
-    `prefix` is the first part of the names of all copies, `name` the name before the rewriting, and
-    `core` a physical core's number.
+    `prefix` is the first part of the names of all copies, `name` is the name in the program before
+    the rewriting, and `core` is a physical core's number.
     """
     return f"{prefix}_{core}/{name}"
 
@@ -55,10 +55,10 @@ class EmulatedGraph:
 
     Attributes:
       graph_def: the rewritten graph. It has no TPU operations and no device names.
-      num_replicas: name of each TPU program -> its number of cores.
-      done: name of each TPU program -> the operation that runs the whole program, on all cores.
-      agreements: name of each operation that compares a predicate over cores -> the agreement that
-        it checks.
+      num_replicas: the number of cores of each TPU program, by the program's name.
+      done: the operation that runs a whole TPU program on all cores, by the program's name.
+      agreements: the agreement that an operation checks by comparing a predicate over cores, by the
+        operation's name.
       random_steps: the operations that tell random operations the step; None if there are no random
         operations.
     """
@@ -120,7 +120,8 @@ class EmulatedGraph:
         """Returns the groups of cores of each sum, which is computed once per group.
 
         Returns:
-          Name before the rewriting -> groups. The operation runs on the first core of each group.
+          The groups, by the sum's name before the rewriting. The first core of each group computes
+          the group's sum.
         """
         found = find_collectives(self._facts).values()
         return {one.name: one.groups for one in found if one.op == "CrossReplicaSum"}
@@ -246,7 +247,7 @@ class _Rewriter:
     def _add_int(self, name: str, value: Any, near: str) -> str:
         """Adds an int32 constant named `name`; returns `name`.
 
-        It is in the loop and branch of the node `near`.
+        The constant is in the same loop and branch as the node `near`.
         """
         node = self._add(name, "Const", ["^" + near], dtype=tf.int32.as_datatype_enum)
         node.attr["value"].tensor.CopyFrom(tf.make_tensor_proto(value, tf.int32))
@@ -277,7 +278,7 @@ class _Rewriter:
     def _core_input(self, source: str, number: int, core: int) -> list[str]:
         """Returns the inputs that replace an input of a program's node, for its copy on a core.
 
-        Arguments and result are those of `_outside_input`.
+        The arguments and the result are like those of `_outside_input`.
         """
         node = self._facts.node[source]
         if source in self._facts.cluster:
@@ -293,8 +294,8 @@ class _Rewriter:
     def _core_inputs(self, name: str, core: int, control: bool) -> list[str]:
         """Returns the data inputs of a node's copy on one core; with `control`, its control inputs.
 
-        They are texts of a ``NodeDef``'s inputs. The control inputs also say for which side effects
-        the copy has to wait.
+        The data inputs and control inputs are texts, as in the inputs of a ``NodeDef``. The control
+        inputs also say for which side effects the copy has to wait.
         """
         found = [
             text
@@ -470,9 +471,9 @@ class _Rewriter:
     def _compared(self, text: str, predicate: str, core: int) -> str:
         """Returns the input from which a core's copy of a conditional or loop takes its predicate.
 
-        If the core has to agree with others on `predicate` (its name in the user's graph), it is
-        the result of a node that waits for the comparison. Otherwise it is `text`, the input
-        before.
+        If the core has to agree with others on `predicate` (the predicate's name in the user's
+        graph), the result is the output of a node that waits until the cores' values have been
+        compared. Otherwise the result is `text`, the input that the copy had before.
         """
         if not any(core in a.group for a in self._checks.get(predicate, ())):
             return text

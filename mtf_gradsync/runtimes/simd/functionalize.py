@@ -1,7 +1,7 @@
 """Rebuilds a graph with functions in place of the loops and conditionals of control flow v1.
 
-TensorFlow's bridge to XLA has no kernels for ``Switch``, ``Merge`` and ``Enter``; it needs
-``While`` and ``If``, whose bodies are functions.
+TensorFlow's bridge to XLA has no kernels for ``Switch``, ``Merge`` and ``Enter``, the operations of
+control flow v1. The bridge needs ``While`` and ``If``, whose bodies are functions.
 """
 
 from __future__ import annotations
@@ -60,8 +60,9 @@ def rebuild(
         operation's ``NodeDef`` and its inputs, and returns its outputs.
 
     Returns:
-      Two results: the rebuilt fetches, in order; and the number of iterations of each loop of which
-      the graph says it, by the name of the loop's ``While``.
+      Two results. The first is the rebuilt fetches, in order. The second is the numbers of
+      iterations, by the name of the loop's ``While``, of those loops for which the graph gives this
+      number.
     """
     builder = _Builder(GraphFacts(graph_def), stand_ins)
     level = _Level(builder, (), values={(name, 0): value for name, value in given.items()})
@@ -94,7 +95,8 @@ class _Builder:
     def is_loop_variable(self, name: str) -> bool:
         """Returns whether a node is a loop's ``Merge``, which gives a loop variable's value.
 
-        Such a node begins each iteration. It takes the first value, or that of the last iteration.
+        A loop's ``Merge`` begins each iteration. Its value is the loop variable's initial value in
+        the first iteration, and the value that the last iteration has computed in all others.
         """
         return self._is_merge(name) and any(
             self.facts.is_back_edge(source, name) for source, _ in self.facts.inputs(name)
@@ -111,7 +113,7 @@ class _Builder:
     def item_of(self, name: str, around: Context) -> Hashable:
         """Returns the item (operation, loop or conditional) that holds a node, on one level.
 
-        `around` is the level's context: the loops and branches around it.
+        `around` is the context of the level: the loops and branches around the level.
         """
         facts, depth = self.facts, len(around)
         context = facts.context[name]
@@ -137,7 +139,8 @@ class _Builder:
     def needed_for(self, wanted: Sequence[str], around: Context) -> list[str]:
         """Returns `wanted` and all nodes of the same iteration that they need, in program order.
 
-        `around` is the context of the loop's body: the loops and branches around it, and the loop.
+        `around` is the context of a loop's body: the loops and branches around the loop, and the
+        loop itself.
         """
         found: set[str] = set()
         pending = list(wanted)
@@ -153,7 +156,7 @@ class _Builder:
     def _opens_turn(self, name: str, around: Context) -> bool:
         """Returns whether a node only carries values into an iteration of the innermost loop.
 
-        `around` is the context of this loop's body; see `needed_for`.
+        `around` is the context of the innermost loop's body; see `needed_for`.
         """
         if self.facts.context[name] != around:
             return False
@@ -190,7 +193,7 @@ class _Level:
     def _in_order(self, names: Sequence[str]) -> list[tuple[Hashable, list[str]]]:
         """Returns this level's items and their nodes, sorted so that needed items come first.
 
-        Otherwise they are in order of creation.
+        Items that do not need each other are in the order of their creation.
         """
         builder = self._builder
         members: dict[Hashable, list[str]] = {}
@@ -228,7 +231,7 @@ class _Level:
     def _waits(self, members: Sequence[str]) -> list[tf.Operation]:
         """Returns the rebuilt operations of this level on which nodes depend by control edges.
 
-        `members` are the nodes' names; edges between them are left out.
+        `members` are the names of these nodes; edges between two of them are left out.
         """
         sources = {
             source: None
@@ -286,7 +289,8 @@ class _Level:
         def turn(values: Sequence[Any], wanted: Sequence[str]) -> _Level:
             """Returns the level of one iteration, in which the nodes `wanted` are rebuilt.
 
-            `values` are the loop variables' values at its begin, in the order of `variables`.
+            `values` are the values of the loop variables at the beginning of the iteration, in the
+            order of `variables`.
             """
             given: _Values = {(v, 0): value for v, value in zip(variables, values)}
             given.update({(s, 1): given[v, 0] for s, v in variable_of.items()})
@@ -337,7 +341,8 @@ def _copied(node: tf.NodeDef, data: Sequence[tf.Tensor]) -> tf.Operation:
 def _functional() -> Any:
     """Returns TensorFlow 2's module with ``cond`` and ``while_loop``.
 
-    The functions of these names in ``tf.compat.v1`` depend on a global switch.
+    The functions ``cond`` and ``while_loop`` in ``tf.compat.v1`` are not used, because what they
+    build depends on a global switch.
     """
     import tensorflow as tf2
 

@@ -48,9 +48,9 @@ class BranchDivergenceError(RuntimeError):
 
     Attributes:
       predicate: name of the predicate tensor in the user's graph.
-      values: core number -> the predicate's value on that core.
-      collectives: names of the operations in the branch or loop that need these cores together:
-        collectives, and writes to variables that all cores share.
+      values: the predicate's value on each core, by the core's number.
+      collectives: names of the operations in the branch or loop that the cores have to reach
+        together: collectives, and writes to variables that all cores share.
     """
 
     def __init__(
@@ -86,8 +86,8 @@ class CycleError(ValueError):
 def sorted_by_needs(needs: Mapping[_Item, Collection[_Item]]) -> list[_Item]:
     """Returns items sorted so that each comes after the items it needs, else in the given order.
 
-    `needs` maps every item to the items that it needs. Raises `CycleError` if items need each
-    other.
+    `needs` maps every item to the items that have to come before it. Raises `CycleError` if items
+    need each other.
     """
     items = list(needs)
     place = {item: i for i, item in enumerate(items)}
@@ -208,14 +208,15 @@ class GraphFacts:
     def inputs(self, name: str) -> list[tuple[str, int]]:
         """Returns the inputs of a node as pairs (name of a node, number of its output).
 
-        The number is `CONTROL` for a control input; see `split_input`.
+        For a control input the number is `CONTROL`; see `split_input`.
         """
         return self._inputs[name]
 
     def consumers(self, name: str) -> list[tuple[str, int]]:
         """Returns the uses of a node, as pairs (name of the node that uses it, number).
 
-        The number is that of the output that is used, or `CONTROL`.
+        The number says which output of the node is used; it is `CONTROL` if the use is a control
+        input.
         """
         if self._consumers is None:
             self._consumers = collections.defaultdict(list)
@@ -260,7 +261,8 @@ class GraphFacts:
     def context_of_output(self, name: str, number: int) -> Context:
         """Returns the loops and branches in which output `number` of a node exists.
 
-        They differ from the node's context if the node begins a branch or ends a loop.
+        The loops and branches around an output differ from the node's own context if the node
+        begins a branch or ends a loop.
         """
         node, context = self.node[name], self.context[name]
         if node.op in _EXIT:
@@ -274,8 +276,8 @@ class GraphFacts:
     def _find_pivots(self) -> dict[str, str]:
         """Returns, by the name of each conditional's first ``Switch``, the conditional's predicate.
 
-        It is the name of the ``Identity`` that the conditional's other ``Switch`` nodes test, by
-        which the conditional is known.
+        The predicate is given by the name of an ``Identity`` of its value, which the conditional's
+        other ``Switch`` nodes test. This name identifies the conditional.
         """
         # tf.cond makes Switch(p, p), on which operations without inputs depend, and right after it
         # Identity(p), which all other Switch nodes test. Several conditionals may share p.
@@ -291,7 +293,8 @@ class GraphFacts:
     def predicate_of(self, name: str) -> str:
         """Returns the predicate of the conditional that a ``Switch`` belongs to.
 
-        It is the text of a ``NodeDef``'s input, and the same for all nodes of the conditional.
+        The predicate is returned as the text of a ``NodeDef``'s input. The text is the same for all
+        nodes of the conditional.
         """
         return self._pivot_predicate.get(name, self.node[name].input[1])
 
@@ -317,7 +320,7 @@ class GraphFacts:
     def root(self, name: str) -> str:
         """Returns the node that computed the value of the node `name`.
 
-        It is `name` itself, unless this node only passes its first input on.
+        The result is `name` itself, unless the node `name` only passes its first input on.
         """
         while self.node[name].op in _PASS_THROUGH:
             name = self._inputs[name][0][0]
@@ -347,7 +350,7 @@ def without_pass(node: tf.NodeDef, data: list[str]) -> list[str]:
 
     `data` are the node's data inputs before. A node with the attribute `PASSES_ON` has the value of
     its second input: it is changed in place into an identity of this input. All other nodes stay as
-    they are, and `data` is returned.
+    they are, and for them `data` is returned.
     """
     if PASSES_ON not in node.attr:
         return data
@@ -384,7 +387,7 @@ def turns_of(facts: GraphFacts, loop: Loop) -> int | None:
 def _step(facts: GraphFacts, name: str) -> float | None:
     """Returns the scalar constant that the node `name` adds to its other input.
 
-    The result is None if the node is no addition of one scalar constant.
+    The result is None unless the node `name` is the addition of one scalar constant.
     """
     if facts.node[name].op not in ("Add", "AddV2"):
         return None

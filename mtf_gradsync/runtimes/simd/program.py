@@ -183,8 +183,8 @@ def session_on(
 def made_up_device_assignment(num_replicas: int) -> Any:
     """Returns a ``DeviceAssignment`` of imaginary cores, in lexicographic order.
 
-    It has the form of a TPU v2 or v3 slice: two cores on a chip (one if their number is odd), chips
-    in a rectangle as square as it can be.
+    The cores have the form of a TPU v2 or v3 slice: two cores on a chip (one if the number of cores
+    is odd), and chips in a rectangle that is as square as it can be.
     """
     cores = 2 if num_replicas % 2 == 0 else 1
     chips = num_replicas // cores
@@ -233,7 +233,7 @@ _wanted: contextvars.ContextVar[bool] = contextvars.ContextVar("compiled_only", 
 def compiled_only() -> Iterator[None]:
     """Makes programs that are opened inside smaller: they can be compiled, but not run.
 
-    All cores of such a program share one core's variables.
+    All cores of a program that is compiled only share one core's variables.
     """
     token = _wanted.set(True)
     try:
@@ -297,8 +297,9 @@ class Program:
     def tpu_context(self) -> TPUContext:
         """The value for ``params["context"]`` of a model_fn that was written for TPUEstimator.
 
-        Such a model_fn makes its own ``SimdMeshImpl`` in place of `mesh_impl`. Wrappers then do not
-        find `mesh_impl` by themselves.
+        A model_fn that was written for TPUEstimator makes its own ``SimdMeshImpl``, which takes the
+        place of this program's `mesh_impl`. So wrappers do not find this program's `mesh_impl` by
+        themselves any more.
         """
         forget_mesh(self.graph, self.mesh_impl)
         return TPUContext(self.mesh_impl.device_assignment)
@@ -347,14 +348,15 @@ class Program:
 
         Raises:
           UnsupportedProgramError: when the graph holds what cannot be emulated.
-          TypeError: when lowering is none of these.
+          TypeError: when `lowering` is none of these kinds.
         """
         return CpuReplicaSession(self.emulated(lowering), config)
 
     def emulated(self, lowering: Any = None) -> PreparedGraph:
         """Returns the graph that sessions on CPU replicas run; see `session` for the argument.
 
-        The graph is made at the first call, and again if this program's graph has changed since.
+        The graph is made at the first call, and made again if this program's graph has changed
+        since the last call.
 
         Raises:
           UnsupportedProgramError: when the graph holds what cannot be emulated.
@@ -409,9 +411,10 @@ def tpu_program(
 ) -> Iterator[Program]:
     """Opens a TPU program in the default graph.
 
-    All that is built inside is one program that every core of the mesh runs. Tensors from outside
-    (placeholders, input pipelines) can be used inside. All cores see the same value of them, unless
-    `Program.per_replica` gives each core a value of its own.
+    All operations that are built inside the block are one program, which every core of the mesh
+    runs. Tensors from outside the block (placeholders, input pipelines) can be used inside. All
+    cores see the same value of such a tensor, unless `Program.per_replica` gives each core a value
+    of its own.
 
         with simd.tpu_program("batch:4;model:2", "batch:batch;d_ff:model") as program:
             lowering = mtf.Lowering(graph, {mesh: program.mesh_impl})

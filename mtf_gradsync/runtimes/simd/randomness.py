@@ -1,10 +1,10 @@
 """The random numbers of CPU replicas, which depend on seeds, core and step.
 
-TensorFlow's random operations draw from generators of their own, which begin anew in each session:
-a run that goes on from a checkpoint would draw the numbers of its first steps again. So each copy
-of such an operation becomes a stateless operation of the same kind. Its seed combines integers that
-identify the step with a key, which depends on the operation's seeds and the core. In a loop each
-iteration draws other numbers.
+TensorFlow's random operations take their numbers from generators that begin anew in each session: a
+run that goes on from a checkpoint would get the random numbers of its first steps again. So each
+copy of a random operation becomes a stateless operation of the same kind. The seed of the stateless
+operation combines integers that identify the step with a key, which depends on the seeds of the
+original operation and on the core. Each iteration of a loop gets other numbers.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ class RandomSteps(NamedTuple):
 
     Attributes:
       begin: the operation to run before a step.
-      with_seed: the tensor to feed when `begin` runs: integers (int64) that identify the step, for
-        operations that have a seed.
-      without_seed: the tensor to feed likewise for operations without a seed.
+      with_seed: the tensor to feed when `begin` runs. Its value is integers (int64) that identify
+        the step, for random operations that have a seed.
+      without_seed: the tensor to feed when `begin` runs, for random operations without a seed.
     """
 
     begin: str
@@ -53,9 +53,9 @@ class StatelessDraws:
     def __init__(self, facts: GraphFacts, add: Callable[..., tf.NodeDef], name: str):
         """Begins without rewritten operations.
 
-        `facts` are those of the user's graph. `add` is the function that adds a node to the
-        rewritten graph: it takes the node's name, type, inputs and dtypes of attributes by name,
-        and returns the node. `name` is a prefix of names that no operation has.
+        `facts` describes the user's graph. `add` is the function that adds a node to the rewritten
+        graph: it takes the node's name, type, inputs and dtypes of attributes by name, and returns
+        the node. `name` is a prefix that no operation's name has.
         """
         self._facts, self._add, self._name = facts, add, name
         # Name of a variable of words -> whether its operation has a seed.
@@ -150,8 +150,8 @@ def _enum(dtype: tf.DType) -> int:
 class StepOfDraws:
     """The step on which a session's random numbers depend, by the global step.
 
-    A step that leaves the global step as it is, or whose program has no global step, still draws
-    other numbers than the step before it.
+    A step that leaves the global step as it is, or whose program has no global step, still gets
+    other random numbers than the step before it.
     """
 
     def __init__(self, steps: RandomSteps, counter: str | None):
@@ -167,7 +167,7 @@ class StepOfDraws:
     def begin(self, session: tf.Session) -> None:
         """Tells the random operations in a session's graph that a step begins.
 
-        It runs operations of the session, and has to be called before each step.
+        This method runs operations of the session, and has to be called before each step.
         """
         count = 0 if self._counter is None else int(session.run(self._counter))
         self._repeats = self._repeats + 1 if count == self._count else 0

@@ -66,8 +66,8 @@ class MasterOps:
     def saver(self, graph: tf.Graph) -> tf.train.Saver:
         """Returns a saver of all global variables, for a graph that has the operations.
 
-        `graph` is `self.graph` or a graph made from it. Nothing is added to it. Raises ValueError
-        if there are no variables.
+        `graph` is `self.graph` or a graph made from `self.graph`. Nothing is added to `graph`.
+        Raises ValueError if there are no variables.
         """
         self.check_has_variables()
         with graph.as_default():
@@ -76,7 +76,8 @@ class MasterOps:
     def restore(self, session: tf.Session, path: str) -> None:
         """Reads the checkpoint `path`, written on any mesh, into the masters of a session.
 
-        The session's graph is `self.graph` or a graph made from it. Slices stay as they are.
+        The session's graph is `self.graph` or a graph made from `self.graph`. Slices stay as they
+        are.
         """
         saver = self.saver(session.graph)
         with self.graph.as_default(), tempfile.TemporaryDirectory() as directory:
@@ -89,9 +90,9 @@ _Session = TypeVar("_Session", bound="ReplicaSession")
 class ReplicaSession(abc.ABC):
     """A session on the cores of a SIMD program. Use it as a context manager.
 
-    Running any tensor or operation of a program runs the whole program on all cores, including its
-    updates, as a TPU does. After each step the session logs what optimizers have skipped, and
-    raises `NoUpdateError` if there were too many steps without an update.
+    Running any tensor or operation of a program runs the whole program on all cores, including the
+    program's updates, as a TPU does. After each step the session logs what optimizers have skipped,
+    and raises `NoUpdateError` if there were too many steps without an update.
     """
 
     # Tells hooks that would look at skipped steps that this session does it.
@@ -196,9 +197,9 @@ class ReplicaSession(abc.ABC):
 
         Args:
           path: prefix of the checkpoint's files.
-          saver: a saver that was made in the program's graph before the session. It counts
-            checkpoints, deletes old checkpoints and writes the state file. None of this is done
-            without a saver.
+          saver: a saver that was made in the program's graph before the session. The saver counts
+            checkpoints, deletes old checkpoints and writes the state file. Without a saver, none of
+            this is done.
           global_step: a number to add to the path, as for ``tf.train.Saver.save``.
 
         Raises:
@@ -240,7 +241,7 @@ class ReplicaSession(abc.ABC):
     def write(self, values: Mapping[str, Any]) -> None:
         """Sets variables by name; each core gets its slice of the value.
 
-        It is the inverse of `read`. Variables that `values` does not name keep their values.
+        `write` is the inverse of `read`. Variables that `values` does not name keep their values.
 
         Raises:
           ValueError: there is no such global variable, or a value has another shape. Nothing is set
@@ -320,8 +321,8 @@ class ReplicaSession(abc.ABC):
     def _name_of(self, element: Any) -> str:
         """Returns the name of a tensor or operation; for a variable, that of its value's tensor.
 
-        `element` is one of these, or a name. Raises ValueError if the user's graph did not have it
-        when the session was made.
+        `element` is a tensor, an operation, a variable or a name. Raises ValueError if the user's
+        graph did not have `element` when the session was made.
         """
         try:
             name = self._ops.graph.as_graph_element(element).name
@@ -349,7 +350,7 @@ class ReplicaSession(abc.ABC):
 def copied(value: Any) -> Any:
     """Returns a copy of an array, safe to feed; returns values of other types unchanged.
 
-    TensorFlow uses the memory of an aligned array that is fed. If a variable is set to this array,
+    TensorFlow uses the memory of an aligned array that is fed. If a variable is set to a fed array,
     or to a part of it, later updates of the variable write into the array.
     """
     return np.array(value) if hasattr(value, "__array__") else value
@@ -375,7 +376,7 @@ class VariableAccess:
     def read_all(self, session: tf.Session) -> dict[str, Any]:
         """Returns the values of all initialized variables by name; no step uses the others.
 
-        `session` runs this graph, or one that has the same operations under the same names.
+        `session` runs `self.graph`, or a graph that has the same operations under the same names.
         """
         exists = session.run(self._exists)
         return session.run({n: x for n, x in self.read.items() if exists.get(n, True)})
@@ -383,8 +384,8 @@ class VariableAccess:
     def set(self, session: tf.Session, values: Iterable[tuple[str, Any]]) -> None:
         """Sets variables, given as pairs of name and value.
 
-        The session's graph is this graph, or one that has the same operations under the same names.
-        Every value is copied, so that no later step writes into an array of the caller's.
+        The session's graph is `self.graph`, or a graph that has the same operations under the same
+        names. Every value is copied, so that no later step writes into an array of the caller's.
         """
         # If variables share the tensor that initializes them, each run sets one of them.
         rounds: list[tuple[list[str], dict[str, Any]]] = []
@@ -407,8 +408,8 @@ _HOOKS = ("training_hooks", "training_chief_hooks", "evaluation_hooks", "predict
 def lowerings_in(given: Any) -> list[mtf.Lowering]:
     """Returns the lowerings in a `lowering` argument; raises TypeError if it can hold none.
 
-    It may be a lowering, a sequence of them, None, or an ``EstimatorSpec`` or ``TPUEstimatorSpec``
-    whose hooks restore a lowering.
+    The argument may be a lowering, a sequence of lowerings, None, or an ``EstimatorSpec`` or
+    ``TPUEstimatorSpec`` whose hooks restore a lowering.
     """
     if given is None:
         return []

@@ -153,8 +153,8 @@ def find_effects(facts: GraphFacts) -> Effects:
 def written_variables(facts: GraphFacts) -> dict[str, list[str]]:
     """Returns the names of the variables that each operation of a program writes.
 
-    The keys are the operations' names. A slice has the name of its Mesh-TF variable. Operations
-    that write no variable are not in the result.
+    The result's keys are the names of the operations. A variable that holds a slice appears under
+    the name of its Mesh-TF variable. Operations that write no variable are not in the result.
     """
     written = {}
     for name in facts.order:
@@ -259,8 +259,8 @@ class _Finder:
     def _put_after(self, name: str, earlier: str, all_cores: bool) -> None:
         """Makes the node `name` wait for the node `earlier`.
 
-        With `all_cores`, it waits for the copies of `earlier` on all cores, else only for that on
-        its own core. Nothing is done for two nodes of which a step runs only one.
+        If `all_cores` is True, `name` waits for the copies of `earlier` on all cores, else only for
+        the copy on its own core. If a step never runs both nodes, nothing is done.
         """
         context, other = self._facts.context[name], self._facts.context[earlier]
         shared = common_context(context, other)
@@ -282,8 +282,9 @@ class _Finder:
     def _ends(self, name: str, context: Context) -> list[str]:
         """Returns nodes that run after the node `name`, whether or not a step runs that node.
 
-        They are the ends of the loops and branches around `name` inside the outer `context`; `name`
-        itself if there are none. The edges that make them wait are added to `effects`.
+        The result is the ends of the loops and branches around `name` inside the outer `context`,
+        or `name` itself if there are none. The edges that make these ends wait are added to
+        `effects`.
         """
         inner = self._facts.context[name]
         ends = [name]
@@ -303,8 +304,9 @@ class _Finder:
     def _begins(self, name: str, context: Context) -> list[str]:
         """Returns the nodes that have to wait so that the node `name` waits.
 
-        An edge from the outer `context` may lead to them: to `name` itself, or to the node by which
-        its variable enters the outermost loop between `context` and `name`.
+        An edge from the outer `context` may lead to the returned nodes: to `name` itself, or to the
+        ``Enter`` node by which the variable that `name` uses enters the outermost loop between
+        `context` and `name`.
         """
         facts = self._facts
         inner = facts.context[name][len(context) :]
