@@ -191,7 +191,9 @@ def _static(node: tf.NodeDef, tensor: tf.Tensor) -> Any:
     value = tf.get_static_value(tensor)
     if value is None:
         raise UnsupportedProgramError.of(
-            node, "XLA has to know the shape of what it draws", "give the shape as a constant"
+            node,
+            "XLA has to know how many random numbers the operation makes",
+            "give the shape, or the number of samples, as a constant",
         )
     return value.tolist()
 

@@ -69,9 +69,9 @@ def check_keeps_order() -> None:
     if tuple(int(part) for part in jaxlib.__version__.split(".")[:3]) < _OLDEST_JAXLIB:
         oldest = ".".join(map(str, _OLDEST_JAXLIB))
         raise ProcessesError(
-            f"CPU devices of several processes need jaxlib {oldest} or later; this is "
-            f"{jaxlib.__version__}, which hangs in their collectives. Install a later one, "
-            "or use one process."
+            f"CPU devices of several processes need jaxlib {oldest} or later; this is jaxlib "
+            f"{jaxlib.__version__}, which hangs in collectives over such devices. Install a later "
+            "jaxlib, or use one process."
         )
 
 

@@ -40,8 +40,8 @@ class DeviceInputs:
         for name in sorted(names):
             if self._outside.is_after(name):
                 raise ValueError(
-                    f"The program's input {name!r} is made from what the program returns. Fetch it "
-                    "in one step and feed it in the next."
+                    f"The program's input {name!r} is made from what the program returns. Fetch "
+                    "this tensor in one step, and feed its value in the next step."
                 )
         return names
 

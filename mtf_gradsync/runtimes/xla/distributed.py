@@ -111,10 +111,10 @@ def _in_words(traceback: str) -> str:
     main = traceback.rpartition("most recent call first")[2]
     own = [line.strip() for line in main.splitlines() if line.startswith("  File ")][:_FRAMES]
     where = f" The main thread stood at {'; '.join(own)}." if own else ""
-    wrote = ", which has written just before what is wrong" if name == "SIGABRT" else ""
+    wrote = ", whose own message about the error is just before" if name == "SIGABRT" else ""
     return (
         f"{name} inside jax {jax.__version__}, jaxlib {jaxlib.__version__} or a library of "
-        f"theirs, such as gloo{wrote}; the collective in which it happened is not known.{where}"
+        f"theirs, such as gloo{wrote}; it is not known which collective was running.{where}"
     )
 
 
@@ -242,11 +242,13 @@ def start_processes(
     """
     check_installed("jax", "jaxlib")
     if distributed_is_initialized():
-        raise ProcessesError("start_processes can be called once in a process; it has been.")
+        raise ProcessesError(
+            "start_processes can be called only once in a process; this process has called it."
+        )
     if backends_are_initialized():
         raise ProcessesError(
-            "jax has begun already, without the other processes. Call start_processes before "
-            "anything that uses jax's devices, such as mtf_gradsync.xla.session."
+            "jax has begun already, without the other processes of the job. Call start_processes "
+            "before anything that uses jax's devices, such as mtf_gradsync.xla.session."
         )
     if cpu_devices is not None:
         check_keeps_order()
@@ -315,8 +317,8 @@ def _resolved(
     coordinator, num_processes, process_id, devices = cluster
     if coordinator is None or num_processes is None or process_id is None:
         raise ValueError(
-            "jax finds no cluster that it knows (SLURM, Open MPI, Kubernetes, Cloud TPU) around "
-            "this process. Give coordinator, num_processes and process_id."
+            "jax finds no cluster (SLURM, Open MPI, Kubernetes or Cloud TPU) in which this process "
+            "runs. Give coordinator, num_processes and process_id."
         )
     if not 0 <= process_id < num_processes:
         raise ValueError(

@@ -128,9 +128,9 @@ class Cache:
         if reason:
             warn_once(
                 f"cache {folder}",
-                "Compiled programs are neither kept in %s nor taken from it: it %s, so that they "
-                "may be somebody else's. Use chmod go-w, or a folder of your own: "
-                "MTF_GRADSYNC_CACHE_DIR.",
+                "Compiled programs are neither stored in the folder %s nor taken from it. The "
+                "folder %s, so another user may have put programs there. Use chmod go-w, or "
+                "set MTF_GRADSYNC_CACHE_DIR to a folder of your own.",
                 folder, reason,
             )  # fmt: skip
         return not reason

@@ -48,13 +48,13 @@ def input_names(
         key = tensor if isinstance(tensor, str) else tensor.name
         if key not in by_tensor:
             raise ValueError(
-                f"The program does not read {key!r}, which was to be called {name!r}. From "
-                f"outside it reads {sorted(by_tensor)}."
+                f"The program does not read {key!r}, to which `inputs` gives the name {name!r}. "
+                f"From outside, the program reads {sorted(by_tensor)}."
             )
         called[by_tensor[key].name] = name
     found = {called[i.name]: i for i in tensors}
     if len(found) < len(tensors):
-        raise ValueError(f"Two inputs cannot have one name: {sorted(called.values())}.")
+        raise ValueError(f"Two inputs cannot have the same name: {sorted(called.values())}.")
     return found
 
 

@@ -176,14 +176,15 @@ class _Cut:
             sources = tuple(f"{s}:{k}" for s, k in pairs)
         if dtype in (tf.resource, tf.variant, tf.string):
             raise UnsupportedProgramError(
-                f"The program reads {source!r} of dtype {dtype.name} from outside, which a core "
-                "cannot hold. Read it outside and use the numbers inside."
+                f"The program reads {source!r} of dtype {dtype.name} from outside, but a core "
+                "cannot hold this dtype. Read the tensor or resource outside the program, and use "
+                "only numbers inside."
             )
         if not shape.is_fully_defined():
             raise UnsupportedProgramError(
                 f"The program reads {source!r} of shape {shape} from outside. A TPU program needs "
-                "static shapes: give every dimension a size where the tensor is made, such as by "
-                "batch(size, drop_remainder=True) of a Dataset."
+                "static shapes: give every dimension a size where the tensor is made, for example "
+                "by the method batch(size, drop_remainder=True) of a Dataset."
             )
         self._inputs[key] = ReplicaInput(
             name, dtype.name, tuple(shape.as_list()), sources, origin.op == "VarHandleOp"

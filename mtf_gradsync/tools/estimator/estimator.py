@@ -153,8 +153,8 @@ class Estimator(_TensorFlows):
         not_read = [name for name in _NOT_READ if self._setting(name) is not None]
         if not_read:
             _logger.warning(
-                "These settings of config have no effect: %s. The mesh, and runtime=, say where "
-                "steps run.",
+                "These settings of config have no effect: %s. The mesh and the argument runtime= "
+                "say where steps run.",
                 ", ".join(not_read),
             )
         self._params = params
@@ -279,7 +279,7 @@ class Estimator(_TensorFlows):
         if not made_a_step:
             _logger.warning(
                 "Training made no step. Perhaps the input of %s has no batches: its data are "
-                "missing, or they are fewer examples than a batch takes.",
+                "missing, or there are fewer examples than a batch takes.",
                 name_of(input_fn),
             )
         return self
@@ -419,8 +419,8 @@ class Estimator(_TensorFlows):
     def experimental_export_all_saved_models(self, *args: Any, **kwargs: Any) -> Any:
         """Raises NotImplementedError: only a model that predicts can be written as a SavedModel."""
         raise NotImplementedError(
-            "A model that trains or evaluates is not written as a SavedModel; export_saved_model "
-            "writes the one that predicts."
+            "Only a model that predicts is written as a SavedModel, by export_saved_model. A model "
+            "that trains or evaluates is not."
         )
 
     # Shared by these methods.
@@ -511,8 +511,8 @@ def _runtime_name(runtime: RuntimeName | None, use_tpu: bool, num_cores: int | N
     chosen = runtime or ("xla" if use_tpu else "placement_mesh")
     if chosen in ("cpu_replicas", "xla") and not num_cores:
         raise ValueError(
-            f"On {chosen!r} the model_fn is one program for all cores, and their number is not "
-            "known: give num_cores, or a TPUConfig with num_shards in config."
+            f"On {chosen!r} the model_fn is one program for all cores, and the number of these "
+            "cores is not known: give num_cores, or a TPUConfig with num_shards in config."
         )
     return choose_runtime(chosen).name
 

@@ -332,7 +332,7 @@ class Evaluation:
             pass
         if not losses:
             raise ValueError(
-                "The input_fn of the evaluation gave no batch: its data are missing, or they are "
+                "The input_fn of the evaluation gave no batch: its data are missing, or there are "
                 "fewer examples than a batch takes."
             )
         result = without_hooks(self._values) if self._values else {}

@@ -148,8 +148,8 @@ class Recording:
             )
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise TimelineError(
-                "This is no part of a timeline. `mtf-gradsync timeline` writes one in each "
-                "process, beside the trace, with .part in its name."
+                "This is no part of a timeline. In each process `mtf-gradsync timeline` writes a "
+                "file with a part, beside the trace; the file has .part in its name."
             ) from error
 
 
@@ -179,8 +179,8 @@ def check_recorded(recording: Recording, advice: str) -> Recording:
     if missing or not recording.cores:
         which = f"of {', '.join(missing[:4])}" if missing else "of a core"
         raise TimelineError(
-            f"The profile has no operation {which} in {len(recording.steps)} steps, so nothing can "
-            f"be said of where the time goes. {advice}"
+            f"The profile has no operation {which} in {len(recording.steps)} steps, so it does not "
+            f"show where the time goes. {advice}"
         )
     return recording
 

@@ -132,7 +132,7 @@ class Table:
             return cls(**{field.name: content[field.name] for field in dataclasses.fields(cls)})
         except (KeyError, TypeError, ValueError) as error:
             raise TimelineError(
-                "This is no table of a timeline, as Table.to_json makes it."
+                "This text is no table of a timeline that Table.to_json made."
             ) from error
 
     def __str__(self) -> str:

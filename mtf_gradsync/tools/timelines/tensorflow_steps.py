@@ -31,8 +31,8 @@ _COPIES = frozenset(["Identity", "Snapshot"])
 _OWN_COLLECTIVES = ("Collective", "Nccl")
 _NO_NUMBERS = (tf.resource, tf.string, tf.variant)
 _ADVICE = (
-    "Profiles of TensorFlow are switched off for this session, or its steps run elsewhere: give "
-    "gs.timeline the session whose run makes them."
+    "Profiles of TensorFlow are switched off for this session, or another session runs the steps: "
+    "give gs.timeline the session whose method `run` makes the steps."
 )
 
 # What a step ran: the cores, events of each run, and collectives by the names of their events.

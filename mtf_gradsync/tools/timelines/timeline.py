@@ -310,17 +310,25 @@ class Timeline:
         """Returns a timeline of recordings that were made before, one of each process.
 
         Args:
-          recordings: recordings of processes that made the same steps; their clocks have to agree.
+          recordings: recordings of processes that made the same steps; the clocks of the
+            processes have to agree.
 
         Raises:
-          TimelineError: when they are not of the same steps, or two are of one process.
+          TimelineError: when the recordings differ in runtime or in the number of steps, or when
+            two recordings are of the same process.
         """
         if len({(r.runtime, len(r.steps)) for r in recordings}) != 1:
             counts = ", ".join(f"{r.process}: {len(r.steps)} of {r.runtime}" for r in recordings)
-            raise TimelineError(f"These are not parts of one timeline; steps by process: {counts}")
+            raise TimelineError(
+                "These recordings are not parts of one timeline: all processes must have the same "
+                f"runtime and make equally many steps, but the steps by process are {counts}."
+            )
         processes = [r.process for r in recordings]
         if len(set(processes)) != len(processes):
-            raise TimelineError(f"Two parts of a timeline are of one process: {sorted(processes)}")
+            raise TimelineError(
+                "Two parts of a timeline are of the same process; the numbers of the processes "
+                f"are {sorted(processes)}."
+            )
         made = cls(None)
         made._recordings = sorted(recordings, key=lambda r: r.process)
         return made
@@ -330,8 +338,8 @@ class Timeline:
         recorder, self._recorder = self._recorder, None
         if recorder is None:
             raise TimelineError(
-                "A timeline records one `with` block, and this one has begun its block before, or "
-                "was made of recordings. Call gs.timeline(session) again for each block."
+                "A timeline records one `with` block. This timeline has been used for a block "
+                "before, or was made of recordings. Call gs.timeline(session) again for each block."
             )
         self._recordings = recorder.__enter__()
         self._running = recorder
@@ -377,7 +385,9 @@ class Timeline:
           TimelineError: before the end of the block.
         """
         if not self._recordings:
-            raise TimelineError("There is nothing yet: ask after the end of the `with` block.")
+            raise TimelineError(
+                "The timeline has no recordings before the end of the `with` block."
+            )
         return tuple(self._recordings)
 
     def table(self) -> Table:

@@ -41,7 +41,7 @@ _Result = TypeVar("_Result")
 _MODULE = "step"
 _ADVICE = (
     "Perhaps another profiler of this process (TensorBoard's, or a jax.profiler.trace around the "
-    "steps) has them: end that one. On GPUs jax needs CUPTI: install jax[cuda12]."
+    "steps) is running: end that profiler. On GPUs jax needs CUPTI: install jax[cuda12]."
 )
 
 

@@ -35,7 +35,7 @@ def test_a_folder_that_others_can_write_is_not_used(kept, caplog):
     os.chmod(folder, 0o700)
     assert (cache.get("one"), cache.get("three")) == (b"1", None)
     (warning,) = caplog.records
-    assert f"{folder} nor taken from it: it can be written by others (mode 777)" in str(
+    assert f"{folder} nor taken from it. The folder can be written by others (mode 777)" in str(
         warning.getMessage()
     )
 

@@ -132,7 +132,7 @@ def test_a_block_without_steps_is_an_error():
         with pytest.raises(TimelineError, match="No step was made"), gs.timeline(session):
             session.read("w")
         timeline = gs.timeline(session)
-        with pytest.raises(TimelineError, match="ask after the end"):
+        with pytest.raises(TimelineError, match="no recordings before the end"):
             timeline.table()
         # An error inside is the program's own, and the session goes on.
         with pytest.raises(ZeroDivisionError), timeline:

@@ -206,7 +206,7 @@ class TestExport:
             xla.export(program, None, [self.outside.op], tmp_path / "step")
 
     def test_names_of_what_is_no_input(self, program, tmp_path):
-        with pytest.raises(ValueError, match=r"does not read 'outside:0'.* it reads \['x:0'\]"):
+        with pytest.raises(ValueError, match=r"does not read 'outside:0'.* reads \['x:0'\]"):
             xla.export(program, None, [self.y], tmp_path / "step", inputs={"z": self.outside})
 
     def test_values_of_another_shape(self, program, tmp_path):
