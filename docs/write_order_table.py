@@ -48,12 +48,13 @@ WRAPPERS: dict[str, Callable[[Any], Wrapper]] = {
 _START = """\
 # Which wrapper around which
 
-Wrappers can be nested. The row of this table is the outer wrapper, the column is the inner wrapper.
-A cell is "✓" if the outer wrapper can be around the inner one. A number in a cell is the number of
-the reason below why this order is refused. A refused order raises an error with this reason and the
-order to use instead. `python docs/write_order_table.py` generates the table from the forms of
-gradients that the stages of each wrapper take and give. A test trains a model with every pair, and
-compares what happens with this table.
+Wrappers can be nested. Each row of the table on this page is for an outer wrapper, and each column
+is for an inner wrapper. A cell is "✓" if the outer wrapper can be around the inner wrapper. A cell
+with a number says that this order is refused; the reason has the same number below the table. A
+refused order raises an error with the reason and the order to use instead. The command
+`python docs/write_order_table.py` generates the table from the forms of gradients that the stages
+of each wrapper take and give. A test trains a model with every pair of wrappers, and checks that
+the pair is refused or accepted as the table says.
 
 """
 
