@@ -248,8 +248,8 @@ def decoded(stored: Stored, specs: Mapping[str, TensorSpec]) -> dict[str, np.nda
     wanted = set(specs) | ({name + _SCALES for name in specs} if blocks else set())
     if form not in FORMS or set(stored.tensors) != wanted:
         raise DamagedObjectError(
-            f"The contribution of {stored.facts.island!r} is in the form {form!r} and of "
-            f"{len(stored.tensors)} tensors: it is not of this program's {len(specs)} variables."
+            f"The contribution of the island {stored.facts.island!r} has {len(stored.tensors)} "
+            f"tensors in the form {form!r}, and this program has {len(specs)} other variables."
         )
     for name, spec in specs.items():
         value = stored.tensors[name]

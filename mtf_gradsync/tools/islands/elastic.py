@@ -55,7 +55,9 @@ def claim_part(folder: Folder, island: str, parts: int, claims: bool = True) -> 
             break
         found = folder.read_json(name)
         if not claims and found is None:
-            raise IslandError(f"{folder.url} does not say which part of the data {island!r} had.")
+            raise IslandError(
+                f"{folder.url} does not say which part of the data the island {island!r} had."
+            )
         if isinstance(found, dict) and found.get("island") == island:
             break
         number += 1

@@ -124,9 +124,9 @@ class Exchange:
                 raise IslandError(" ".join(self.reminders.said()))
             if not fails and (is_late or self.lease.has_changed()):
                 raise IslandError(
-                    f"The island {self._island!r} of {self.folder.url} is running: {holder} has "
-                    "its name. Each island needs a name of its own (ElasticIslands.name, by "
-                    "default the last part of model_dir)."
+                    f"The island {self._island!r} of {self.folder.url} is running already: "
+                    f"{holder} uses its name. Each island needs a name of its own "
+                    "(ElasticIslands.name, by default the last part of model_dir)."
                 )
             if not fails:
                 self.reminders.lasts("name", f"waiting whether {holder} still has the name of the "
@@ -140,8 +140,8 @@ class Exchange:
         """Raises IslandError if another process has taken the island's name."""
         if not self.trying("name", self.lease.is_held, True):
             raise IslandError(
-                f"Another process has begun as the island {self._island!r} of {self.folder.url}, "
-                "when this one gave no signs of life: this one ends."
+                f"Another process has taken the name of the island {self._island!r} of "
+                f"{self.folder.url}, since this process wrote no heartbeats: this process ends."
             )
 
     # Versions.

@@ -143,8 +143,8 @@ class Folder:
             self._inode = inode
         if self._inode != inode:
             raise FolderError(
-                f"{self.url} is another folder than before, which was moved away: put that back, "
-                "or start anew to use this one"
+                f"{self.url} is another folder than before: move the folder of before back to this "
+                "path, or start the program anew to use the new folder"
             )
         return True
 
@@ -339,7 +339,7 @@ class Folder:
             return msgspec.json.decode(data, type=kind)
         except (ValueError, RecursionError) as error:
             raise DamagedObjectError(
-                f"{name} in {self.url} is refused: it is no JSON of its kind: {error}"
+                f"{name} in {self.url} is refused: it is no JSON of the expected kind: {error}"
             ) from error
 
     def write_json(self, name: str, value: Any) -> None:
@@ -408,8 +408,9 @@ def _check_not_forked() -> None:
     if os.getpid() not in _WORKS_IN:
         raise RuntimeError(
             f"This process was forked from process {_WORKS_IN[0]}, which had used a folder of "
-            "islands: obstore's threads did not come along, and requests would never end. Fork "
-            'before a folder is used, or start processes by multiprocessing.get_context("spawn").'
+            "islands: the forked process lacks the threads of obstore, and requests would never "
+            "end. Fork before a folder is used, or start processes by "
+            'multiprocessing.get_context("spawn").'
         )
 
 

@@ -340,7 +340,7 @@ class Island:
                 self._exchange.offer(facts, offered)
             merger = self._merger.says() if self._merger else ""
             if time.monotonic() > until:
-                way = f"A merger makes it: mtf-gradsync islands {self.folder.url}, or merge=True."
+                way = f"Start a merger: mtf-gradsync islands {self.folder.url}, or merge=True."
                 raise IslandError(
                     f"{self.folder.url} has no version of the values after "
                     f"{self._begin_seconds:g} s. {merger or way}"
@@ -353,8 +353,8 @@ class Island:
         fragments = self._learning.fragments = self._exchange.settings().fragments
         if self.inner_steps % fragments:
             raise IslandError(
-                f"inner_steps={self.inner_steps} is no multiple of the {fragments} fragments of "
-                f"{self.folder.url}."
+                f"inner_steps={self.inner_steps} must be a multiple of {fragments}: the versions "
+                f"in {self.folder.url} are made with fragments={fragments}."
             )
 
     def _load(self, newest: int, since: int) -> tuple[dict[str, np.ndarray], Decision] | None:
@@ -719,8 +719,9 @@ class Island:
         if "restored" in events[begins[-1]]:
             if saved is None:
                 raise IslandError(
-                    f"{self.name!r} joined at step {step} with what its checkpoint had learned: a "
-                    "replay from there needs what Island.save left beside it."
+                    f"{self.name!r} joined at step {step} with what it had learned by a "
+                    "checkpoint: a replay from this step needs the file that Island.save wrote "
+                    "beside this checkpoint."
                 )
             self._take_fragments()
             self._restore(session, saved)

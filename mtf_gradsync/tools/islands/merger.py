@@ -104,7 +104,7 @@ class Waiting(NamedTuple):
                 )
         if not 0.0 <= self.min_grace <= self.max_grace:
             raise ValueError(
-                "The grace window must have 0 <= min_grace <= max_grace, got "
+                "min_grace and max_grace need 0 <= min_grace <= max_grace, got "
                 f"min_grace={self.min_grace!r}, max_grace={self.max_grace!r}."
             )
 
@@ -143,14 +143,15 @@ class Merger:
         self.settings.check()
         if there is not None and there != self.settings:
             raise ValueError(
-                f"{folder.url} was begun with {there}, and {self.settings} was given: "
-                "contributions that are on their way would be merged by other settings than those "
-                "with which they began. Give the same settings, or begin in another folder."
+                f"{folder.url} was begun with {there}, and this merger got {self.settings}: it "
+                "would merge contributions by other settings than those for which they were made. "
+                "Give the same settings, or begin in another folder."
             )
         if waiting.max_staleness and self.settings.fragments > 1:
             raise ValueError(
                 f"max_staleness={waiting.max_staleness} needs fragments=1, got fragments="
-                f"{self.settings.fragments}: an older contribution is of other variables."
+                f"{self.settings.fragments}: an older contribution has other variables than the "
+                "next version."
             )
         self._folder, self._waiting, self._keep_all = folder, waiting, keep_all
         self._poll = poll_seconds or poll_seconds_of(folder)
@@ -222,7 +223,8 @@ class Merger:
         holder = place.take()
         if holder and place.has_changed():
             raise FolderTakenError(
-                f"Another merger has {self._folder.url}: {holder}. One is enough; this one ends."
+                f"Another merger works in {self._folder.url}: {holder}. One is enough, so that "
+                "this merger ends."
             )
         if holder:
             self._reminders.lasts("place", f"waiting whether {holder} still merges")
@@ -257,7 +259,7 @@ class Merger:
                 return False
             if not place.is_held():
                 raise FolderTakenError(
-                    f"Another merger has taken {self._folder.url} from this one, which ends."
+                    f"Another merger has taken over {self._folder.url}: this merger ends."
                 )
             if self._folder.create_json(decision_object(decision.version), decision):
                 decided = decision

@@ -156,7 +156,8 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
         """Raises ValueError if the contributions have no weight, so that nothing is merged."""
         if self.version < 0 or not sum(one.weight for one in self.contributions) > 0.0:
             raise ValueError(
-                f"Version {self.version} of {len(self.contributions)} contributions merges nothing."
+                f"Version {self.version} cannot be made: its {len(self.contributions)} "
+                "contributions have no weight."
             )
 
     def with_totals_after(self, before: Decision | None) -> Decision:
@@ -293,6 +294,6 @@ def read_decision(folder: Folder, version: int) -> Decision | None:
     found = folder.read_json(name, Decision)
     if found is not None and found.version != version:
         raise DamagedObjectError(
-            f"{name} in {folder.url} holds the decision on version {found.version}."
+            f"{name} in {folder.url} holds the decision on another version: {found.version}."
         )
     return found

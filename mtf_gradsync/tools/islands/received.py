@@ -181,7 +181,8 @@ def _described(
     is_own = offer_object(facts.island) == name and facts.version is None
     if not is_own and (parsed is None or parsed[:2] != (facts.version, facts.island)):
         raise DamagedObjectError(
-            f"{name} says that it is of {facts.island!r}, version {facts.version!r}"
+            f"{name} holds another object: of the island {facts.island!r}, version "
+            f"{facts.version!r}"
         )
     if not is_number(facts.tokens) or not 0.0 < facts.tokens < float("inf"):
         raise DamagedObjectError(f"{name} is of {facts.tokens!r} tokens")

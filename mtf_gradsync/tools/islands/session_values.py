@@ -88,8 +88,9 @@ class Values:
         inside = [name for name in chosen if f"{name}/island" in there]
         if inside:
             raise ValueError(
-                f"{inside[0]!r} is held by islands of OuterOptimizer: islands that exchange values "
-                "through a folder take their place. Remove OuterOptimizer from the stack."
+                f"OuterOptimizer holds a value of {inside[0]!r} for each of its own islands. "
+                "Islands that exchange values through a folder take the place of OuterOptimizer: "
+                "remove it from the stack."
             )
         self._lowerings: list[mtf.Lowering] = lowerings_in(lowering)
         state = {note.name for note in self._graph.get_collection(STATE_COLLECTION)}
@@ -105,8 +106,9 @@ class Values:
         whole = [name for name, v in self._variables.items() if not v.dtype.is_floating]
         if whole:
             raise ValueError(
-                f"{whole[0]!r} is of {self.specs[whole[0]].dtype}: islands exchange numbers of "
-                "floating point. Name the variables to exchange, without this one, as variables=."
+                f"{whole[0]!r} has the dtype {self.specs[whole[0]].dtype}, and islands exchange "
+                "only floating-point numbers. Name the variables to exchange in the argument "
+                "variables=, without this variable."
             )
         # Variables that are reset when values are not finite: all that are not exchanged.
         exchanged = {v.op.name for v in self._variables.values()}

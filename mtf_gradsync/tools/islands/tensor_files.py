@@ -184,7 +184,7 @@ def _read(
         spec = there[key] = TensorSpec(one.shape, dtype)
         begin_at, ends[key] = one.data_offsets
         if min(one.shape, default=0) < 0 or ends[key] - begin_at != spec.nbytes or begin_at < 0:
-            raise _Wrong(f"{key!r} is not where its header says")
+            raise _Wrong(f"{key!r} is not at the place that the header of the file gives")
     if specs is not None:
         _check_specs(there, specs)
     tensors = {}

@@ -237,7 +237,9 @@ def read_version(
         values.update(found.tensors)
         decision = found.facts.decision
         if decision.version != number:
-            raise DamagedObjectError(f"{name} in {folder.url} is version {decision.version}.")
+            raise DamagedObjectError(
+                f"{name} in {folder.url} holds another version: {decision.version}."
+            )
     assert decision is not None
     return values, decision
 
@@ -323,7 +325,9 @@ def make_version(folder: Folder, decision: Decision, before: MergedState | None)
         most = None if specs is None else most_bytes(specs)
         found = folder.load(one.object, expected=one.checksum, kind=ContributionFacts, most=most)
         if found is None:
-            raise DamagedObjectError(f"{one.object} in {folder.url}, which {name} names, is gone.")
+            raise DamagedObjectError(
+                f"{name} names the contribution {one.object}, which is gone from {folder.url}."
+            )
         return found
 
     if before is None:
@@ -388,8 +392,8 @@ def replay(
         decision = read_decision(folder, version)
         if decision is None:
             raise DamagedObjectError(
-                f"{decision_object(version)} in {folder.url} is gone: to replay all versions, a "
-                "merger must keep all of them (--keep_all, ElasticIslands.keep_all)."
+                f"{decision_object(version)} in {folder.url} is gone. All versions can be replayed "
+                "only if the merger has kept all objects (--keep_all, ElasticIslands.keep_all)."
             )
         state = make_version(folder, decision, state)
         made = state.changed(MergeSettings(**decision.settings))

@@ -294,7 +294,7 @@ class Engine:
             if len(group) == (_MOST_ZEROS if _updates(before) > _updates(first) else _MOST_STEPS):
                 raise ValueError(
                     f"The program made no update in {len(group)} steps: it skips every step, "
-                    "needs more batches for one, or all of its gradients are zero."
+                    "needs more batches for an update, or all of its gradients are zero."
                 )
             group.append(self._next())
             yield group[-1]

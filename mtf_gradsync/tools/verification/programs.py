@@ -316,8 +316,8 @@ def joined_batch(batches: Sequence[Batch]) -> Batch:
             return np.concatenate(parts)
         if any(part != parts[0] for part in parts):
             raise ValueError(
-                f"An input without a dimension of examples is {parts[0]} in one microbatch step, "
-                "and another number in another one of the same update: no one batch is both."
+                f"An input that is a single number is {parts[0]} in one microbatch step, and has "
+                "another value in another step of the same update: one batch cannot have both."
             )
         return parts[0]
 

@@ -415,7 +415,7 @@ class RecordedProgram:
                 self._put(left[number - 1], made)
             return left[0] if number else made
         kinds = ", ".join(type(one).__name__ for one in left)
-        raise ValueError(f"No order of wrappers permits an accumulation in this stack: {kinds}.")
+        raise ValueError(f"A GradientAccumulationOptimizer fits nowhere in this stack: {kinds}.")
 
     def _put(self, outer: Any, inner: Any) -> None:
         for name in _REST:

@@ -30,7 +30,7 @@ def test_islands_that_claim_at_once_have_parts_of_their_own(folder):
 
 
 def test_a_replay_claims_nothing(folder):
-    with pytest.raises(IslandError, match="does not say which part of the data 'a' had"):
+    with pytest.raises(IslandError, match="does not say which part of the data the island 'a' had"):
         claim_part(Folder(str(folder)), "a", 3, claims=False)
     claim_part(Folder(str(folder)), "b", 3)
     claim_part(Folder(str(folder)), "a", 3)

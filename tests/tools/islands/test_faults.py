@@ -297,7 +297,7 @@ def test_a_name_that_lives_elsewhere_is_refused(folder, monkeypatch):
     own = leases._host()
     monkeypatch.setattr(leases, "_host", lambda: f"elsewhere {own}")
     with pytest.raises(
-        IslandError, match=r"The island 'one' of .* is running: process .* has its name"
+        IslandError, match=r"The island 'one' of .* is running already: process .* uses its name"
     ):
         Toy(folder, "one", 2).begin()
     for _ in range(2):

@@ -249,7 +249,7 @@ def test_a_replay_says_what_is_missing(folder):
 
 
 def test_without_a_merger_an_island_does_not_begin(folder):
-    with pytest.raises(IslandError, match=r"no version .* after 0 s\. A merger makes it: mtf-grad"):
+    with pytest.raises(IslandError, match=r"no version .* after 0 s\. Start a merger: mtf-grad"):
         Toy(folder, "one", 2, begin_seconds=0.0).begin()
 
 
