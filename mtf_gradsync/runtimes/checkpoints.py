@@ -62,7 +62,7 @@ def reshard(value: np.ndarray, num_shard_dims: int, new_shape: Sequence[int]) ->
     ):
         raise ValueError(
             f"value has shape {value.shape}, of which {num_shard_dims} dims number the shards; "
-            f"new_shape must end with the others, {rest}, got {new_shape}."
+            f"new_shape must end with the other dims, {rest}, got {new_shape}."
         )
     old_shards = math.prod(value.shape[:num_shard_dims])
     new_shards = math.prod(new_shape[:num_new_dims])
@@ -149,9 +149,15 @@ class Saved:
         """
         name, shape, dtype = variable.op.name, variable.shape.as_list(), variable.dtype.base_dtype
         if list(self.shapes[name]) != shape:
-            return f"{name} has the shape {list(self.shapes[name])} there and {shape} here"
+            return (
+                f"{name} has the shape {list(self.shapes[name])} in the checkpoint and {shape} in "
+                "the graph"
+            )
         if self.dtypes[name] != dtype:
-            return f"{name} has the type {self.dtypes[name].name} there and {dtype.name} here"
+            return (
+                f"{name} has the type {self.dtypes[name].name} in the checkpoint and {dtype.name} "
+                "in the graph"
+            )
         return ""
 
     @functools.cached_property
@@ -417,8 +423,8 @@ class Saved:
         ]
         if self._new_slots:
             _logger.warning(
-                "The checkpoint %s has no %s, as that of a run in which another optimizer, or "
-                "none, updated these variables: the slots begin as in a new run.",
+                "The checkpoint %s has no %s: it is of a run in which another optimizer, or "
+                "none, updated these variables. The slots begin as in a new run.",
                 self.path,
                 some_of(sorted(self._new_slots)),
             )
@@ -434,8 +440,8 @@ class Saved:
         ):
             if names:
                 _logger.warning(
-                    "The checkpoint %s has no %s of this wrapper, as that of a run without the "
-                    "wrapper or with other arguments: these variables %s.",
+                    "The checkpoint %s has no %s of this wrapper: it is of a run without the "
+                    "wrapper or with other arguments. These variables %s.",
                     self.path,
                     some_of(names),
                     how,
@@ -446,10 +452,10 @@ class Saved:
         trained = [n for n in self._held if n in here and f"{n}/{ISLAND}" not in here]
         if any((self.read(f"{n}/{ISLAND}") != self.read(n)).any() for n in trained):
             _logger.warning(
-                "The checkpoint %s is of the middle of a round of OuterOptimizer, which this graph "
-                "does not have: variables begin with the outer values, so that what islands have "
-                "learned since the last outer step is lost. To keep it, go on with OuterOptimizer "
-                "up to the end of the round.",
+                "The checkpoint %s was written in the middle of a round of OuterOptimizer, which "
+                "this graph does not have: variables begin with the values of the last outer step, "
+                "and what islands have learned since then is lost. To keep it, go on with "
+                "OuterOptimizer up to the end of the round.",
                 self.path,
             )
 

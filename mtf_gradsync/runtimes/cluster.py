@@ -344,16 +344,18 @@ def _keep_others_out(me: Member, task: Task) -> None:
         "files"
     )
     if not all(MeetingAddress(*address, "cluster_spec").loopback for address in addresses):
-        _logger.warning("%s: %s. Let no machine but those of the cluster reach it.", me, what)
+        _logger.warning(
+            "%s: %s. Let no machine but those of the cluster reach this port.", me, what
+        )
         return
     try:
         bind_to_loopback(task.address[1])
     except OSError as error:
         raise ProcessesError(
             f"{me}: {what}. The cluster's addresses are all of this machine, but other machines "
-            f"cannot be kept out here: {error.strerror or error}. Start it inside a network that "
-            "you trust (a container, a network namespace) and say so: open_to_network=True "
-            "(--open_to_network)."
+            f"cannot be kept out on this system: {error.strerror or error}. Start the cluster "
+            "inside a network that you trust (a container, a network namespace) and say so: "
+            "open_to_network=True (--open_to_network)."
         ) from error
 
 

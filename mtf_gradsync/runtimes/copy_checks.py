@@ -93,8 +93,8 @@ class CopiesHook(tf.train.SessionRunHook):
         lowerings = lowerings_of(graph)
         if not lowerings:
             raise ValueError(
-                "watch_copies finds no mtf.Lowering in the default graph: make it (or its session) "
-                "after the step is lowered, within the graph."
+                "watch_copies finds no mtf.Lowering in the default graph: make the hook (or the "
+                "session that uses it) after the step is lowered, within the graph."
             )
         with tf.control_dependencies(None), tf.name_scope(None), tf.name_scope("watch_copies"):
             by_device: dict[str, dict[str, tf.Tensor]] = {}
@@ -170,12 +170,12 @@ class CopiesHook(tf.train.SessionRunHook):
         has = "has" if len(cores) == 1 else "have"
         text = f"{_cores(cores)} {has} other bits than {_cores(right)}"
         if len(cores) >= len(right):
-            cores, text = sorted(first.cores), f"{text} (which is right cannot be told)"
+            cores, text = sorted(first.cores), f"{text} (which of them is right cannot be told)"
         raise CopiesError(
             name,
             cores,
             step,
-            f"The copies of variable {name!r} have parted {when}: {text}. {numbers}"
+            f"The copies of variable {name!r} have become different {when}: {text}. {numbers}"
             f"{f'So have the copies of {counted(others, _VARIABLE)}. ' if others else ''}"
             "Copies were equal when they were compared last. The memory of a device may be "
             "damaged, two writes may race, or an operation may write one copy alone: go on from "
@@ -290,7 +290,7 @@ def _different(
     value = values[one]
     numbers = np.flatnonzero((_bits(value) != _bits(values[other])).any(1))
     if not len(numbers):
-        return copies.name, "Read once more, they are equal. "
+        return copies.name, "Read once more, the copies are equal. "
     place = [int(i) for i in np.unravel_index(numbers[0], value.shape)]
     name = copies.name if copies.stacked is None else copies.stacked[place[0]]
     shown = [f"{values[n].reshape(-1)[numbers[0]]} on core {copies.cores[n]}" for n in (one, other)]

@@ -69,7 +69,9 @@ def differences(path: str, variables: Sequence[Any]) -> Differences:
             used.add(change.saved_name)
             if not change.fits:
                 there, here = list(change.saved_shape), list(change.shape)
-                unfit.append(f"{name} has the shape {there} there and {here} here")
+                unfit.append(
+                    f"{name} has the shape {there} in the checkpoint and {here} in the graph"
+                )
         elif name not in saved.shapes or change is not None:
             new.append(name)
         elif unlike := saved.unlike(variable):
@@ -128,14 +130,17 @@ def initialize_from(init_checkpoint: str, variables: Sequence[Any]) -> str:
         lacking.append(f"{name} (it has {close[0]})" if close else name)
     lines = [f"{len(chosen)} variables begin as in {init_checkpoint}", *_groups(chosen, trained)]
     if counted:
-        lines += ["it does not have these, which begin with its number of updates:"]
+        lines += ["the checkpoint does not have these, which begin with its number of updates:"]
         lines += _groups(counted, trained)
     if begun:
         lines += ["state of wrappers begins anew:", *_groups(begun, trained)]
     if unlike:
         lines += ["these do not, and keep their own initial values:", *_listed(unlike)]
     if lacking:
-        lines += ["it does not have these, which keep theirs:", *_listed(lacking)]
+        lines += [
+            "the checkpoint does not have these, which keep their initial values:",
+            *_listed(lacking),
+        ]
     return "\n".join(lines)
 
 
@@ -244,14 +249,14 @@ def _lines(found: Differences) -> list[str]:
     begins = [name for name in found.new if name not in found.adapted]
     lines = []
     if found.dropped:
-        lines += ["it holds, and this config does not have (dropped, if accepted):"]
+        lines += ["this config does not have these of the checkpoint (dropped, if accepted):"]
         lines += _listed(found.dropped)
     if begins:
-        lines += ["this config has, and it does not hold (begins as in a new run, if accepted):"]
+        lines += ["the checkpoint does not have these (they begin as in a new run, if accepted):"]
         lines += _listed(begins)
     if found.adapted:
         lines += [
-            "a wrapper of this config has, and it does not hold (begins from the checkpoint's "
+            "the checkpoint does not have these of a wrapper (they begin from the checkpoint's "
             "steps and variables, if accepted):"
         ]
         lines += _listed(found.adapted)
@@ -443,7 +448,7 @@ class TrainingSaver(RunSaver):
             bad = [name for name, ok in zip(self._checked, finite) if not ok]
             raise TrainingError(
                 f"{some_of(bad)} hold numbers that are not finite, after step "
-                f"{global_step}; no checkpoint was written of it"
+                f"{global_step}; no checkpoint of this step was written"
             )
 
 

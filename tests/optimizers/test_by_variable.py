@@ -344,7 +344,7 @@ def test_train_says_that_slots_begin_anew(before, slots, others, tmp_path):
         found = saving.differences(path, tf.global_variables())
     assert found == saving.Differences((), tuple(sorted(slots | others)), (), (*sorted(slots),), ())
     (says, *names) = saving.differences_text(found).splitlines()
-    assert "begins as in a new run" in says
+    assert "begin as in a new run" in says
     assert {name.strip() for name in names} == slots | others
 
 

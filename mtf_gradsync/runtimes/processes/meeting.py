@@ -344,8 +344,8 @@ def _join(
             connection.close()
             raise
     raise MissingProcessesError(
-        f"{me} cannot meet {first} at {place}: {why}. Start all processes, and give each the "
-        f"address of {first} as it sees it."
+        f"{me} cannot meet {first} at {place}: {why}. Start all processes, and give each "
+        f"process the address at which it reaches {first}."
     )
 
 

@@ -192,7 +192,7 @@ class Watchdog:
             if late < _LATE_S:
                 for member in list(self._peers):
                     if now - self._heard[member] > self._silence:
-                        self._lose(member, f"has been silent for {self._silence:g} s")
+                        self._lose(member, f"has sent no heartbeat for {self._silence:g} s")
             if self._me.index == 0 and len(self._left) == self._size:
                 self._tell_all(all_left=True)
                 self._finished.set()
@@ -308,7 +308,7 @@ class Watchdog:
         if self._doom is None:
             what = f"lost {member}: it {how}"
             if member == self._me:
-                what = f"the other processes have given this one up: it {how}"
+                what = f"the other processes have given this process up: it {how}"
             self._doom = time.monotonic() + grace, what
         if time.monotonic() >= self._doom[0]:
             self._end(self._doom[1])

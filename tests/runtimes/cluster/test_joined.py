@@ -26,7 +26,7 @@ SILENCE = 3.0
     [
         ("chief 0", signal.SIGKILL, "ended without a word"),
         ("chief 0", None, "ended with an error: KeyError: 'as asked'"),
-        ("worker 0", signal.SIGSTOP, "has been silent for 3 s"),
+        ("worker 0", signal.SIGSTOP, "has sent no heartbeat for 3 s"),
     ],
 )
 @pytest.mark.slow

@@ -93,8 +93,8 @@ def test_a_finished_run_that_was_moved_is_evaluated_where_it_is(train, tmp_path)
     ("every", "said"),
     [
         # Step 6 has a checkpoint, before which they are compared, too.
-        (100, "have parted by global step 6"),
-        (5, "have parted by global step 5"),
+        (100, "have become different by global step 6"),
+        (5, "have become different by global step 5"),
     ],
 )
 @pytest.mark.mostly_slow

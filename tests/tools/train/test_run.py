@@ -462,7 +462,10 @@ def test_counts_of_slots_that_another_run_has_are_its_steps(train):
     counts = {int(x) for name, x in variables(second).items() if name.endswith("/adam_t")}
     assert counts == {4}
     (text,) = [line for line in said if "variables begin as in" in line]
-    assert "it does not have these, which begin with its number of updates:\n  adam_t of " in text
+    assert (
+        "the checkpoint does not have these, which begin with its number of updates:\n  adam_t of "
+        in text
+    )
 
 
 @pytest.mark.slow
@@ -477,9 +480,10 @@ def test_initial_values_that_another_run_does_not_have_are_named(train, plain):
     alike = {n for n in after if n in before and after[n].shape == before[n].shape} - counters
     assert first == f"{len(alike)} variables begin as in {plain}"
     start = lines.index("these do not, and keep their own initial values:")
-    split = lines.index("it does not have these, which keep theirs:")
+    split = lines.index("the checkpoint does not have these, which keep their initial values:")
     unlike, lacking = lines[start + 1 : split], lines[split + 1 :]
-    assert "  transformer/embedding has the shape [260, 16] there and [384, 16] here" in unlike
+    shapes = "the shape [260, 16] in the checkpoint and [384, 16] in the graph"
+    assert f"  transformer/embedding has {shapes}" in unlike
     assert {line.split()[0] for line in unlike} == {
         n for n in after if n in before
     } - alike - counters

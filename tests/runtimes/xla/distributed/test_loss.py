@@ -57,7 +57,7 @@ def test_a_stopped_process_is_named_and_ends_when_it_goes_on(jobs, lost, count):
     stopped.send(signal.SIGCONT)
     assert job.codes([stopped]) == [xla.LOST_PROCESS_EXIT_CODE]
     last = stopped.output().rstrip().splitlines()[-1]
-    assert "this process stood still for" in last or "have given this one up" in last
+    assert "this process stood still for" in last or "have given this process up" in last
     assert ended([m.pid for m in job.members])
 
 
@@ -128,13 +128,13 @@ def test_a_proxy_sends_the_beats_of_a_blocked_process(jobs):
 def test_a_process_that_is_silent_otherwise_is_lost(jobs):
     job = jobs.start(2, odd="hold", steps=1, silence=SILENCE)
     assert job.codes() == [xla.LOST_PROCESS_EXIT_CODE] * 2, job.outputs()
-    assert "has been silent for 3 s" in job.members[0].output()
+    assert "has sent no heartbeat for 3 s" in job.members[0].output()
 
 
 @pytest.mark.parametrize(
     ("lost", "number", "how"),
     [
-        (0, signal.SIGSTOP, "has been silent for 3 s"),
+        (0, signal.SIGSTOP, "has sent no heartbeat for 3 s"),
         (1, signal.SIGKILL, "ended without a word"),
     ],
 )
