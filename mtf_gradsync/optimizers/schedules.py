@@ -34,10 +34,10 @@ def per_update(
     In `GradientAccumulationOptimizer`, with K microbatch steps for each update and none skipped,
     microbatch step `step` belongs to update `step // K`. If K is a function of the update step, the
     function is evaluated for all updates of the run when the graph is built. If microbatch steps
-    are skipped, base the schedule on `get_update_step` instead (in `train`:
-    `train.run.schedule_step = @get_update_step`).
+    are skipped, do not use `per_update`, but base the schedule on `get_update_step` (for `train`,
+    write `train.run.schedule_step = @get_update_step` in the gin file).
 
-    In gin, with parentheses:
+    In a gin file, write the parentheses, too:
 
         train.run.learning_rate_schedule = @per_update()
         per_update.schedule = [0.02, @learning_rate_schedules.linear_warmup]
@@ -89,10 +89,10 @@ def adafactor_decay_rate_per_update(
     """Returns a decay rate for Adafactor that counts updates instead of microbatch steps.
 
     Mesh-TF's default, `adafactor_decay_rate_pow`, is a function of the global step, which counts
-    microbatch steps: with K of them for each update, second moments would be means over about
-    K^exponent times as many updates.
+    microbatch steps. With that default, and with K microbatch steps for each update, second moments
+    would be means over about K^exponent times as many updates.
 
-    In gin, with parentheses:
+    In a gin file, write the parentheses, too:
 
         AdafactorOptimizer.decay_rate = @adafactor_decay_rate_per_update()
         adafactor_decay_rate_per_update.backward_passes_per_step = 4
@@ -194,7 +194,7 @@ def settings_by_global_step(opt: Any, passes: int | None = None) -> dict[str, li
 def check_passes(passes: Any) -> Passes:
     """Returns backward_passes_per_step, given as `passes`.
 
-    Raises ValueError unless it is a whole number of 1 or more, or a function.
+    Raises ValueError unless `passes` is a whole number of 1 or more, or a function.
     """
     if isinstance(passes, type) or not callable(passes):
         return check_whole_number("backward_passes_per_step", passes, more=_OR_A_FUNCTION)
@@ -206,8 +206,8 @@ def passes_at(passes: Callable[[Any], Any], update_step: mtf.Tensor, owner: str)
 
     `passes` is backward_passes_per_step, a function. It is called with the update step as an int32
     mtf scalar or, if that fails, as a tf scalar on each processor. It may return an int, an mtf
-    scalar or a tf scalar. The training step checks that a tensor is 1 or more; the error names
-    `owner`, a wrapper.
+    scalar or a tf scalar. If it returns a tensor, the training step checks that the tensor's value
+    is 1 or more, and an error names `owner`, a wrapper.
     """
     result = _of_mtf(passes, update_step)
     if isinstance(result, int):
@@ -296,8 +296,8 @@ def _of_mtf(passes: Callable[[Any], Any], update_step: mtf.Tensor) -> int | mtf.
     """Returns `passes(update_step)` for an mtf tensor; None if the function needs a tf scalar.
 
     `passes` is backward_passes_per_step, a function. The result is an int or an mtf tensor. Raises
-    ValueError if the function returns a number that it has chosen by an `if` on the update step,
-    whose value is not known when the graph is built.
+    ValueError if the function returns a number that it has chosen by an `if` on the update step:
+    the value of the update step is not known when the graph is built.
     """
     try:
         with StepPlan.of(update_step.graph).undone_on_error():
@@ -323,8 +323,8 @@ def _of_mtf(passes: Callable[[Any], Any], update_step: mtf.Tensor) -> int | mtf.
 def _of_tf(passes: Callable[[Any], Any], step: tf.Tensor) -> tf.Tensor:
     """Returns `passes(step)`, an int32 tf scalar, for the update step `step`, a tf scalar.
 
-    `passes` is backward_passes_per_step, a function. Raises ValueError if it fails, or its result
-    is no whole number. Each processor calls this function.
+    `passes` is backward_passes_per_step, a function. Raises ValueError if `passes` fails, or its
+    result is no whole number. `_of_tf` is called once for each processor.
     """
     try:
         result = tf.convert_to_tensor(passes(step))

@@ -120,9 +120,9 @@ class _UpdateParts(Stage):
     ) -> None:
         """Raises ValueError if no variable can be split, or if a variable cannot be updated again.
 
-        `grads` are the gradients of `variables`, or None. Raises ValueError, too, if one of
-        `arguments`, those for the inner optimizer, is a tensor with a dimension along which a
-        variable is split.
+        `grads` has the gradient, or None, of each of `variables`. `arguments` are the arguments for
+        the inner optimizer. Raises ValueError, too, if one of these is a tensor with a dimension
+        along which a variable is split.
         """
         given = [v for g, v in zip(grads, variables) if g is not None]
         if given:
@@ -189,19 +189,20 @@ class _UpdateParts(Stage):
 class ShardedUpdateOptimizer(Wrapper):
     """A wrapper that splits each variable's update and slots over the replicas (ZeRO-1).
 
-    Without this wrapper all replicas of a variable make the same update. With it each replica
-    receives its part of the reduced gradient (a reduce-scatter), the inner optimizer updates that
-    part of the variable, and the new values are gathered. Each core holds 1/num_shards of the
-    slots.
+    Without this wrapper all replicas of a variable make the same update. With this wrapper each
+    replica receives its part of the reduced gradient (a reduce-scatter), the inner optimizer
+    updates that part of the variable, and the new values are gathered. Each core holds 1/num_shards
+    of the slots.
 
     In place of each variable the inner optimizer receives a variable of the same name, with one
     dimension split over the replica axes: the dimension whose parts fit best into a TPU's tiles
-    (the first, if several do). The inner optimizer may be any that updates each variable by itself.
-    Variables that are small, or have no such dimension, are not split.
+    (the first, if several fit equally well). The inner optimizer may be any optimizer that updates
+    each variable by itself. Variables that are small, or have no dimension that can be split, are
+    not split.
 
     The wrapper adds no variables. Slots keep the inner optimizer's names and, in checkpoints, their
-    full shapes. So a run with sharded updates can continue from a checkpoint of a run without them,
-    on any mesh, and the reverse.
+    full shapes. So a run with sharded updates can continue, on any mesh, from a checkpoint of a run
+    without sharded updates, and the reverse.
 
     References:
       Xu et al., "Automatic Cross-Replica Sharding of Weight Update in Data-Parallel Training",
@@ -316,7 +317,7 @@ class ShardedUpdateOptimizer(Wrapper):
         """Returns a variable's part, which the inner optimizer is given in the variable's place.
 
         `shape` is the part's shape. Slots are found by the part. So if the variable has a part from
-        an earlier step, the same object is returned, with the attributes of a new one.
+        an earlier step, this part is returned, with the attributes of a new part.
         """
         new = PartOfVariable(variable, shape)
         part = self._parts.get(variable) or new
@@ -334,7 +335,8 @@ class ShardedUpdateOptimizer(Wrapper):
     def _fixed_dims(self) -> set[str]:
         """Returns the names of dimensions that inner optimizers know by name.
 
-        Such a dimension is not split, because a part's dimension has another name.
+        A dimension that the inner optimizer knows by name is not split, because splitting gives a
+        dimension another name.
         """
         inner = (opt for one in self.inner_stack() for opt in optimizers_of(one))
         return {name for opt in inner for name in dims_known_by_name(opt)}

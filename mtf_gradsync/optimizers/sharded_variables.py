@@ -114,12 +114,12 @@ def shape_of_part(
     """Returns a variable's shape with dimensions renamed so that the layout splits them.
 
     For each replica axis over which the layout does not split the variable, one dimension is given
-    the name of the shard dim along that axis. It is chosen from the dimensions that no axis splits
-    and whose size the axis divides: the one whose parts take the fewest of a TPU's tiles. If
-    several tie, it is the first, because parts along the first dimension are contiguous in memory.
-    Sizes and order of dimensions do not change.
+    the name of the shard dim along that axis. This dimension is chosen from those that no mesh axis
+    splits and whose size is a multiple of the axis's size: it is the one whose parts take the
+    fewest of a TPU's tiles. If several dimensions tie, the first is chosen, because parts along the
+    first dimension are contiguous in memory. Sizes and order of dimensions do not change.
 
-    A variable of fewer elements than `min_size`, or without such a dimension, keeps its shape.
+    A variable of fewer elements than `min_size`, or without a dimension to split, keeps its shape.
     Dimensions whose name is in `fixed_dims` keep their name.
     """
     if shape.size < min_size:
@@ -182,9 +182,9 @@ def _count(sizes: Sequence[int], columns: int, rows: int) -> int:
 class SlotShapes(NamedTuple):
     """Two shapes of a slot, in which several smaller dimensions take the place of one dimension.
 
-    The first of these has the size of the mesh axis that splits the dimension, and is split over
-    that axis. There follows one for each replica axis, and the last has the remaining size.
-    Reshaping the slot to such a shape moves no data.
+    The first of the smaller dimensions has the size of the mesh axis that splits the slot's
+    dimension, and is split over that axis. There follows one dimension for each replica axis, and
+    the last has the remaining size. Reshaping the slot to such a shape moves no data.
 
     Attributes:
       full: the shape in which the dimensions for replica axes are not split.
@@ -198,11 +198,12 @@ class SlotShapes(NamedTuple):
 def slot_shapes(shape: mtf.Shape, axes: ReplicaAxes, min_size: int = 0) -> SlotShapes | None:
     """Returns shapes in which a split dimension of a slot is split over the replica axes, too.
 
-    Mesh-TF splits a dimension over one mesh axis only, so that several dimensions have to take its
-    place. A variable cannot be reshaped like this, because optimizers read its shape, but a slot
-    can, if it is gathered for the update. The first dimension of a fitting size is split. `shape`
-    is the slot's shape, and `axes` are the replica axes. Returns None if there is no such
-    dimension, or the slot has fewer elements than `min_size`.
+    Mesh-TF splits a dimension over one mesh axis only, so that several dimensions have to take the
+    place of one that is to be split over more axes. A variable cannot be reshaped like this,
+    because optimizers read the variable's shape, but a slot can, if it is gathered for the update.
+    The first dimension of a fitting size is split. `shape` is the slot's shape, and `axes` are the
+    replica axes. Returns None if no dimension has a fitting size, or the slot has fewer elements
+    than `min_size`.
     """
     free = [d for d in axes.free_shard_dims(shape) if d.size > 1]
     if not free or shape.size < min_size:
@@ -257,9 +258,10 @@ _CHANGES = {mtf.assign_add_slice: operator.add, mtf.assign_sub_slice: operator.s
 class PartOfVariable(mtf.Variable):
     """Each replica's part of a variable, as a variable of the same name and dtypes.
 
-    Its shape is that of the full variable with some dimensions renamed, so that the layout splits
-    the part, and slots of the same shape, over the replica axes. The graph does not list it, and
-    `assign_gathered` replaces it by the full variable in assignments.
+    The shape of the part is that of the full variable with some dimensions renamed, so that the
+    layout splits the part, and slots of the same shape, over the replica axes. The graph's lists of
+    variables do not have the part, and `assign_gathered` replaces it by the full variable in
+    assignments.
 
     Attributes:
       full: the full variable.
@@ -314,10 +316,11 @@ def assign_gathered(
 def _assign_new_values(update: mtf.Assign, parts: Mapping[mtf.Variable, PartOfVariable]) -> None:
     """Makes an assignment that adds changes to variables assign the variables' new values instead.
 
-    It does so if one of the variables is in `parts` (those that are split) and dtypes agree. In
-    SIMD programs in which nothing else writes the variables, the values are then new values
-    (`NewValues`). If changes were gathered, a TPU would add them in the layout of the gathered
-    tensor: its compiler would copy the variable to that layout and back.
+    `update` is the assignment, and `parts` has the variables that are split. The assignment stays
+    as it is if none of its variables is in `parts`, or if dtypes differ. New values are assigned
+    (`NewValues`) only in SIMD programs in which nothing else writes the variables. If changes were
+    gathered, a TPU would add them in the layout of the gathered tensor: the TPU's compiler would
+    copy the variable to that layout and back.
     """
     if update.assign_fn not in _CHANGES:
         return
@@ -332,9 +335,9 @@ def _assign_new_values(update: mtf.Assign, parts: Mapping[mtf.Variable, PartOfVa
 class NewValues(GradientOperation):
     """The new values of variables, computed from the changes that an update adds to them.
 
-    Its lowering makes the update assign the new values. On placement meshes, and if another
-    assignment also writes one of the variables, the update stays as it is, and the outputs of this
-    operation are the changes.
+    The lowering of this operation makes the update assign the new values. On placement meshes, and
+    if another assignment also writes one of the variables, the update stays as it is, and the
+    outputs of this operation are the changes.
     """
 
     def __init__(self, update: mtf.Assign):
@@ -426,9 +429,10 @@ def partition_slots(
 def group_sums(operations: Sequence[mtf.Operation], axes: ReplicaAxes, strategy: Strategy) -> None:
     """Moves operations to the end of their graph, in an order that reduces many sums together.
 
-    Sums that do not depend on each other are made before the first of them is used, and `strategy`
-    reduces them together. Each operation comes after those that it depends on. No operation outside
-    of `operations` may use their outputs. `axes` are the replica axes.
+    Sums that do not depend on each other are made before the first of these sums is used, and
+    `strategy` reduces them together. Each operation comes after those that it depends on. No
+    operation outside of `operations` may use the outputs of `operations`. `axes` are the replica
+    axes.
     """
     sums = [t for op in operations if is_product_or_sum(op) for t in op.outputs]
     graph = types.SimpleNamespace(operations=list(operations))

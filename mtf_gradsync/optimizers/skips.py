@@ -5,8 +5,8 @@ records which gradients of which shards were not finite. A line in the log names
 the first skipped step, the second, the fourth and so on, and for the step at which a loss scale
 reaches its smallest value. After more than `max_steps_without_update` steps in a row without an
 update, an error names the gradients. On placement meshes the step itself prints the line and raises
-the error. A SIMD program cannot do so, but the session that runs it does
-(`mtf_gradsync.step.Watched`).
+the error. A SIMD program can do neither; the session that runs the program logs the line and raises
+the error (`mtf_gradsync.step.Watched`).
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ def _no_update(owner: str, limit: int) -> str:
 def check_limit(limit: Any, least: int = 1, why: str = "") -> int | None:
     """Returns max_steps_without_update, given as `limit`, after a check of it; None for no limit.
 
-    Raises an error if it is no whole number of 1 or more, or less than `least`. In the second case
-    the error says `why`: a clause on what needs so many steps.
+    Raises an error if `limit` is no whole number of 1 or more, or is less than `least`. If `limit`
+    is less than `least`, the error ends with `why`: a clause on what needs so many steps.
     """
     if limit is None:
         return None
@@ -117,8 +117,9 @@ class Words(NamedTuple):
 def rows_of_shards(axes: ReplicaAxes | None) -> list[str]:
     """Returns the names of the rows of flags that `Skips.report` records, for `Words.rows`.
 
-    They are a name for each shard, one for sums of finite gradients, and one for gradients of which
-    the shards are not known. If `axes`, the replica axes, are None, there is only the last one.
+    There is a name for each shard, one for sums that are not finite though all their terms are, and
+    one for gradients of which the shards are not known. If `axes`, the replica axes, are None,
+    there is only the last of these names.
     """
     if axes is None:
         return [_OF_ONE]
@@ -207,7 +208,7 @@ class Skips:
     ) -> list[mtf.Operation]:
         """Makes the operation that records flags and prints a line; returns a list of it.
 
-        The caller runs it in skipped steps only.
+        The caller runs the operation in skipped steps only.
 
         Args:
           found: one or two tensors of flags, `[rows..., names]`, the same on all processors. A flag
@@ -233,7 +234,8 @@ class Skips:
     def looked_at(self) -> list[mtf.Variable]:
         """The variables whose values show whether a step has something to report.
 
-        They are those in `counts`, those in `waiting`, and last the loss scale if there is one.
+        The result has the variables in `counts`, then those in `waiting`, and last the loss scale
+        if there is one.
         """
         return [*self.counts, *self.waiting, *([] if self.floor is None else [self.floor[0]])]
 
@@ -284,8 +286,8 @@ class Skips:
     def _at_floor(self, floor: Any) -> list[tf.Tensor]:
         """Returns the sentence that the loss scale is at its smallest value, in a list.
 
-        The sentence, a tf string, is "" if `floor`, the scale's value, is greater. The list is
-        empty without a scale.
+        `floor` is the value of the scale. The sentence, a tf string, is "" if this value is greater
+        than the smallest one. The list is empty without a scale.
         """
         if self.floor is None:
             return []
@@ -296,8 +298,8 @@ class Skips:
     def _named(self, found: tf.Tensor) -> tf.Tensor:
         """Returns the names of gradients and shards with a flag in `found`, `[rows, names]`.
 
-        The result is one tf string with at most 8 of them, separated by commas, and the number of
-        the others; "" if there is no flag.
+        The result is one tf string: at most 8 names, separated by commas, and the number of further
+        names; "" if there is no flag.
         """
         where = tf.where_v2(found > 0)
         some, more = where[:_MOST_NAMED], tf.shape(where)[0] - _MOST_NAMED
@@ -389,8 +391,9 @@ class _Report(mtf.Operation):
 class _Check(Watched):
     """The operation that raises `NoUpdateError` after too many steps without an update.
 
-    On a placement mesh the step fails, after all of its writes, and a `_Report` prints lines;
-    elsewhere a session or a hook raises and logs.
+    On a placement mesh this operation makes the step fail, after all of the step's writes, and a
+    `_Report` prints the lines of the log. In SIMD programs a session or a hook raises the error and
+    logs the lines.
     """
 
     def __init__(
@@ -429,8 +432,9 @@ class _Check(Watched):
     def _apart(self, records: Sequence[Any]) -> tuple[Any, Any, Any]:
         """Returns the flags, the loss scale, and the steps missed by each replica.
 
-        They are the items of `records`: slices of the recorded variables, or their values in a
-        session. The second is None without a scale, the third without a variable `missed`.
+        All three are in `records`: slices of the recorded variables, or these variables' values in
+        a session. The loss scale is None without a scale. The steps missed are None if there is no
+        variable `missed`.
         """
         skips, (found, *more) = self._skips, records
         floor = more[0] if skips.floor else None
@@ -449,7 +453,7 @@ class _Check(Watched):
         """Returns whether a count passed a power of two, or the loss scale reached its minimum.
 
         `before` and `now` are the values of the variables in `Skips.looked_at` before the step and
-        after it. False if `before` is None, as the values are not known.
+        after it. If `before` is None (not known), the result is false.
         """
         skips = self._skips
         if before is None:
@@ -512,16 +516,16 @@ class ReportsSkips(Wrapper):
     def steps_without_update(self) -> Watched | None:
         """The operation that checks max_steps_without_update.
 
-        None without a limit, or before gradients were applied.
+        The operation is None without a limit, or before gradients were applied.
         """
         return self._skips.watched if self._skips and self._skips.limit else None
 
     def make_session_run_hook(self) -> WatchHook:
         """Returns a session hook that logs skipped steps and raises `NoUpdateError`, for TPUs.
 
-        Elsewhere the hook does nothing: on placement meshes the step itself prints and fails, and
-        with CPU replicas and XLA devices the session logs and raises. The hook's `begin` raises
-        ValueError if no gradients were applied before.
+        On other devices than TPUs the hook does nothing: on placement meshes the step itself prints
+        the log line and fails, and with CPU replicas and XLA devices the session logs the line and
+        raises the error. The hook's `begin` raises ValueError if no gradients were applied before.
         """
 
         def skip_report() -> Watched | None:

@@ -31,7 +31,7 @@ class SlotBook:
     ) -> None:
         """Adds the variables that an update of `variables` created in variable scope `scope`.
 
-        Those of `created` that are recorded already are left as they are.
+        Variables in `created` that are recorded already are left as they are.
         """
         owners = {v.name: v for v in variables}
         for variable in created:
@@ -63,14 +63,19 @@ class SlotBook:
         return sorted({name for _, name in self._slots})
 
     def variables(self) -> list[mtf.Variable]:
-        """Returns all recorded variables, slots or not, in the order of their creation."""
+        """Returns all variables that updates have created, in the order of their creation.
+
+        Most of these variables are slots. A variable is no slot if its name begins with the name of
+        no updated variable, as that of a counter of steps, for example.
+        """
         return list(self._variables)
 
 
 def optimizer_of(opt: Any, variable: mtf.Variable) -> Any:
     """Returns the optimizer that updates a variable: `opt`, unless `opt` is a `ByVariable`.
 
-    Then it is the optimizer of the variable's group; None for a variable that nothing updates.
+    If `opt` is a `ByVariable`, the result is the optimizer of the variable's group; None for a
+    variable that nothing updates.
     """
     of = getattr(opt, "optimizer_of", None)
     return opt if of is None else of(variable)
@@ -99,7 +104,8 @@ class _Keeper(NamedTuple):
 class SlotOwners(PlanExtension):
     """A record of the keeper of each slot in a graph: the optimizer or wrapper that writes it.
 
-    Slots are found by their names, so that two optimizers of the same variable would share slots.
+    Mesh-TF finds slots by their names, so that two optimizers of the same variable would share
+    slots.
     """
 
     def __init__(self) -> None:
@@ -119,7 +125,8 @@ class SlotOwners(PlanExtension):
     ) -> None:
         """Records the keeper of slots; raises ValueError if a slot has another keeper already.
 
-        If neither keeper has a wrapper of this package around it, the error is a warning.
+        If neither of the two keepers has a wrapper of this package around it, there is a warning in
+        place of the error.
 
         Args:
           keeper: the optimizer or wrapper that writes the slots.
@@ -154,8 +161,8 @@ def check_bare_update(
 
     `updates` are the operations with which `optimizer` updates `variables`. If a wrapper has called
     the optimizer, the wrapper itself records the keeper, and this function does nothing. Raises
-    ValueError if a wrapper, or an optimizer inside it, has one of the slots already. If another
-    optimizer without a wrapper has it, the error is a warning.
+    ValueError if a wrapper, or an optimizer inside a wrapper, is the keeper of one of the slots
+    already. If another optimizer without a wrapper is the keeper, there is only a warning.
     """
     plan = StepPlan.of(variables[0].graph) if updates else None
     if plan is not None and not plan.is_held:  # or the wrapper checks itself
@@ -173,8 +180,9 @@ def note_slots(written: Sequence[mtf.Variable], variables: Sequence[mtf.Variable
     """Notes for checkpoints which slots an update of `variables` writes.
 
     `written` are all variables that the update assigns. The note on a slot (`SlotNote`) has the
-    slots that begin together with it: those of the same variable, or those that its attribute
-    `begins_with` names. A slot that belongs to no variable begins with all slots of the update.
+    names of the slots that begin together with this slot: the slots of the same variable, or those
+    that the slot's attribute `begins_with` names. A slot that belongs to no variable begins
+    together with all slots of the update.
     """
     names, scope = {v.name for v in variables}, tf.get_variable_scope().name
     noted = {note.name for note in tf.get_collection(SLOTS_COLLECTION)}
@@ -243,8 +251,9 @@ def _draws(optimizer: Any, variable: mtf.Variable) -> bool:
 def check_bare_optimizers() -> None:
     """Makes optimizers check, also without a wrapper, that no other optimizer has their slots.
 
-    It patches `apply_grads` of Mesh-TF's `Optimizer` and of `MeshOptimizer`. They then also note
-    their slots for checkpoints, and warn as `tell_of_names_and_dtypes` does.
+    This function patches `apply_grads` of Mesh-TF's `Optimizer` and of `MeshOptimizer`. These
+    optimizers then also note their slots for checkpoints, and warn as `tell_of_names_and_dtypes`
+    does.
     """
 
     def check_and_apply(apply: Any) -> Any:
@@ -270,8 +279,8 @@ def _without_scope(name: str, scope: str) -> str:
 def owner_of(name: str, owners: Collection[str]) -> str | None:
     """Returns the name of the variable that a slot belongs to, by the slot's name.
 
-    It is the longest of `owners`, names of variables, with which `name` begins before a "/" or "_".
-    None if there is no such variable.
+    `name` is the name of the slot, and `owners` are names of variables. The result is the longest
+    of `owners` that is followed by "/" or "_" at the beginning of `name`; None if there is none.
     """
     for end in range(len(name) - 1, 0, -1):
         if name[end] in "/_" and name[:end] in owners:
