@@ -324,7 +324,8 @@ def resolve_sequence_length(sequence_length: SequenceLength) -> dict[str, int]:
     """Returns the length of every feature, by its name.
 
     If `sequence_length` is a number, it is the length of both "inputs" and "targets". Raises
-    ConfigError if `sequence_length` is neither a number nor a dict of lengths.
+    ConfigError if `sequence_length` is neither a positive integer nor a dict of such lengths with
+    the key "targets".
     """
     if is_whole_number(sequence_length):
         return {"inputs": sequence_length, "targets": sequence_length}

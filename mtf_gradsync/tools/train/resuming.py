@@ -22,9 +22,10 @@ _MOST = 12
 def changed_settings(directory: Path) -> dict[str, str]:
     """Returns which bindings differ between gin's configuration and a run's former configuration.
 
-    `directory` is the run's directory, in which the run has left its configuration. The result has
-    a text with both values, by the binding's name. Bindings that only one of the two has are left
-    out. If the directory has no configuration, the result is empty.
+    `directory` is the run's directory, in which the run has left its former configuration. The
+    result is a dictionary from the name of a binding to a text with the former and the present
+    value. Bindings that only one of the two configurations has are left out. If the directory has
+    no configuration, the result is empty.
     """
     there, here = _there(directory), _here()
     return {
@@ -42,10 +43,11 @@ def _difference(name: str, there: Mapping[str, str], here: Mapping[str, str]) ->
 def adapted(start: Start, accept: bool, say: Callable[[str], None], words: str) -> Start:
     """Compares the checkpoint of a start with the default graph, and returns the start to use.
 
-    In the result `new` has the names of the variables that the checkpoint lacks, which then begin
-    as in a new run. `accept` is whether the user accepts a checkpoint of another configuration;
-    without it, differences raise a ConfigError. Variables of another shape or type always do. `say`
-    is called with a list of the differences, which begins with `words`, such as "going on from x,".
+    The result's `new` has the names of the variables that the checkpoint lacks; they begin as in a
+    new run. `accept` is whether the user accepts a checkpoint of another configuration. If not,
+    differences between the checkpoint and the graph raise a ConfigError. A variable of another
+    shape or type always raises a ConfigError. `say` is called with a list of the differences; the
+    list begins with the text `words`, such as "going on from x,".
     """
     assert start.path is not None  # the callers have asked
     variables, counts = tf.global_variables(), True
@@ -70,7 +72,8 @@ def adapted(start: Start, accept: bool, say: Callable[[str], None], words: str) 
 def say_changes(directory: Path, say: Callable[[str], None]) -> None:
     """Tells the user, by `say`, which settings differ from those that a run had before.
 
-    `directory` is the run's directory. If no settings differ, `say` is not called.
+    `directory` is the run's directory, in which the run has left its settings. If no settings
+    differ, `say` is not called.
     """
     lines = [f"\n  {line}" for line in changed_settings(directory).values()]
     if lines:
@@ -128,8 +131,9 @@ _OF_DATA = ("run.train_dataset_fn", "run.vocabulary")
 def _names_of_data(bindings: Mapping[str, str]) -> set[str]:
     """Returns the names of the bindings that define the examples of a run.
 
-    `bindings` has all values, as text, by name. The result has the data set function and the
-    vocabulary, the parameters of functions that these refer to, and macros.
+    `bindings` is a dictionary from the name of each binding of the run to the bound value, as text.
+    The result has the names of the bindings of the data set function and of the vocabulary, of the
+    parameters of functions that these bindings refer to, and of macros that they use.
     """
     found, todo = set[str](), [name for name in bindings if name.endswith(_OF_DATA)]
     while todo:
@@ -150,7 +154,7 @@ def _names_of_data(bindings: Mapping[str, str]) -> set[str]:
 def _configurable(name: str) -> str:
     """Returns which configurable a binding is of: "text_files" for "text_files.files".
 
-    A scope and modules are left out; the result is "" for a macro.
+    The result has neither the scope nor the modules of the binding's name. It is "" for a macro.
     """
     return name.split("/")[-1].rpartition(".")[0].split(".")[-1]
 

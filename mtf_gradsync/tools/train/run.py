@@ -61,8 +61,9 @@ from mtf_gradsync.tools.train.train_graph import EXAMPLES, TrainGraph
 class RunResult(NamedTuple):
     """The result of a run: the number of its last step, its score, and the baseline's score.
 
-    `stopped_by` is the signal that stopped the run early, None if none did. The scores are None for
-    a run that was stopped, and for one without held-out data.
+    `stopped_by` is the number of the signal that stopped the run early, or None if no signal did.
+    `held_out` is the score of the run's model, and `unigram` the score of the unigram baseline.
+    Both are None for a run that was stopped, and for a run without held-out data.
     """
 
     step: int
@@ -74,8 +75,8 @@ class RunResult(NamedTuple):
 class Accepted(NamedTuple):
     """The checkpoints that a user accepts besides the newest, undamaged one of the run itself.
 
-    `differences` accepts a checkpoint of another configuration; `damage` accepts an older one if
-    the newest is damaged.
+    If `differences` is true, the user accepts a checkpoint of another configuration. If `damage` is
+    true, the user accepts an older checkpoint where the newest one is damaged.
     """
 
     differences: bool = False
@@ -114,9 +115,9 @@ def run(
 ) -> RunResult:
     """Trains a mesh_tensorflow.transformer model and evaluates it.
 
-    A run goes on from the newest checkpoint in model_dir; a finished one is only evaluated. Which
-    data a step sees follows from the step, so a run that was stopped takes the same steps as one
-    that was not.
+    A run goes on from the newest checkpoint in model_dir; a run that has made all its steps is only
+    evaluated. The number of a step decides which examples it trains on. So a run that was stopped
+    and goes on trains each step on the same examples as a run that was not stopped.
 
     Args:
       config: the settings of the run.
@@ -178,7 +179,7 @@ class _Run:
     ):
         """Checks as many settings as can be checked before anything is read or written.
 
-        The arguments are the arguments of `run`.
+        The arguments are those of the function `run`.
         """
         check_schedule(config)
         check_pages_installed()
@@ -225,7 +226,8 @@ class _Run:
     def _train(self, start: Start) -> LoopResult:
         """Builds the training graph and makes the steps that follow the checkpoint of `start`.
 
-        If all steps are made already, it builds and makes nothing.
+        If the run has made all its steps already, this method neither builds a graph nor makes
+        steps.
         """
         config, directory, say = self._config, self.directory, self._say
         accept, step = self._accepted.differences, start.step
@@ -321,13 +323,14 @@ class _Run:
         """Makes the steps, scores each checkpoint, and keeps the best one and the timeline.
 
         `improvement` holds the lowest held-out loss so far. `on_first_step` is called once, after
-        the first step.
+        the first of the steps.
         """
 
         def on_checkpoint(saved: str, at: int, progress: Progress) -> bool:
             """Scores the checkpoint `saved` of the step `at`, and keeps it if it is the best.
 
-            Returns whether the run ends there, by train.run.max_steps_without_decrease.
+            Returns whether the run ends at this checkpoint, because of
+            train.run.max_steps_without_decrease.
             """
             score = self.evaluation.point(saved, at, recorder, progress)
             recorder.flush()
@@ -359,8 +362,8 @@ class _Run:
     def _evaluate(self, result: LoopResult, newest: str | None) -> RunResult:
         """Evaluates the newest checkpoint, and writes the report.
 
-        `result` is the result of the training loop, and `newest` is the path of the checkpoint,
-        None if there is none.
+        `result` is the result of the training loop. `newest` is the path of the newest checkpoint,
+        None if the run has no checkpoint.
         """
         evaluation, step = self.evaluation, result.step
         speed = {}
@@ -396,7 +399,7 @@ class _Run:
     def _write_report(self, step: int | None, how: str) -> None:
         """Writes the report's page as of `step`; None takes the newest step that was logged.
 
-        `how` says how the run ended.
+        `how` is a text that says how the run ended.
         """
         directory, evaluation = self.directory, self.evaluation
         rows = read_metrics(directory / METRICS_FILE)
@@ -428,8 +431,8 @@ def _read_islands() -> Status | None:
 def _say_what_checkpoints_round(lowering: Any, say: Callable[[str], None]) -> None:
     """Tells the user which variables are rounded in checkpoints.
 
-    These are the variables of `lowering`, an mtf.Lowering, whose masters have a dtype of fewer bits
-    than the slices that steps use.
+    Checkpoints round a variable if its master, which they hold, has a dtype of fewer bits than its
+    slices, which training steps use. `lowering` is the mtf.Lowering with the variables.
     """
     narrow: dict[str, list[str]] = {}
     for variable in lowering.variables:
@@ -454,7 +457,8 @@ def _errors_of_islands() -> ContextManager[None]:
 def _unread_bindings() -> str:
     """Returns a line for the user on gin bindings that no call has read; "" if all were read.
 
-    Bindings of ``utils.run`` and macros are left out, because the command names them itself.
+    The line does not name bindings of ``utils.run`` and macros, because the command line names
+    those that have no effect itself.
     """
     most_names = 12
     names = [name for name in unread() if not name.startswith("utils.run.")]

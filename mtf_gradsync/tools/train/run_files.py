@@ -39,9 +39,10 @@ _LIBRARIES = ("mtf-gradsync", "tensorflow", "mesh-tensorflow", "jax", "numpy")
 class RunFacts(NamedTuple):
     """The facts of a run: its model and data, the runtime of its newest steps, and versions.
 
-    `optimizers` are class names, outermost first; `parameters` is the number of trainable
-    parameters. `traffic` is None if it could not be listed. `first_examples` are hashes of the
-    first examples of the data set, [] if they are not known.
+    `optimizers` are the class names of the run's optimizers, the outermost first. `parameters` is
+    the number of trainable parameters. `traffic` has the bytes that a training step exchanges, or
+    is None if they are not known. `first_examples` are hashes of the first examples of the data
+    set, [] if they are not known.
     """
 
     mesh: str
@@ -126,8 +127,8 @@ def forget_recorded(directory: Path, step: int) -> None:
 def keep_best(path: str, directory: Path) -> None:
     """Copies the checkpoint `path` to `BEST_DIR` in a run's directory, in place of the one there.
 
-    Copies are hard links if the file system has them. The file "checkpoint" there names the new
-    checkpoint before the old one is removed.
+    The copies are hard links if the file system has hard links. The file "checkpoint" in `BEST_DIR`
+    names the new checkpoint before the old checkpoint is removed.
     """
     best = directory / BEST_DIR
     best.mkdir(exist_ok=True)

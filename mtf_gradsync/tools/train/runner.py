@@ -43,7 +43,8 @@ def choose_runtime(config: RunConfig, target: str = "") -> Runtime:
     """Returns the runtime that a config names, or the fastest that this environment has.
 
     If the mesh is over the tasks of a cluster, `target` is the address of the chief's server;
-    otherwise it is "". Raises ConfigError if the runtime does not fit other settings.
+    otherwise `target` is "". Raises ConfigError if the config names a runtime that does not fit
+    other settings of the config.
     """
     asked = config.runtime
     bound = [name for name in _OF_PLACEMENT_MESHES if getattr(config, name)]
@@ -89,9 +90,10 @@ def training_graph(
 ) -> tuple[TrainGraph, simd.Program | None, Callable[..., Runner]]:
     """Adds a job's training step for a runtime to the default graph.
 
-    `batches` will feed the step, and `session` has the settings of its sessions. Returns the graph
-    of the step, its SIMD program (None on a placement mesh), and a function that makes the runner
-    from a directory for checkpoints, a `Start`, the config, and the run's `Island`, if any.
+    `batches` are the batches that will be fed to the step, and `session` has the settings of the
+    sessions that run the step. Returns the graph of the step, the step's SIMD program (None on a
+    placement mesh), and a function that makes the runner. This function is called with a directory
+    for checkpoints, a `Start`, the config, and, if the run is an island, the run's `Island`.
     """
     features = batches.placeholders()
     mesh = job.model.mesh
@@ -112,8 +114,9 @@ def training_graph(
 def stack_skips_not_finite(optimizers: Sequence[Any]) -> bool:
     """Returns whether gradients that are not finite are nothing unusual for a stack of optimizers.
 
-    So it is if one of `optimizers` skips steps, shards or islands that are not finite, or needs to
-    see such gradients, as LossScaleOptimizer does.
+    The result is true if one of `optimizers` skips steps or shards with gradients that are not
+    finite, skips islands (see `skips_islands`), or needs to see gradients that are not finite, as
+    LossScaleOptimizer does.
     """
     stacks = map(stages_of, optimizers)
     by_stages = any(skips_not_finite(some) or needs_not_finite(some) for some in stacks)
@@ -123,8 +126,8 @@ def stack_skips_not_finite(optimizers: Sequence[Any]) -> bool:
 def skips_islands(opt: Any) -> bool:
     """Returns whether an optimizer leaves out islands of DiLoCo that are not finite.
 
-    These are islands with a loss, values or slots that are not finite. The optimizer is then an
-    OuterOptimizer.
+    An island counts as not finite if its loss, its values or its slots are not finite. Only an
+    OuterOptimizer can leave out islands.
     """
     return isinstance(opt, OuterOptimizer) and opt.leave_out_not_finite
 
@@ -159,9 +162,9 @@ class Runner(abc.ABC):
     ):
         """Adds a saver and watches to the default graph, in which `graph` has to be built.
 
-        Checkpoints go to `model_dir`. `island`, if this run is one, exchanges values with other
-        islands after steps. `place` makes the sessions, which begin with `start`; `hooks` are for
-        sessions of a placement mesh.
+        Checkpoints are written to `model_dir`. `island` exchanges values with other islands after
+        steps; it is None if this run is no island. `place` makes the sessions, which begin with
+        the values of `start`. `hooks` are the hooks of sessions of a placement mesh.
         """
         self._prefix = os.path.join(model_dir, "model.ckpt")
         self._saver = TrainingSaver(
@@ -211,15 +214,16 @@ class Runner(abc.ABC):
     def _dispatched(self, batch: dict[tf.Tensor, np.ndarray]) -> Callable[[], dict[str, Any]]:
         """Begins a step on the feed dict `batch`; returns a function that waits for its values.
 
-        The function returns the values as `dispatch` does, but without "tokens".
+        The returned function returns the same values as the function that `dispatch` returns, but
+        without "tokens".
         """
 
     def dispatch(self) -> Callable[[], dict[str, Any]]:
         """Begins a step on the next batch; returns a function that waits for its values by name.
 
-        The values are "step", "loss", "fields" and "reported" of `TrainGraph`, "update_step" and
-        "in_sums" if the optimizers have them, and "tokens": how many targets of the batch are not
-        padding.
+        "step", "loss", "fields" and "reported" are the values of these attributes of `TrainGraph`.
+        "update_step" and "in_sums" are, too; they are missing if the attribute is None. "tokens" is
+        how many targets of the batch are not padding.
         """
         batch = self._batches.next()
         tokens = self._batches.targets
@@ -230,9 +234,9 @@ class Runner(abc.ABC):
     def begin_save(self, step: int) -> Future[str]:
         """Begins to save a checkpoint of `step`, which is written while the next steps run.
 
-        The values of all variables are read before this returns. Returns a future of the
-        checkpoint's path. The results of all steps must have been read, and the checkpoint before
-        must have been written.
+        Reads the values of all variables, and returns a future of the checkpoint's path. When this
+        method is called, the results of all steps must have been read, and the checkpoint saved
+        before must have been written.
         """
 
     def timeline(self) -> Timeline:
@@ -248,7 +252,7 @@ class Runner(abc.ABC):
         """Returns the signal for which all processes stop before the next step, or None to go on.
 
         `received` is the signal that this process has received, or None. All processes of the run
-        call this before each step.
+        call `agreed_stop` before each step.
         """
         return received
 
@@ -259,7 +263,7 @@ class Runner(abc.ABC):
     def check_copies(self) -> None:
         """Raises CopiesError unless all copies of each variable, one on each core, are equal.
 
-        It waits for the steps that were dispatched.
+        This method first waits for the steps that were dispatched.
         """
         if self._copies:
             self._raw(self._copies.check)
@@ -267,8 +271,9 @@ class Runner(abc.ABC):
     def exchange(self, step: int, last: int) -> int:
         """Lets an island of DiLoCo exchange values with other islands after the step `step`.
 
-        `last` is the last step of the run. Returns the step at which the run is now: if the island
-        has taken newer values, their step. A run that is no island exchanges nothing.
+        `last` is the last step of the run. Returns the step that the run has reached: if the island
+        has taken newer values from other islands, the step of these values, otherwise `step`. A run
+        that is no island exchanges nothing.
         """
         if self._island is None:
             return step
@@ -304,7 +309,8 @@ class Runner(abc.ABC):
     def _leave(self, error: Any) -> None:
         """Has a stopped island contribute what it has learned, unless an exception ended the run.
 
-        `error` is the type of that exception, or None. A run that is no island does nothing.
+        `error` is the type of the exception that ended the run, or None. A run that is no island
+        does nothing here.
         """
         island = self._island
         if island is None:
@@ -415,7 +421,8 @@ class SimdProgramRunner(Runner):
     def _naming_another_runtime(self) -> Iterator[None]:
         """Turns an exception of the block that is due to the runtime into a TrainingError.
 
-        Its text also names the runtime "placement_mesh", which runs every model.
+        The text of the TrainingError also names the runtime "placement_mesh", which runs every
+        model.
         """
         try:
             yield

@@ -41,18 +41,19 @@ def visible(text: str) -> str:
 class Sampling:
     """The settings for continuing texts by a language model; gin binds them on ``train.sample``.
 
-    Every token takes a pass of the whole model over the batch, on the training mesh. That needs
-    no second graph and runs whatever Unitransformer the config describes; a large model wants
-    ``Unitransformer.sample_autoregressive`` and a machine to serve it.
+    To write one token, the whole model passes over the batch once, on the training mesh. This way
+    of writing needs no graph besides the graph of the evaluation, and suits each Unitransformer
+    that a config can describe. It is slow for a large model, for which
+    ``Unitransformer.sample_autoregressive`` and a machine that serves the model are better.
 
     Attributes:
       num_samples: how many held-out sequences to continue, 0 for none; at most one batch.
-      prompt_tokens: how many of their tokens are given.
-      max_tokens: how many are written. When the model's sequence is full, it goes on with the
-        later half of it as context.
+      prompt_tokens: how many tokens of each held-out sequence are given to the model.
+      max_tokens: how many tokens the model writes after them. When the model's sequence is full,
+        the model goes on with the later half of the sequence as context.
       temperature: 0 takes the most likely token, 1 draws from the model's distribution.
       keep_top_k: draw from this many most likely tokens only; 0 for all.
-      seed: seed of the draws.
+      seed: seed of the random numbers by which tokens are chosen.
     """
 
     num_samples: int = 2
@@ -92,9 +93,9 @@ _SEEDS = 2**32
 def sample(evaluator: Evaluator, settings: Sampling) -> list[Sample]:
     """Continues the beginnings of held-out sequences by the evaluator's model.
 
-    The sequences are spread over the evaluator's first batch. Returns fewer than
-    ``settings.num_samples`` samples if the batch has fewer. `evaluator` must have restored the
-    variables of the model.
+    The continued sequences are spread over the evaluator's first batch. Returns fewer than
+    ``settings.num_samples`` samples if this batch has fewer sequences that can be continued.
+    `evaluator` must have restored the variables of the model.
     """
     vocabulary = transformer_utils().targets_vocabulary(evaluator.settings.vocabulary)
     # Decided before writing, because a full sequence has no place for a continuation.
@@ -122,9 +123,10 @@ def sample_after(
 ) -> list[Sample]:
     """Continues the text `prompt` by the model of a checkpoint, whatever runtime has made it.
 
-    `checkpoint` is the checkpoint's path. Returns ``settings.num_samples`` samples with this
-    prompt. If the prompt is longer than the model's sequence, only its end is used. If
-    `with_averages` is set, the checkpoint's moving averages replace the variables.
+    `checkpoint` is the checkpoint's path. Returns ``settings.num_samples`` continuations of
+    `prompt`. If the prompt is longer than the model's sequence, only the end of the prompt is used.
+    If `with_averages` is set, the model's variables have the values of the moving averages in the
+    checkpoint.
     """
     if model.model_type != "lm":
         raise ConfigError(
@@ -152,8 +154,8 @@ def sample_after(
 def _write_after(evaluator: Evaluator, prompts: np.ndarray, settings: Sampling) -> list[list[int]]:
     """Returns a list of the ids that the model writes after each prompt.
 
-    `prompts` are ids ``[samples, tokens]``. `settings` says how many ids to write, and how to draw
-    them.
+    `prompts` are ids ``[samples, tokens]``. `settings` says how many ids the model writes, and how
+    each id is chosen from the model's distribution.
     """
     length = evaluator.settings.sequence_length["targets"]
     random = np.random.RandomState(settings.seed)

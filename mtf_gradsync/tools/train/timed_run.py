@@ -24,7 +24,8 @@ _SKIP_SETTING = f"`mtf-gradsync train {SKIP_FLAG}`"
 class TimedRun:
     """A recorder of `steps` training steps; it is called as the function `run` is.
 
-    Before it records, it makes `warm_up` steps, at least one, because the first step compiles.
+    Before the recording begins, `warm_up` steps are made without it. `warm_up` is at least one,
+    because the first step includes the compilation.
     """
 
     def __init__(self, steps: int, warm_up: int):
@@ -40,8 +41,8 @@ class TimedRun:
     ) -> Timeline:
         """Makes steps after the newest checkpoint of model_dir, and returns a timeline of them.
 
-        If model_dir is None, the steps begin with new values. The other arguments are the arguments
-        of `run`. Nothing in model_dir changes.
+        If `model_dir` is None, the steps begin with new initial values of the variables. No file in
+        `model_dir` changes. The other arguments are those of the function `run`.
 
         Raises:
           ConfigError: if a setting cannot work, or the checkpoint is damaged or not accepted.
@@ -73,8 +74,8 @@ class TimedRun:
 def _make(runner: Runner, count: int, stop: Interruption) -> list[int]:
     """Makes `count` steps as training does; returns how many updates were made after each.
 
-    The result is empty if no optimizer counts updates. `stop` is asked before each step, and raises
-    KeyboardInterrupt after a signal.
+    The result is empty if no optimizer counts updates. `stop` is checked before each step, and
+    raises KeyboardInterrupt if the process has received a signal.
     """
     pending: collections.deque[Callable[[], dict[str, Any]]] = collections.deque()
     made = []

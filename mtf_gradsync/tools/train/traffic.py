@@ -29,8 +29,8 @@ _CHANGES = _MOVES | {"Mul", "Neg", "RealDiv", "Select", "SelectV2"}
 def part_of_each(graph: TrainGraph, report: CommunicationReport) -> dict[str, str]:
     """Returns which part of a training step each of its collectives belongs to, one of `PARTS`.
 
-    `report` lists the collectives of the step `graph`. The result has a part for each row of
-    `report`, by the row's name.
+    `report` lists the collectives of the training step whose graph is `graph`. The result is a
+    dictionary from the name of each row of `report` to the row's part of the step.
     """
     partial, reduced = [], []
     for grad in graph.gradients:
@@ -55,9 +55,10 @@ def part_of_each(graph: TrainGraph, report: CommunicationReport) -> dict[str, st
 def _after(tensors: Iterable[tf.Tensor], names: set[str]) -> set[str]:
     """Returns the names of the operations that reduce gradients, given the gradients of cores.
 
-    `tensors` are the gradients before any sum, and `names` are the names of all collectives. The
-    result has the collectives that `tensors` reach through operations that only move, scale or skip
-    values, or accumulate them in a variable, and these operations.
+    `tensors` are the gradients before any sum, and `names` are the names of all collectives of the
+    step. The result has the collectives that `tensors` reach through operations that only move,
+    scale or skip values, or accumulate values in a variable. It has the names of the operations in
+    between, too.
     """
     seen: set[str] = set()
     pending = list(tensors)
@@ -76,7 +77,7 @@ def _after(tensors: Iterable[tf.Tensor], names: set[str]) -> set[str]:
 def _reads(handle: tf.Tensor) -> list[tf.Tensor]:
     """Returns the tensors that are read from a resource variable, also inside branches.
 
-    `handle` is the variable's handle, or a copy of it in a branch.
+    `handle` is the variable's handle, or a copy of the handle in a branch.
     """
     while handle.op.type in _PASSES_HANDLES:
         handle = handle.op.inputs[0]
@@ -93,8 +94,8 @@ def _reads(handle: tf.Tensor) -> list[tf.Tensor]:
 def _before(tensors: Iterable[tf.Tensor], passes: Callable[[tf.Operation], bool]) -> set[str]:
     """Returns the names of the operations that make `tensors`, directly or by their inputs.
 
-    `passes` is called with each operation; if it returns False, the operation's inputs are not
-    followed.
+    `passes` is called with each operation that is found. If `passes` returns False, the operations
+    that make the inputs of this operation are not looked for.
     """
     seen: set[str] = set()
     pending = [tensor.op for tensor in tensors]
@@ -135,10 +136,10 @@ class TrafficRow(NamedTuple):
 class Traffic(NamedTuple):
     """The bytes per core of a training step, without and with an update, by their parts.
 
-    `every_step` is the total of what each step exchanges, and `update_step` also counts what only
-    steps with an update do. `scalars` are totals by their names in summaries. They are empty if
-    `is_complete` is false: then the step calls functions, which are not examined (an update may be
-    one call).
+    `every_step` is the number of bytes that every step exchanges. `update_step` is the number of
+    bytes that a step with an update exchanges. `scalars` are totals by their names in summaries.
+    `is_complete` is false if the step calls functions. Functions are not examined, and one of them
+    may be a whole update, so `scalars` is then empty.
     """
 
     every_step: int
@@ -151,8 +152,8 @@ class Traffic(NamedTuple):
 def list_traffic(graph: TrainGraph, program: simd.Program | None) -> Traffic | None:
     """Lists the mesh traffic of a training step in the default graph, without running it.
 
-    `program` is None on a placement mesh. Returns None if totals cannot be known, as on a mesh
-    whose processors share a device.
+    `program` is the step's SIMD program, None on a placement mesh. Returns None if the totals of
+    the traffic cannot be known, as on a mesh whose processors share a device.
     """
     try:
         if program is not None:
@@ -172,8 +173,8 @@ def _totals(
 ) -> Traffic:
     """Returns the `Traffic` of a report: a row for each kind of collectives, the largest first.
 
-    `parts` has the label of each row's part of the step, by the row's name, and may be empty.
-    `is_complete` is whether the report has all that the step exchanges.
+    `parts` is a dictionary from the name of a row of the report to the label of the row's part of
+    the step; it may be empty. `is_complete` is whether the report has all that the step exchanges.
     """
     kinds: dict[tuple[str, str, str, bool], list[simd.CommunicationRow]] = {}
     for row in report.rows:

@@ -72,9 +72,9 @@ def build_train_graph(
 ) -> TrainGraph:
     """Adds a job's model, gradients and update to the default graph.
 
-    `place` is where the step runs: on devices, or as a SIMD program on cores. `features` are int
-    tensors ``[batch_size, length]`` by feature name; None for placeholders. The step counter is
-    built outside of a SIMD program, as TPUs want it.
+    `place` is where the training step runs: on devices, or as a SIMD program on cores. `features`
+    are int tensors ``[batch_size, length]`` by feature name. If `features` is None, placeholders
+    are made for them. The step counter is built outside of the SIMD program, as TPUs require.
     """
     features = features or placeholders(job)
     global_step = tf.train.get_or_create_global_step()
@@ -190,8 +190,8 @@ def model_and_optimizer(
 
     `features` are int tf tensors ``[batch_size, length]`` by feature name, and `step` is the global
     step, an int64 tf scalar. Returns the loss, a list of pairs (gradient, variable) for the
-    variables that train, the optimizer, and the learning rate of the step. The rate is None if the
-    optimizer has its own.
+    variables that are trained, the optimizer, and the learning rate of the step. The learning rate
+    is None if the optimizer has a learning rate of its own.
     """
     loss, grads = _loss_and_gradients(model, features)
     job.model.mesh.check_splits(model.graph, model.input_dims)
@@ -212,8 +212,8 @@ def model_and_optimizer(
 def optimizer_and_rate(job: TrainingJob, step: tf.Tensor, mesh: mtf.Mesh) -> tuple[Any, Any]:
     """Makes a job's optimizer and the learning rate of the step, and returns both.
 
-    `step` is the global step, an int64 tf scalar. The rate is a number or a scalar of tf or mtf, or
-    None if the optimizer has its own.
+    `step` is the global step, an int64 tf scalar. The learning rate is a number or a scalar of tf
+    or mtf, or None if the optimizer has a learning rate of its own.
     """
     stack: list[Any] = []  # filled once the optimizer exists, which is made with the rate
     rate = rate_on_mesh(job.learning_rate, step, job.schedule_step, mesh, stack)
@@ -226,7 +226,7 @@ def optimizer_and_rate(job: TrainingJob, step: tf.Tensor, mesh: mtf.Mesh) -> tup
 def build_simd(job: TrainingJob) -> tuple[TrainGraph, simd.Program]:
     """Adds a job's training step, with placeholders, as a SIMD program to the default graph.
 
-    Returns the graph of the step and the program.
+    Returns the graph of the training step and the SIMD program.
     """
     place = OnCores("cpu_replicas", job.model.mesh.shape, job.model.mesh.layout)
     graph = build_train_graph(place, job)
@@ -237,7 +237,7 @@ def build_simd(job: TrainingJob) -> tuple[TrainGraph, simd.Program]:
 def forward_loss(job: TrainingJob) -> mtf.Tensor:
     """Adds a job's model without gradients to a new mtf graph, and returns its loss, a scalar.
 
-    The whole batch is one microbatch. Placeholders for it are in the default graph.
+    The whole batch is one microbatch. Placeholders for the batch are added to the default graph.
     """
     model = MeshModel(job.model)
     return model(model.import_features(placeholders(job)), "train")[1]
@@ -246,8 +246,9 @@ def forward_loss(job: TrainingJob) -> mtf.Tensor:
 def steps_per_update(optimizers: Sequence[Any]) -> int:
     """Returns how many steps a stack makes for an update, or between two outer steps.
 
-    `optimizers` is the stack. The result is 1 if each step is an update, if the number changes
-    during training, or if the stack has both microbatch steps and outer steps.
+    `optimizers` are the optimizers of the stack. The result is 1 if each step makes an update, if
+    the number of steps changes during training, or if the stack has both microbatch steps and outer
+    steps.
     """
     periods = []
     for one in optimizers:
@@ -278,8 +279,8 @@ def _loss_and_gradients(model: MeshModel, features: dict[str, tf.Tensor]) -> tup
     """Adds the model and its gradients to its mtf graph; returns the loss and the gradients.
 
     `features` are int tf tensors ``[batch_size, length]`` by feature name. The gradients are in the
-    order of the graph's trainable variables. They are computed in microbatches, inside the step, if
-    gin binds a size for these.
+    order of the graph's trainable variables. If gin binds a size of microbatches for
+    Mesh-TensorFlow, the gradients are computed in microbatches, within one training step.
     """
     settings = model.settings
     mtf_features = model.import_features(features)
@@ -318,8 +319,8 @@ def _make_optimizer(optimizer: Callable[..., Any], rate: Any) -> Any:
 def _facts(stack: tuple[Any, ...]) -> tuple[dict[str, Any], Any]:
     """Returns the values that a stack of optimizers shows beside the loss, and its update counter.
 
-    The values are tensors of tf or mtf, by name. The counter is a scalar, the number of updates
-    made by the end of the step; None if no optimizer counts.
+    The values are tensors of tf or mtf, by name. The update counter is a scalar, the number of
+    updates made by the end of the step; it is None if no optimizer counts updates.
     """
     fields: dict[str, Any] = {}
     update_step = None

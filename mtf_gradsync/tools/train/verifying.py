@@ -103,7 +103,8 @@ def verify_config(
 def job_on(config: RunConfig, mesh_shape: str, layout: str, batch_size: int) -> TrainingJob:
     """Returns the training job of a config on another mesh, on virtual CPU devices.
 
-    `layout` are the layout rules of that mesh, and `batch_size` replaces the config's batch size.
+    `layout` has the layout rules of the other mesh, and `batch_size` replaces the config's batch
+    size.
     """
     return resolve_job(
         dataclasses.replace(
@@ -120,7 +121,7 @@ def job_on(config: RunConfig, mesh_shape: str, layout: str, batch_size: int) -> 
 def _batches(job: TrainingJob) -> Generator[dict[str, np.ndarray], None, None]:
     """Yields a job's training batches from the first on, as arrays ``[batch_size, length]``.
 
-    A batch has an array for each feature, by the feature's name.
+    A batch is a dictionary from the name of each feature to the feature's array.
     """
     with job.batches() as source:
         with tf.Graph().as_default():

@@ -1,7 +1,8 @@
 """Draws the batches of a training run outside of the training step, and checks them.
 
-A separate session draws a batch, which is then fed to the step. An error in drawing is therefore
-reported as an error of the data, on every runtime, before any part of the step has run.
+A session of its own takes each batch from the data set; the batch is then fed to the training step.
+An error while a batch is taken is therefore reported as an error of the data, on every runtime,
+before any part of the step has run.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ _SKIPPING = (
 class TrainingBatches:
     """The batches of a run, one for each step. Use it as a context manager.
 
-    A data set is repeated when it has ended; it also ends if one of its functions raises
+    When the run's data set has ended, it is repeated. It also ends if one of its functions raises
     StopIteration.
 
     Attributes:
@@ -145,7 +146,8 @@ class TrainingBatches:
     def next(self) -> dict[tf.Tensor, np.ndarray]:
         """Draws the next step's batch, as a feed dict of the placeholders that were made last.
 
-        It raises DataError if there is no batch, or the model cannot train on it.
+        Raises DataError if the data set has no further batch, or if the model cannot train on the
+        batch.
         """
         step = self._step + 1
         try:
@@ -168,8 +170,8 @@ class TrainingBatches:
     def _after_skipped(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
         """Returns a data set without the first examples, which the run has used before.
 
-        Their number is fed when a session begins. A variable counts all examples that are drawn,
-        also those that are skipped.
+        The number of the examples that the run has used before is fed when a session begins. A
+        variable counts all examples that are taken from `dataset`, also those that are skipped.
         """
         self._drawn = drawn = tf.get_variable(
             "mtf_gradsync/drawn",
@@ -189,7 +191,8 @@ class TrainingBatches:
     def _first_of_session(self) -> Any:
         """Draws and returns the session's first batch, in the form that `_draw` returns.
 
-        If that takes long, a progress bar shows how many examples are skipped so far.
+        If drawing the first batch takes long, a progress bar shows how many examples are skipped so
+        far.
         """
         if self._drawn is None or not self._examples:
             return self._session.run(self._next)
@@ -209,9 +212,10 @@ class TrainingBatches:
     def first_examples(self) -> list[str]:
         """Returns short hashes of the first few examples of the data set.
 
-        Before the first batch of a session, a few examples are drawn for them. Later they are
-        hashes of that batch, if it was the first of the run. The list is empty if examples cannot
-        be drawn.
+        If this method is called before the session has drawn a batch, it draws the first examples
+        and returns their hashes. If it is called later, it returns the hashes of the session's
+        first batch, if this was also the first batch of the run. Otherwise, and if examples cannot
+        be drawn, the list is empty.
         """
         if not self._first_examples and not self._begun:
             examples, self._examples = self._examples, 0
@@ -223,8 +227,8 @@ class TrainingBatches:
     def _draw(self) -> Any:
         """Returns the features of the next batch, and their shapes before padding or cutting.
 
-        Both are numpy arrays by feature name. Shapes are there only for features whose shape the
-        data set does not declare; see `_example`.
+        Both the features and the shapes are numpy arrays by feature name. A feature has an entry in
+        the shapes only if the data set does not declare the feature's shape; see `_example`.
         """
         if self._begun:
             return self._session.run(self._next)
@@ -240,9 +244,10 @@ class TrainingBatches:
     ) -> tuple[dict[str, tf.Tensor], dict[str, tf.Tensor]]:
         """Returns the features of an example as vectors of the model's lengths, and their shapes.
 
-        `specs` are the specs of `example`. Only features of unknown shape are padded or cut, and
-        only these have an entry in the second result: their rank and first three dimensions before,
-        -1 for a dimension that is not there.
+        `specs` has the `tf.TensorSpec` of each feature of `example`. Only features whose shape
+        their spec does not know are padded or cut to the model's length. Only these features have
+        an entry in the second result: the rank and the first three dimensions that the feature had
+        before, with -1 for a dimension that it did not have.
         """
         features, shapes = {}, {}
         for name, spec in specs.items():
@@ -290,7 +295,7 @@ _HASHED = 8
 def _hashes(features: Mapping[str, np.ndarray]) -> list[str]:
     """Returns a short hash, as text, of each of the first 8 examples of a batch.
 
-    `features` are arrays ``[batch_size, length]`` by feature name.
+    `features` are the batch's arrays ``[batch_size, length]``, by feature name.
     """
     hashes = []
     for example in zip(*(features[name][:_HASHED] for name in sorted(features))):
@@ -304,7 +309,7 @@ def _hashes(features: Mapping[str, np.ndarray]) -> list[str]:
 def wrong_id(name: str, ids: np.ndarray, size: int) -> str:
     """Returns an error text for wrong ids ``[batch, length]`` of a feature; "" if all are right.
 
-    `name` is the feature, and `size` the number of ids in its vocabulary.
+    `name` is the name of the feature, and `size` is the number of ids in the feature's vocabulary.
     """
     # Mesh-TensorFlow gives a negative target no loss, and still reads its id.
     low = 1 - size if name == "targets" else 0
@@ -322,8 +327,8 @@ def wrong_id(name: str, ids: np.ndarray, size: int) -> str:
 def _specs(dataset: Any, wanted: Callable[[str], bool]) -> dict[str, Any]:
     """Returns the `tf.TensorSpec` of each feature that the model reads, by name.
 
-    `wanted` returns whether the model reads a feature. Raises ConfigError unless `dataset` is a
-    tf.data.Dataset of dicts of integer tensors.
+    `wanted` is called with a feature's name, and returns whether the model reads this feature.
+    Raises ConfigError unless `dataset` is a tf.data.Dataset of dicts of integer tensors.
     """
     if not isinstance(dataset, tf.data.Dataset):
         raise ConfigError(f"{_FUNCTION} must return a tf.data.Dataset; got {dataset!r}")

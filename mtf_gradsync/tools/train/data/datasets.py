@@ -1,7 +1,8 @@
 """Data sets: functions from (sequence_length, vocabulary, dataset_split) to examples.
 
-The signature is that of ``mesh_tensorflow.transformer.utils.run``: a data set of single examples,
-dicts of integer vectors, already padded or packed to ``sequence_length``.
+The functions have the arguments and results that ``mesh_tensorflow.transformer.utils.run`` wants.
+Each returns a data set of single examples: dicts of integer vectors, already padded or packed to
+``sequence_length``.
 """
 
 from __future__ import annotations
@@ -118,11 +119,12 @@ def text_windows(
 ) -> tf.data.Dataset:
     """Returns a data set of windows of documents, examples ``{"targets": int32[length]}``.
 
-    The length is that of "targets" in sequence_length. An end-of-document id follows each document.
-    The split "train" has random windows without end; the n-th one follows from `seed` and n. Of
-    these the result has the windows `part`, `part + parts`, `part + 2 * parts` and so on, without
-    the first `start` of them. Any other split has all windows once, side by side. Documents are
-    UTF-8; the vocabulary encodes long documents piece by piece, cut behind lines.
+    The length of a window is the length of "targets" in `sequence_length`. An end-of-document id
+    follows each document. For the split "train" the windows are at random places, without end; the
+    place of window n is a function of `seed` and n. Of these windows the result has the numbers
+    `part`, `part + parts`, `part + 2 * parts` and so on, without the first `start` of these. For
+    any other split the result has all windows once, side by side. Documents are UTF-8. The
+    vocabulary encodes a long document in pieces, each of which ends after a line if possible.
     """
     length = sequence_length["targets"]
     ids = _ids(documents, vocabulary)
@@ -143,8 +145,8 @@ _IN_A_FILE = 4 << 20
 def _ids(documents: Sequence[bytes], vocabulary: Any) -> np.ndarray:
     """Returns the ids of all documents in one vector, each followed by an end-of-document id.
 
-    The dtype is the smallest that holds all ids of the vocabulary. A large array is a memory-mapped
-    file, which is deleted together with the array.
+    The dtype of the vector is the smallest that holds all ids of the vocabulary. A large vector is
+    a memory-mapped file, which is deleted together with the vector.
     """
     dtype = np.min_scalar_type(vocabulary.vocab_size - 1)
 
@@ -185,8 +187,8 @@ def _ids(documents: Sequence[bytes], vocabulary: Any) -> np.ndarray:
 def _reader(ids: np.ndarray, length: int) -> Callable[[tf.Tensor], tf.Tensor]:
     """Returns a function that takes the place where a window begins and returns its ids.
 
-    The place is an integer tf scalar, an index into `ids`; the result is int32 ``[length]``. A
-    window that goes beyond the last id is padded.
+    The place where a window begins is an integer tf scalar, an index into `ids`. The ids of the
+    window are an int32 tensor ``[length]``. A window that goes beyond the last id is padded.
     """
 
     def of_file(begin: int) -> np.ndarray:
@@ -234,8 +236,8 @@ def read_batches(
     """Reads the first batches of a data set, as arrays ``[batch_size, length]`` by feature name.
 
     `make_dataset` is called in a graph of its own and returns a data set of single examples. The
-    last batch is filled up with padding. If `max_batches` is None, all data are read. `name` is
-    what errors call the data set: the binding that gives it.
+    last batch is filled up with padding. If `max_batches` is None, all batches are read. `name` is
+    a name for the source of the data set in the texts of errors, such as a binding.
     """
     batches: list[dict[str, np.ndarray]] = []
     with tf.Graph().as_default():

@@ -1,6 +1,6 @@
 """Texts to train on: where they come from, and which part of them is held out.
 
-Without TensorFlow, so that ``mtf-gradsync init`` answers at once.
+This module does not import TensorFlow, so that ``mtf-gradsync init`` answers at once.
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ _MIN_SHARED_PARAGRAPH = 40
 def read_python_topics() -> dict[str, bytes]:
     """Returns the language reference that Python's ``help()`` shows, by topic, as UTF-8.
 
-    It ships with CPython (``pydoc_data.topics``), about half a megabyte of English and code. The
-    text changes a little with every Python version, and so do figures measured on it.
+    The language reference comes with CPython as ``pydoc_data.topics``. It is about half a megabyte
+    of English and code. Its text changes a little with every Python version, and so do losses that
+    are measured on the text.
 
     Raises:
-      ConfigError: this Python was installed without it.
+      ConfigError: this Python was installed without ``pydoc_data``.
     """
     try:
         from pydoc_data import topics
@@ -46,7 +47,7 @@ def read_files(files: Sequence[str], setting: str = "text_files.files") -> dict[
     """Reads UTF-8 text files; returns their texts by name, with the line ends of Unix.
 
     Raises ConfigError if a file cannot be read as UTF-8 or is empty. `setting` is the name of the
-    setting or flag that gives `files`, for the error.
+    setting or flag that names the `files`; the error's text begins with it.
     """
     if isinstance(files, str) or not files:
         raise ConfigError(f"{setting} must be a list of file names, got {files!r}")
@@ -75,7 +76,8 @@ _PIECE = 1 << 20
 def pieces_of(text: bytes, begin: int = 0, end: int | None = None) -> Iterator[bytes]:
     """Yields a UTF-8 text in pieces of at most about a megabyte, cut behind lines or words.
 
-    With `begin` and `end` only the part between these two bytes is cut.
+    `begin` and `end` are positions of bytes. If they are given, only the part of the text between
+    them is cut into pieces.
     """
     end = len(text) if end is None else end
     while begin < end:
@@ -96,7 +98,7 @@ def _beginning_of_character(text: bytes, at: int) -> int:
 def check_length(documents: Mapping[str, bytes], held_out_every: int, sequence_length: int) -> None:
     """Raises a ConfigError unless each split of the documents has enough for one sequence.
 
-    A byte counts as a token. For `held_out_every` see `split_documents`.
+    Each byte of the documents counts as a token. For `held_out_every` see `split_documents`.
     """
     for split in ("train", "validation"):
         texts = split_documents(documents, split, held_out_every)
@@ -110,7 +112,8 @@ def too_short(
 ) -> str:
     """Returns the error text for a split with less than one sequence of tokens.
 
-    `tokens` is how many tokens the split has, and `documents` are the texts that were split.
+    `tokens` is the number of tokens in the split, and `documents` are the texts that were divided
+    into splits.
     """
     of = f" of {_named(documents)}" if documents else ""
     return (
@@ -131,11 +134,12 @@ def _named(documents: Mapping[str, bytes]) -> str:
 def split_documents(documents: Mapping[str, bytes], split: str, held_out_every: int) -> list[bytes]:
     """Returns the documents of the split "train" or "validation", in the order of their names.
 
-    A document's name alone decides whether it is held out; about one in held_out_every is. If the
-    held-out documents would be less than half or more than twice ``1 / held_out_every`` of the text
-    (few documents, or of unequal lengths), the last part of each document is held out instead, from
-    the nearest paragraph or line on. Documents quote each other, so paragraphs of the held-out part
-    are removed from the training text. The lengths of both splits are logged. Documents are UTF-8.
+    A document's name alone decides whether the document is held out; about one document in
+    `held_out_every` is. If documents are few, or of unequal lengths, the held-out documents may be
+    less than half or more than twice ``1 / held_out_every`` of the text. Then the last part of each
+    document is held out instead; the part begins with a paragraph or a line. Documents quote each
+    other, so a paragraph of a held-out part is removed from the training text. The lengths of both
+    splits are logged. Documents are UTF-8.
     """
     if split not in ("train", "validation"):
         raise ConfigError(f'dataset_split must be "train" or "validation", got {split!r}')
@@ -189,8 +193,8 @@ def _divided(
 ) -> tuple[list[_Part], list[_Part]]:
     """Divides documents into parts to train on and parts that are held out, and returns both.
 
-    A part is a tuple (text, begin, end): a document, and where the part begins and ends in it. For
-    `held_out_every` see `split_documents`.
+    A part is a tuple (text, begin, end): a document, and the positions in the document at which the
+    part begins and ends. For `held_out_every` see `split_documents`.
     """
     names = sorted(documents)
     chosen = {name for name in names if zlib.crc32(name.encode()) % held_out_every == 0}
@@ -208,8 +212,9 @@ def _divided(
 def _cut_of(text: bytes, held_out_every: int) -> int:
     """Returns at which byte the last part of a text begins, the part that is held out.
 
-    That part is ``1 / held_out_every`` of the text, or up to half more or less, so that it begins
-    with a paragraph, or at least with a line.
+    The length of the last part is ``1 / held_out_every`` of the length of the text. It may be up to
+    half larger or smaller than this, so that the part begins with a paragraph, or at least with a
+    line.
     """
     length = len(text) // held_out_every
     target = len(text) - length
@@ -234,8 +239,8 @@ def _paragraphs(text: bytes, begin: int, end: int) -> Iterator[_Part]:
 def _paragraph_key(text: bytes, begin: int, end: int) -> bytes:
     """Returns a hash of the paragraph from `begin` to `end` in a text.
 
-    Paragraphs that differ only in white space have the same hash. It is b"" for a paragraph that is
-    too short to tell one text from another.
+    Paragraphs that differ only in white space have the same hash. The result is b"" for a paragraph
+    that is so short that many texts may have it.
     """
     digest, length = hashlib.blake2b(digest_size=16), 0
     for piece in pieces_of(text, begin, end):

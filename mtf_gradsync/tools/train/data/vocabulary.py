@@ -15,9 +15,9 @@ EOS_ID = 1
 class ByteVocabulary:
     """UTF-8 bytes as tokens, after a few ids with a meaning of their own.
 
-    Id 0 is padding (Mesh-TensorFlow gives it no loss), 1 ends a document, 2 is reserved, and byte
-    ``b`` is ``b + 3``: the numbering of ByT5. Any object with ``vocab_size``, ``encode`` and
-    ``decode`` can take this one's place.
+    Id 0 is padding, for which Mesh-TensorFlow counts no loss. Id 1 ends a document, id 2 is
+    reserved, and byte ``b`` has the id ``b + 3``. ByT5 numbers bytes in the same way. Any object
+    with ``vocab_size``, ``encode`` and ``decode`` can be used in place of a ByteVocabulary.
     """
 
     NUM_SPECIAL_IDS = 3
