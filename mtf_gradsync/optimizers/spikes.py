@@ -59,26 +59,29 @@ class skip_spikes:
 
     A step is a spike if the norm of its gradients is more than `deviations` standard deviations
     above the mean of the last `window` norms. Norms of skipped steps are not among these. In the
-    first `window / 8` steps, but at least two, norms are collected, and only steps that are not
-    finite are skipped. After as many spikes in a row the norms are taken for the new scale of the
-    training: the mean then begins anew. A deviation of less than 1e-4 of the mean counts as 1e-4 of
-    the mean, so that rounding makes no spike.
+    first `window / 8` steps (at least two), norms are only collected: a step is skipped only if its
+    norm is not finite. After `window / 8` spikes in a row (at least two), the high norms are taken
+    for the new scale of the training, and the mean begins anew. A deviation of less than 1e-4 of
+    the mean counts as 1e-4 of the mean, so that rounding makes no spike.
 
-    With `of="loss"` the same holds for losses. With `of=("norm", "loss")` it holds for each of the
-    two by its own mean, and a spike of either is skipped.
+    With `of="loss"` a spike is a step whose loss is far above the mean of the last losses. With
+    `of=("norm", "loss")` norms and losses have a mean each, and a step is skipped if its norm or
+    its loss is a spike.
 
-    The norm is that of one microbatch step's gradients. If these are per shard, it is the norm that
-    `skip_large_updates` uses. If a wrapper around the accumulation clips them, it is their norm
-    before the clip. The loss is the one that `mtf.gradients` was given for the microbatch step, or
-    the sum if there were several: a loss of the whole batch, without a loss scale.
+    The norm is that of one microbatch step's gradients. If these are per shard, the norm is the one
+    that `skip_large_updates` uses. If a wrapper around the accumulation clips the gradients, the
+    norm is that before the clip. The loss is the one that `mtf.gradients` was given for the
+    microbatch step, or the sum if there were several: a loss of the whole batch, without a loss
+    scale.
 
     Each island of `OuterOptimizer` has means of its own, and norms of its own gradients; the loss
-    is that of all islands. A step that is a spike for one island is skipped by all.
+    is that of all islands. A step that is a spike for one island is skipped by all islands.
 
-    State, by name of the wrapper, in checkpoints: `<name>/norms`, float32 `[window]`,
-    `<name>/num_norms`, int32, how many norms were written, and `<name>/spikes_in_a_row`, int32. For
-    losses: `<name>/losses`, `<name>/num_losses` and `<name>/loss_spikes_in_a_row`. A run with
-    another window goes on with the newest values. With other islands the means begin anew.
+    Checkpoints have the state in variables that begin with the wrapper's name: `<name>/norms`,
+    float32 `[window]`, `<name>/num_norms`, int32, the number of norms written, and
+    `<name>/spikes_in_a_row`, int32; for losses `<name>/losses`, `<name>/num_losses` and
+    `<name>/loss_spikes_in_a_row`. A run with another window continues with the newest values. In a
+    run with another number of islands the means begin anew.
 
     Examples:
       >>> mesh = {"mesh_shape": "all:4", "layout": "batch:all"}
@@ -187,9 +190,9 @@ class skip_spikes:
     ) -> tuple[mtf.Tensor, list[_Changed]]:
         """Returns whether a value is a spike or not finite, and the changes of its series.
 
-        `value` is the step's value, a float32 mtf scalar, and `name` is the wrapper's name. The
-        first result is a boolean mtf scalar. The changes are the variables of the series with their
-        values after the step.
+        `value` is the step's norm or loss, a float32 mtf scalar, and `name` is the wrapper's name.
+        The first result is a boolean mtf scalar. The changes are the variables of the series with
+        their values after the step.
         """
         mesh, dim = value.mesh, mtf.Dimension("spike_window", self.window)
         ring = Ring(f"{name}/{series.values}", f"{name}/{series.num_values}", self.window)
@@ -243,7 +246,7 @@ class skip_spikes:
 def _loss(received: GradientSet) -> mtf.Tensor:
     """Returns the loss of the whole batch from which `received` come: a float32 mtf scalar.
 
-    If the gradients come from several losses, it is the sum of these.
+    If the gradients come from several losses, the result is the sum of these.
     """
     losses = losses_of_step(received.present)
     with StepPlan.of(received.graph).outside_of_branches():

@@ -3,9 +3,9 @@
 Counters and sums begin at zero. A derived variable, such as a moving average, begins with the value
 that its source variable has when training begins. Its initial value is a mark: NaNs of a certain
 bit pattern, which no arithmetic makes. Before every training, Mesh-TF copies masters (values as in
-checkpoints) to slices. If a derived variable's master has the mark, its slices are copied from the
-master of the source variable, so that training steps need not care. When slices are copied back to
-masters, they replace the mark.
+checkpoints) to slices. If a derived variable's master has the mark, the derived variable's slices
+are copied from the master of the source variable, so that training steps never see the mark. When
+slices are copied back to masters, their values replace the mark.
 """
 
 from __future__ import annotations
@@ -134,8 +134,8 @@ class SlotNote(NamedTuple):
 def note_state(variable: mtf.Variable, note: StateNote | None = None, **how: Any) -> None:
     """Records, in the default graph, how a variable is read from checkpoints of other runs.
 
-    The fields of `StateNote` are given by `note`, or one by one as keyword arguments, `how`. The
-    note gets the name of `variable`.
+    The fields of the note (`StateNote`) are given by `note`, or one by one as keyword arguments,
+    `how`. The note gets the name of `variable`.
     """
     note = note or StateNote(variable.name, **how)
     tf.add_to_collection(STATE_COLLECTION, note._replace(name=variable.name))
@@ -144,8 +144,9 @@ def note_state(variable: mtf.Variable, note: StateNote | None = None, **how: Any
 def note_sums_not_kept(counter: str, remedy: str) -> None:
     """Records that the default graph has no variables for sums that a checkpoint may have.
 
-    `counter` is the name of a variable: a checkpoint has such sums if its value of this variable is
-    greater than 0. `remedy` is a sentence for the error on such a checkpoint, on what to do.
+    `counter` is the name of a variable. A checkpoint has sums for which the graph has no variables
+    if the checkpoint's value of `counter` is greater than 0. Reading such a checkpoint is an error,
+    and `remedy` is the sentence of the error that says what to do.
     """
     tf.add_to_collection(SUMS_NOT_KEPT, (counter, remedy))
 
@@ -208,8 +209,9 @@ class UncheckpointedVariable(mtf.Variable):
 def unstacked(dtype: Any, activation_dtype: tf.DType | None = None) -> mtf.VariableDType:
     """Returns a `mtf.VariableDType` with which Mesh-TF's autostack leaves a variable alone.
 
-    Autostack puts several variables into one, and such a variable needs a master. It compares the
-    attributes of dtypes (0.1.21), and the returned object has one more.
+    Autostack puts several variables into one, which needs a master. Autostack (of Mesh-TF 0.1.21)
+    only joins variables whose dtypes have equal attributes, and the returned object has one
+    attribute more.
 
     Args:
       dtype: a `mtf.VariableDType`, or the dtype of master and slices.
@@ -321,15 +323,16 @@ def named_state(
 def get_update_step(mesh: mtf.Mesh, name: str = "GradientAccumulationOptimizer") -> mtf.Tensor:
     """Returns the number of updates made so far, for schedules of the inner optimizer.
 
-    It is the value of the variable `<name>/update_step`, which a wrapper of that name uses as its
-    counter, even if the wrapper is made later or in another variable scope. If no wrapper has that
-    name, the first step that a wrapper builds in the graph advances the counter. Updates of the
-    innermost optimizer are counted, not steps that only accumulate or are skipped.
+    The number is the value of the variable `<name>/update_step`, which a wrapper of that name uses
+    as its counter, even if the wrapper is made later or in another variable scope. If no wrapper
+    has that name, the first step that a wrapper builds in the graph advances the counter. Updates
+    of the innermost optimizer are counted, not steps that only accumulate or are skipped.
 
-    In gin, for all schedules of `train`: `train.run.schedule_step = @get_update_step`.
+    For all schedules of `train`, write `train.run.schedule_step = @get_update_step` in the gin
+    file.
 
-    Call it before `apply_grads`. If nothing advances the counter in a graph that trains, lowering
-    the graph raises ValueError.
+    Call `get_update_step` before `apply_grads`. If nothing advances the counter in a graph that
+    trains, lowering the graph raises ValueError.
 
     Args:
       mesh: the mesh that is trained on.
@@ -349,8 +352,8 @@ def update_counter(mesh: mtf.Mesh, name: str) -> mtf.Variable:
     """Returns the counter of updates, the variable `<name>/update_step`, made on the first call.
 
     If the graph has the counter already, it may be on another mesh than `mesh`. The wrapper `name`
-    advances the counter or, if no wrapper has this name, the first step that a wrapper builds.
-    Lowering the graph raises an error if nothing advances it (`UpdateCounters.begin`).
+    advances the counter. If no wrapper has this name, the first step that a wrapper builds does.
+    Lowering the graph raises an error if nothing advances the counter (`UpdateCounters.begin`).
     """
     # In a run without the wrapper every step was an update.
     counter = scalar_state(mesh, f"{name}/update_step", start="global_step")
@@ -374,7 +377,7 @@ class UpdateCounters(PlanExtension):
     def advances(self, graph: mtf.Graph, meshes: Collection[mtf.Mesh]) -> list[mtf.Operation]:
         """Returns assignments that add one to counters on `meshes` that nothing else advances.
 
-        Counters are looked for in `wanted`, and assignments to them in `graph`, as it is now.
+        Counters are looked for in `wanted`, and assignments to counters in `graph`, as it is now.
         """
         written = _written(graph)
         free = [v for v in self.wanted if v.name not in written and v.mesh in meshes]
@@ -383,7 +386,7 @@ class UpdateCounters(PlanExtension):
     def begin(self, lowering: mtf.Lowering) -> ExtensionLowering:
         """Raises ValueError if nothing advances a wanted counter in a graph that trains.
 
-        The plan calls it when the graph is lowered. Returns an object without work of its own.
+        The plan calls this method when the graph is lowered. The returned object does nothing.
         """
         written = _written(lowering.graph)
         stay = [v.name for v in self.wanted if v.name not in written]
@@ -399,7 +402,8 @@ class UpdateCounters(PlanExtension):
 def _written(graph: mtf.Graph) -> dict[str, mtf.Variable]:
     """Returns by name the variables that a graph assigns.
 
-    A variable into which Mesh-TF has stacked others is there under the name of each of these.
+    A variable into which Mesh-TF has stacked other variables is in the result under the name of
+    each of these.
     """
     variables = {v for op in graph.operations if isinstance(op, mtf.Assign) for v in op.variables}
     return {name: v for v in variables for name in getattr(v, "original_names", [v.name])}
@@ -449,7 +453,8 @@ class DerivedVariable(mtf.Variable):
     def get_master(self) -> Any:
         """Returns the tensor from which slices are copied; on one processor the master itself.
 
-        It has the master's value or, if the master has the mark, the source variable's value.
+        The tensor has the master's value or, if the master has the mark, the value of the source
+        variable.
         """
         return self._own_master() if self._is_alone else self._beginning().value
 
@@ -522,7 +527,7 @@ class Beginnings:
     def __init__(self, graph: tf.Graph):
         """Adds the operations of `are_equal` to the default graph, whose mtf graph is lowered.
 
-        `graph` is the same tf graph, in which derived variables are looked for.
+        `graph` is the default tf graph, in which derived variables are looked for.
         """
         self._found: dict[str, Beginning] = {x.name: x for x in graph.get_collection(_BEGINNINGS)}
         self.are_equal: dict[str, tf.Tensor] = {}
@@ -534,10 +539,11 @@ class Beginnings:
     def marks(self, are_equal: Mapping[str, Any], written: Iterable[str]) -> dict[str, np.ndarray]:
         """Returns the marks to write into masters of derived variables, by name.
 
-        With the marks, the variables begin with their sources' new values when masters are copied
-        to slices. `are_equal` has, by name, the values in a session of the tensors in the attribute
-        `are_equal`, and `written` are the names of the variables that the session sets. The result
-        has an array for each derived variable whose source is set and which is equal to it so far.
+        With the marks, derived variables begin with their sources' new values when masters are
+        copied to slices. `are_equal` has, by name, the values in a session of the tensors in the
+        attribute `are_equal`, and `written` are the names of the variables that the session sets.
+        The result has an array for each derived variable whose source variable is set, and whose
+        value equals that of the source variable so far.
         """
         written = set(written)
         return {
@@ -565,7 +571,7 @@ def begin_anew(graph: tf.Graph) -> set[str]:
     """Returns the names of wrappers' variables that a new run never takes from another run.
 
     `graph` is the tf graph of the new run. Slots of the inner optimizer, and counters that belong
-    to them, are not among these variables: a new run may take them from another run.
+    to slots, are not among the returned names: a new run may take these from another run.
     """
     notes: Iterable[StateNote] = graph.get_collection(STATE_COLLECTION)
     derived = graph.get_collection(_DERIVED)

@@ -50,18 +50,21 @@ class SyncReplicasOptimizer(SessionInterface, KeepsAverages):
     """A wrapper that averages fresh gradients of replicas, and applies them once there are enough.
 
     The replicas are the shards of the mesh, which all take every step. In a step a replica
-    contributes its gradient unless this is stale (computed for an older update step), or is not
-    finite, or the mask `contributes` leaves the replica out. After `replicas_to_aggregate`
+    contributes its gradient unless the gradient is stale (computed for an older update step), or is
+    not finite, or the mask `contributes` leaves the replica out. After `replicas_to_aggregate`
     contributions, in one step or several, their average is applied once, and the local step of
     every replica becomes the new update step. On other steps variables and slots do not change.
 
-    The loss is the mean of the replicas' losses: a scalar, or a tensor with the shard dims, which
-    has one loss for each replica and which `compute_gradients` averages. So the gradient is a sum
-    of one term for each replica, and the term is 1/num_shards of the replica's contribution. When
-    all replicas contribute, the update is that of the whole batch.
+    The loss is the mean of the replicas' losses. It is given as a scalar, or as a tensor with the
+    shard dims, which has one loss for each replica; `compute_gradients` averages these losses. So
+    the gradient is a sum of one term for each replica, and the term is 1/num_shards of the
+    replica's contribution. When all replicas contribute, the update is that of the whole batch.
 
-    State, by name: `<variable>/gradient_accumulator` for each variable, and `<name>/local_step`,
-    `/made`, `/dropped`, `/missed`, `/count`, `/update_step`, `/waiting`.
+    The state is in variables: `<variable>/gradient_accumulator` for each variable; for each replica
+    `<name>/local_step`, `<name>/made` (contributions), `<name>/dropped` (steps without a
+    contribution) and `<name>/missed` (steps since the last contribution); and `<name>/count`
+    (contributions since the last update), `<name>/update_step` (updates) and `<name>/waiting`
+    (steps since the last update).
 
     References:
       https://www.tensorflow.org/api_docs/python/tf/compat/v1/train/SyncReplicasOptimizer
@@ -245,7 +248,7 @@ class SyncReplicasOptimizer(SessionInterface, KeepsAverages):
     def in_sums_now(self) -> mtf.Tensor | None:
         """The number of contributions since the last update, after the fetched step.
 
-        It is an int32 mtf scalar; None before there is a step.
+        The number is an int32 mtf scalar; None before there is a step.
         """
         return self._now and self._now.count
 
@@ -270,7 +273,7 @@ class SyncReplicasOptimizer(SessionInterface, KeepsAverages):
 class _AggregateReplicas(Stage):
     """The stage that adds up contributions of replicas, and passes on the average of enough.
 
-    Later stages, with the update, run only in steps in which contributions are enough.
+    Later stages and the update run only in steps in which there are enough contributions.
     """
 
     wrapper: SyncReplicasOptimizer
@@ -449,9 +452,10 @@ def _by_replica(
     """Returns per-replica gradients, reduced gradients, and each replica's terms of sums.
 
     Some gradients are computed from sums over the replicas (`GradientSet.made_of_sums`). The third
-    result has, by the position of such a gradient, each replica's terms of its sums: a tensor
-    `[shard dims...] + sum dims` for each sum. These terms are in the first list, too, because a NaN
-    in a term keeps only one replica from contributing. `reducer` is the reduction strategy.
+    result has, by the position of such a gradient, each replica's terms of the sums from which the
+    gradient is computed: a tensor `[shard dims...] + sum dims` for each sum. These terms are in the
+    first result, too, because a NaN in a term keeps only one replica from contributing. `reducer`
+    is the reduction strategy.
     """
     made = gradients.made_of_sums
     sums = [x for one in made.values() for x in one.sums]
@@ -476,8 +480,8 @@ def _of_contributions(
     """Returns the set with reduced gradients as sums of the contributions to this step.
 
     A gradient that can be computed again from sums over the replicas is computed without the terms
-    of skipped replicas. Another reduced gradient, in which replicas are mixed, is multiplied by
-    `counts`. Gradients of which each replica has its own stay as they are.
+    of skipped replicas. Any other reduced gradient, in which replicas are mixed, is multiplied by
+    `counts`. Per-shard gradients stay as they are.
 
     Args:
       gradients: the gradients of the step.

@@ -63,7 +63,7 @@ class OfStep(Generic[_T]):
     """A wrapper's attribute that a step sets; `before` is its value before there is a step.
 
     Pairs of a gradient and a variable that were given to `apply_grad` one by one may wait for their
-    step to be built. Reading the attribute then builds this step first.
+    step to be built. If pairs wait, reading the attribute first builds their step.
     """
 
     def __init__(self, before: _T):
@@ -182,11 +182,11 @@ class Wrapper(TrainOptimizerInterface, mtf.optimize.Optimizer):
     def _become(self, counterpart: Any, *args: Any, **kwargs: Any) -> None:
         """Turns this new wrapper into an object of `counterpart`, its class without a mesh.
 
-        A wrapper calls it in ``__init__`` if it is given an optimizer of `tf.compat.v1`. `args` and
-        `kwargs` are the arguments of the constructor of `counterpart`. Only in ``__init__`` the
-        optimizer is known: gin has added arguments, and a class or factory was called. ``__new__``
-        would know neither, and would stand in the way of copies and of subclasses with arguments of
-        their own.
+        A wrapper calls this method in ``__init__`` if it is given an optimizer of `tf.compat.v1`.
+        `args` and `kwargs` are the arguments of the constructor of `counterpart`. The optimizer is
+        known only in ``__init__``, when gin has added arguments and a class or factory was called.
+        A method ``__new__`` would come before both, and would prevent copies, and subclasses with
+        arguments of their own.
         """
         self.__class__ = counterpart
         counterpart.__init__(self, *args, **kwargs)
@@ -251,15 +251,16 @@ class Wrapper(TrainOptimizerInterface, mtf.optimize.Optimizer):
     def reported(self) -> dict[str, mtf.Tensor]:
         """Returns this wrapper's values for `mtf_gradsync.reported`, by name.
 
-        They are mtf tensors, the same on every processor, as they are after the fetched step. Empty
-        before there is a step, and if a subclass has no such method.
+        The values are mtf tensors, the same on every processor, as they are after the fetched step.
+        The result is empty before there is a step, and for a subclass that does not define
+        `reported`.
         """
         return {}
 
     def progress_fields(self) -> dict[str, mtf.Tensor]:
         """Returns the values that training shows next to the loss, by the names in `shown`.
 
-        They are values of `reported`; names for which there is no value are left out.
+        The values are those of `reported`; names for which there is no value are left out.
         """
         values = self.reported() if self.shown else {}
         return {name: values[tag] for name, tag in self.shown if tag in values}
@@ -352,9 +353,9 @@ class Wrapper(TrainOptimizerInterface, mtf.optimize.Optimizer):
     ) -> Any:
         """Returns the weights of gradients after a check; None if there are none.
 
-        They are `weights`, the argument of `apply_grads`, or else the weights that
-        `compute_gradients` was given for these gradients. Raises ValueError if the two differ, or
-        if there is a wrapper in the stack that weights do not reach.
+        The weights are `weights`, the argument of `apply_grads`, or else those that
+        `compute_gradients` was given for the gradients. Raises ValueError if both were given and
+        differ, or if weights do not reach a wrapper in the stack.
         """
         if weights is not None:
             weights = check_weights(weights, self._stack_shard_names())
@@ -419,8 +420,8 @@ class Wrapper(TrainOptimizerInterface, mtf.optimize.Optimizer):
     ) -> Reduction:
         """Returns the settings by which this wrapper reduces gradients.
 
-        `place` is its place in the stack; None for nothing around it. `own` are replica axes
-        that its stages have found; None for those of the place.
+        `place` is the wrapper's place in the stack; None if nothing is around the wrapper. `own`
+        are replica axes that the wrapper's stages have found; None for those of the place.
         """
         place = place or self._place(None, (), None)
         axes = own or place.axes
@@ -459,8 +460,8 @@ class Wrapper(TrainOptimizerInterface, mtf.optimize.Optimizer):
     def axes_now(self, grads: Sequence[mtf.Tensor]) -> ReplicaAxes | None:
         """Returns the stack's replica axes: those that a wrapper was given, or the program's.
 
-        The result is None if they are not known, or if the gradients that are applied, `grads`, are
-        on several meshes.
+        The result is None if the axes are not known, or if the gradients that are applied, `grads`,
+        are on several meshes.
         """
         if len({g.mesh for g in grads}) > 1:
             return None
@@ -470,7 +471,7 @@ class Wrapper(TrainOptimizerInterface, mtf.optimize.Optimizer):
     def inner_stack(self) -> list[Any]:
         """Returns the optimizers inside this one, from the outside in.
 
-        Raises ValueError if one of them contains itself.
+        Raises ValueError if an optimizer contains itself.
         """
         # Wrappers of other libraries may have an attribute for the optimizer inside.
         names = ("opt", "optimizer", "_opt", "_optimizer")
@@ -521,8 +522,8 @@ class Wrapper(TrainOptimizerInterface, mtf.optimize.Optimizer):
     def _has_own_copy(self, variable: mtf.Variable, place: Place | None = None) -> bool:
         """Returns whether shards have their own copies of a variable: whether it has shard dims.
 
-        Raises ValueError if it has some of the shard dims but not all. `place` is the wrapper's
-        place in its stack; None for the axes that the wrapper was given.
+        Raises ValueError if the variable has some of the shard dims but not all. `place` is the
+        wrapper's place in its stack; None for the axes that the wrapper was given.
         """
         dims, axes = self._shard_dims(variable.shape, place), place.axes if place else self.axes
         needed = [d.name for d in axes.shard_dims] if axes else []
@@ -585,8 +586,8 @@ class Wrapper(TrainOptimizerInterface, mtf.optimize.Optimizer):
 def _warn_of_positional_rate(opt: Any) -> None:
     """Warns once if `opt` is an Adafactor whose first argument was given something else.
 
-    This argument is the boolean multiply_by_parameter_scale, and a learning rate that is given by
-    position takes its place.
+    The first argument of Mesh-TF's Adafactor is the boolean multiply_by_parameter_scale, so that a
+    learning rate that is given by position is taken for this boolean.
     """
     given = scale_setting(opt)
     if not isinstance(given, (bool, np.bool_)):
@@ -604,7 +605,7 @@ def _warn_of_positional_rate(opt: Any) -> None:
 def _of_graphs(held: Any) -> Iterator[Any]:
     """Yields the objects of a tf or mtf graph in `held`: tensors, variables, operations and others.
 
-    `held` is such an object, or a dict, list, tuple or set, which may hold further containers.
+    `held` is an object of a graph, or a dict, list, tuple or set, which may contain further ones.
     """
     todo, seen = [held], {}
     while todo:
