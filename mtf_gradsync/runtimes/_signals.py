@@ -56,8 +56,8 @@ class Interruption(StopSignal):
     """A context manager that turns SIGINT and SIGTERM into a KeyboardInterrupt at once.
 
     Python drops an exception that a signal's handler raises in a callback of the garbage collector,
-    and handlers often run in such callbacks if jax is imported. So the program calls `check`
-    between the parts of its work, which raises the KeyboardInterrupt again.
+    and handlers often run in such callbacks if jax is imported. So a program calls `check` between
+    the parts of its work: `check` raises the KeyboardInterrupt again.
     """
 
     def __init__(self) -> None:

@@ -60,8 +60,8 @@ def text_table(
     Args:
       headers: a header for each column. Headers and cells may have several lines.
       rows: the cells of each row.
-      text: headers of columns of text, which are aligned to the left and may be broken; all others
-        are aligned to the right.
+      text: headers of columns of text, which are aligned to the left and may be broken. All other
+        columns are aligned to the right.
       keys: the number of columns that name a row. If the columns are divided over several tables,
         each table begins with these columns.
       width: the number of characters in a line; None for `terminal_width`.

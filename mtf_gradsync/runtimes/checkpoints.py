@@ -42,10 +42,11 @@ _COPIES = {"Fill": 1, "BroadcastTo": 0, "Cast": 0, "Identity": 0}
 def reshard(value: np.ndarray, num_shard_dims: int, new_shape: Sequence[int]) -> np.ndarray:
     """Returns values of S shards, distributed over T shards so that their sum stays the same.
 
-    Shards are numbered in row-major order over the shard dims. The value of old shard j goes to new
-    shard j * T // S. A new shard to which several values go gets their sum. If T is less than S,
-    each new shard gets the values of consecutive old shards. If T is greater than S, some new
-    shards get zeros, and no value is changed, so that nothing is rounded.
+    The number of old shards is S, and the number of new shards is T. Shards are numbered in
+    row-major order over the shard dims. The value of old shard j goes to new shard j * T // S. A
+    new shard to which several values go gets their sum. If T is less than S, each new shard gets
+    the values of consecutive old shards. If T is greater than S, some new shards get zeros, and no
+    value is changed, so that nothing is rounded.
 
     `value` has the shape `[shard dims...] + rest`. The number of its shard dims is
     `num_shard_dims`, which is 0 for a reduced sum. `new_shape` is the shape of the result: shard
@@ -463,8 +464,8 @@ class Saved:
 def _begins_with(variable: Any) -> float | None:
     """Returns the number that all elements of a variable begin with.
 
-    The result is None if the elements begin with different numbers, or if the graph does not say
-    with which number they begin.
+    The result is None if the variable's elements begin with different numbers, or if the graph does
+    not say with which number they begin.
     """
     value = variable.initial_value
     while value.op.type in _COPIES:

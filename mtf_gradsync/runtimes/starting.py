@@ -66,8 +66,9 @@ MANIFEST_FILE = "checkpoints.json"
 def note_checkpoint(path: str) -> None:
     """Adds a new checkpoint to its directory's manifest, and drops deleted ones from it.
 
-    `path` is the checkpoint's path. The manifest, `MANIFEST_FILE`, has the names and sizes of each
-    checkpoint's files and a hash of its index, by which damage is found.
+    `path` is the checkpoint's path. The manifest, `MANIFEST_FILE`, has the names and sizes of the
+    files of each checkpoint, and a hash of the checkpoint's index. Damage of the files is found by
+    comparing them with the manifest.
     """
     prefix = Path(path)
     manifest = prefix.parent / MANIFEST_FILE
@@ -191,8 +192,8 @@ class Start(NamedTuple):
     ) -> Iterator[str | None]:
         """Yields the path of a checkpoint that has all variables to restore; None in a new run.
 
-        The path is `path`, or that of a temporary checkpoint made from `path`: with moving averages
-        in place of the variables, or with values for the variables in `new`. The function
+        The yielded path is `path`, or that of a temporary checkpoint made from `path`: with moving
+        averages in place of the variables, or with values for the variables in `new`. The function
         `initial_values` returns these values by name. Raises NoAveragesError if the checkpoint has
         no averages.
         """

@@ -123,8 +123,8 @@ def compiled_for_topology(module: str, devices: Sequence[Any], options: Any) -> 
     """Returns StableHLO, compiled for devices that a topology describes; it cannot be run.
 
     `module` is the module's text, `devices` are the topology's devices, and `options` are jax's
-    CompileOptions. The result is an executable, of which `compiled_hlo` and `memory_bytes` take
-    what they return. Raises RuntimeError if XLA refuses the program.
+    CompileOptions. The result is an executable, which can be given to `compiled_hlo` and
+    `memory_bytes`. Raises RuntimeError if XLA refuses the program.
     """
     client = devices[0].client
     if not hasattr(client, "compile_and_load"):  # before jaxlib 0.6

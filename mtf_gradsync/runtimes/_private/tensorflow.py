@@ -165,9 +165,9 @@ def function_hlo(function: Any, input_specs: Sequence[tf.TensorSpec]) -> bytes:
 
     Call this function with eager execution enabled. `input_specs` describe the arguments of the
     concrete function, without its captures. The result is a serialized ``HloModuleProto``. The
-    program in it returns first the results of the concrete function, then the new values of the
-    variables that the concrete function assigns. The aliases of the HLO module say which result
-    belongs to which variable.
+    module's program returns first the results of the concrete function, then the new values of the
+    variables that the concrete function assigns. The module's aliases say which result belongs to
+    which variable.
 
     Raises:
       BridgeError: XLA has no kernel for an operation.

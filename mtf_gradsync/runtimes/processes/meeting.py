@@ -378,7 +378,7 @@ def _challenge(connection: Connection, end: float) -> str:
     """Returns the random text that process 0 sends first, to get a proof of the secret.
 
     `end` is the time, by `time.monotonic`, at which the wait ends. Raises ConnectionBroken if no
-    such text has come by then.
+    random text has come by this time.
     """
     for message in _messages_of_host(connection, end):
         if isinstance(message.get("challenge"), str):

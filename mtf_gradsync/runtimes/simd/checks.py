@@ -185,8 +185,9 @@ def frame_leaders(meetings: Iterable[Meeting]) -> dict[tuple[str, int], int]:
     A frame is TensorFlow's name for one execution of a loop. Cores that exchange data inside a loop
     iterate together in one frame: the frame of the core with the lowest number among them. The
     result's keys are pairs of a loop's frame name and a core; the value is the number of the core
-    whose frame this core uses. A core whose pair is missing needs a frame of its own: if it is in a
-    branch that only some groups take, a frame is executed as a whole or not at all.
+    whose frame this core uses. A core whose pair is missing uses a frame of its own. Other cores
+    must not use this frame: a frame is executed as a whole or not at all, and the loop may be in a
+    branch that only some groups of cores take.
     """
     groups: dict[str, list[tuple[int, ...]]] = {}
     for meeting in meetings:

@@ -133,7 +133,7 @@ class EmulatedGraph:
           name: name of an operation ("loss") or tensor ("loss:0") before the rewriting.
 
         Returns:
-          One name per core, or a single name outside every program.
+          One name per core; for an operation or tensor outside every program, a single name.
 
         Raises:
           KeyError: when the graph has no such operation.

@@ -95,8 +95,9 @@ class _Builder:
     def is_loop_variable(self, name: str) -> bool:
         """Returns whether a node is a loop's ``Merge``, which gives a loop variable's value.
 
-        A loop's ``Merge`` begins each iteration. Its value is the loop variable's initial value in
-        the first iteration, and the value that the last iteration has computed in all others.
+        A loop's ``Merge`` begins each iteration. In the first iteration, its value is the initial
+        value of the loop variable; in every later iteration, it is the value that the iteration
+        before has computed.
         """
         return self._is_merge(name) and any(
             self.facts.is_back_edge(source, name) for source, _ in self.facts.inputs(name)
@@ -231,7 +232,8 @@ class _Level:
     def _waits(self, members: Sequence[str]) -> list[tf.Operation]:
         """Returns the rebuilt operations of this level on which nodes depend by control edges.
 
-        `members` are the names of these nodes; edges between two of them are left out.
+        `members` are the names of the nodes that depend on the returned operations. Control edges
+        between two members are left out.
         """
         sources = {
             source: None

@@ -162,8 +162,8 @@ def session_on(
 ) -> CpuReplicaSession:
     """Returns a session on CPU replicas for a graph whose programs ``tf.tpu.replicate`` made.
 
-    For a program opened with `tpu_program`, use its own ``session`` method, which prepares the
-    graph only once.
+    To open a session for a program that `tpu_program` made, call the program's own method
+    ``session``, which prepares the graph only once.
 
     Args:
       graph: the graph. Operations that initialize, copy and save variables are added to it.
@@ -280,10 +280,10 @@ class Program:
     """A TPU program that is built inside the block of `tpu_program`; afterwards it makes sessions.
 
     Attributes:
-      graph: the ``tf.Graph`` that holds it.
+      graph: the ``tf.Graph`` that holds the program.
       mesh_impl: the ``SimdMeshImpl`` to lower with.
       name: TensorFlow's name of the program.
-      num_replicas: how many cores run it.
+      num_replicas: how many cores run the program.
     """
 
     def __init__(self, graph: tf.Graph, mesh_impl: Any, name: str):
@@ -371,8 +371,8 @@ class Program:
 
         Args:
           key: identifies the runtime and its arguments.
-          make: makes the object. Its attribute ``version`` is the version of the graph it was made
-            from.
+          make: a function that makes the object. The object's attribute ``version`` is the version
+            of the graph that the object was made from.
 
         Raises:
           UnsupportedProgramError: when the program was built to be compiled only.

@@ -135,7 +135,8 @@ class ReplicaSession(abc.ABC):
         Args:
           fetches: a tensor, operation or name of the user's graph, inside or outside the program,
             or a nested structure of them.
-          feed_dict: tensors of the user's graph outside the program -> values.
+          feed_dict: values by the tensors to feed, which are tensors of the user's graph outside
+            the program.
           per_replica: whether to return, for a tensor of the program, the list of its values on all
             cores (in physical order) in place of its value on core 0.
 
@@ -158,8 +159,9 @@ class ReplicaSession(abc.ABC):
         """Returns checksums of each core's copy of each variable, computed on the cores.
 
         Returns:
-          Names of a variable's tf variables on all cores, in physical order -> their checksums.
-          None if TensorFlow holds the values, so that operations of the graph can read them.
+          A dictionary. Each key is the names of a variable's tf variables on all cores, in physical
+          order, and its value is the checksums of these tf variables. The result is None if
+          TensorFlow holds the values, so that operations of the graph can read them.
         """
         return None
 
@@ -192,8 +194,8 @@ class ReplicaSession(abc.ABC):
     ) -> str:
         """Writes a checkpoint of the variables, and returns the path to give to `restore`.
 
-        Any program with the same variables can read it: on another mesh, on another runtime or
-        without a mesh.
+        Any program with the same variables can read the checkpoint: on another mesh, on another
+        runtime or without a mesh.
 
         Args:
           path: prefix of the checkpoint's files.
