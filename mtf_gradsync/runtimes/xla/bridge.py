@@ -74,7 +74,7 @@ def collective(node: tf.NodeDef, data: Sequence[tf.Tensor]) -> list[tf.Tensor]:
 
 
 class Randomness:
-    """Replacements for TensorFlow's stateful random operations, which draw from an explicit state.
+    """Replacements for TensorFlow's stateful random operations, which use an explicit state.
 
     `state` is the handle of an int64 variable ``[STATE_WORDS]`` that holds the state of the random
     numbers.
@@ -102,7 +102,7 @@ class Randomness:
         return made
 
     def end_of_step(self) -> tf.Operation:
-        """Returns an operation that sets the state for the next step: one step more, no draws yet.
+        """Returns an operation that sets the state to the state at the beginning of the next step.
 
         The operation has to run after the step has made all of its random numbers.
         """
@@ -111,7 +111,7 @@ class Randomness:
         return tf.raw_ops.AssignVariableOp(resource=self._state, value=new)
 
     def _draw(self, node: tf.NodeDef, size: int) -> dict[str, Any]:
-        """Returns "key", "counter" and "alg", the arguments of a stateless operation that draws.
+        """Returns "key", "counter" and "alg", the arguments of a stateless random operation.
 
         The method also moves the state on by `size`, so that the next operation gives other random
         numbers. `size` is how many random numbers this operation makes. `node` is the replaced

@@ -95,7 +95,7 @@ def devices_for(
     Raises:
       ValueError: num_cores is not a whole number of 1 or more.
       XlaMissingError: when jax is not installed.
-      DevicesError: when there is no such platform, or it has too few devices.
+      DevicesError: when jax does not have the platform, or the platform has too few devices.
     """
     num_cores = check_whole_number("num_cores", num_cores)
     check_installed("jax", "jaxlib")

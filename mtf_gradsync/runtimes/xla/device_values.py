@@ -186,9 +186,9 @@ class DeviceVariables:
         """Returns a checksum of each variable's value on each core, computed on the core's device.
 
         Returns:
-          A dict with an entry for each variable that is on the devices. Its key is the tuple of the
-          names that the variable has in TensorFlow, one name per core. Its value is the list of the
-          checksums (numpy integers), one per core.
+          A dict with an entry for each variable that is on the devices. The key of an entry is the
+          tuple of the names that the variable has in TensorFlow, one name per core. The value of an
+          entry is the list of the checksums (numpy integers), one per core.
         """
         keys = sorted(self._on_devices)
         if not keys:

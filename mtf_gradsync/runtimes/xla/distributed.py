@@ -50,8 +50,8 @@ def alarm_before_abort() -> tuple[Alarm | None, Callable[[], None]]:
 
     Returns:
       The object from which the watchdog learns of the crash, and a function that restores the
-      previous signal handlers. The first is None if the program uses faulthandler itself, or this
-      is no POSIX system.
+      previous signal handlers. The object is None if the program uses faulthandler itself, or if
+      the system is not POSIX.
     """
     try:
         library = ctypes.CDLL(None)
@@ -220,14 +220,14 @@ def start_processes(
     lost process, and end with the exit code `LOST_PROCESS_EXIT_CODE`.
 
     Args:
-      coordinator: address "host:port" of process 0, as the others see it. The port may be any free
-        port of that machine.
+      coordinator: address "host:port" at which the other processes can reach process 0. The port
+        may be any free port of the machine of process 0.
       num_processes: how many processes there are.
       process_id: this process's number, from 0.
       cpu_devices: the number of CPU devices that this process makes; default the number in
         XLA_FLAGS, or 1.
       timeout: seconds to wait for the other processes.
-      silence: seconds without a sign of life after which a process is lost.
+      silence: seconds without a heartbeat after which a process counts as lost.
       settings: settings that have to be equal in all processes, such as the number of steps, by the
         names that users know. Values are numbers, texts, and what else JSON can hold.
 
@@ -236,9 +236,9 @@ def start_processes(
 
     Raises:
       XlaMissingError: when jax is not installed.
-      ProcessesError: when jax has begun already, its version cannot have CPU devices in several
-        processes, the processes cannot meet, or their settings differ.
-      ValueError: when the arguments are incomplete or make no sense, or no cluster is found.
+      ProcessesError: when jax has begun already, when the version of jax cannot have CPU devices in
+        several processes, when the processes cannot meet, or when their settings differ.
+      ValueError: when arguments are missing or impossible, or when jax finds no cluster.
     """
     check_installed("jax", "jaxlib")
     if distributed_is_initialized():

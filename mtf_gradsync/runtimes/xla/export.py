@@ -145,20 +145,23 @@ def export(
     Args:
       program: the program that `tpu_program` yielded, with the whole model built.
       lowering: see `Program.session`.
-      fetches: name -> tensor of the program; or a list of tensors, which get their operations'
-        names. Operations of the program may be listed, too: they return no value. Every step makes
-        all of the program's updates in any case.
-      folder: the folder to write; nothing is left of it after an error.
+      fetches: a dict from names to tensors of the program; or a list of tensors of the program,
+        which get the names of their operations. Operations of the program may be in the list, too;
+        they return no value. In any case every step makes all of the program's updates.
+      folder: the folder to write. If there is an error, no part of a new folder is left.
       session: a session, on CPU replicas or XLA devices, from which to take the variables' values.
-        With several processes, all have to call `export`, and the process with the first core
-        writes.
+        If the session has several processes, all of them have to call `export`, and the process
+        with the first core writes the folder.
       checkpoint: a checkpoint from which to take the variables' values. Without session and
         checkpoint, variables have their initial values.
-      inputs: names for the program's inputs: name -> tensor that it reads from outside.
-      keep: tensor outside the program -> its value, which is then the same in every step. If the
-        program reads such a tensor directly, a step may still be given another value.
-      seed: the seed for random operations of the program that have none; default a random one. The
-        folder stores it: all runs of the folder draw the same numbers.
+      inputs: names for the program's inputs, as a dict from names to tensors that the program reads
+        from outside.
+      keep: a dict from tensors outside the program to values. Each of these tensors has its value
+        in `keep` in every step. If the program reads such a tensor directly, users of the folder
+        may still give another value at a step.
+      seed: the seed for random operations of the program that have no seed; default a random
+        number. The folder stores the seed, so that all runs of the folder have the same random
+        numbers.
       replace: whether the new folder may replace an exported step in `folder`.
       cache_dir: see `session`.
 

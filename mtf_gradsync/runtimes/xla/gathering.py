@@ -177,7 +177,7 @@ class Cores:
     to call the methods of this class, and give equally many values of the same shapes.
 
     Attributes:
-      devices: devices of all cores, in physical order.
+      devices: the devices of all cores, in the order of the cores' physical numbers.
       local: the numbers of this process's cores.
       local_devices: the devices of this process's cores.
     """
@@ -200,7 +200,7 @@ class Cores:
 
     @property
     def is_first(self) -> bool:
-        """Whether this process is process 0 or has all cores: it does work for all processes.
+        """Whether this process, as process 0 or with all cores, does the work of all processes.
 
         Work that one process does for all processes is writing files, for example.
         """

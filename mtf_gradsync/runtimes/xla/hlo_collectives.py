@@ -31,19 +31,21 @@ class HloCollective:
 
     Attributes:
       operation: the kind of collective, as in "all-reduce"; one of `COLLECTIVES`. If the TPU
-        compiler splits a weight update, it fuses an all-reduce with operations that cut its result,
-        or that join its operands: such an all-reduce is listed as "reduce-scatter" or "all-gather".
+        compiler divides the update of a variable over cores, it fuses an all-reduce with operations
+        that cut the all-reduce's result into parts, or that join parts to make the all-reduce's
+        operands. Such an all-reduce is listed as "reduce-scatter" or "all-gather".
       name: the instruction's name in the module.
       bytes_per_core: bytes that one core puts in, without the padding of the TPU's memory layout.
-      groups: the groups of cores that exchange data; empty if all cores are one group. For
-        "collective-permute", the pairs of source and target.
-      computation: the name of the computation that contains it.
-      inside: the branches and loops around it, outermost first, as in ("branch true of cond.5",
-        "body of while.7"); empty for a collective that runs once on every step.
-      crosses_slices: whether the collective sends data between slices, over the data center
-        network. The compiler writes a sum over several slices as a sum within each slice, a
-        transfer between slices, and another collective within each slice. For the transfer,
-        `groups` is empty. All other groups are within one slice.
+      groups: the groups of cores that exchange data; empty if all cores are one group. For a
+        "collective-permute", each group is a pair: the core that sends and the core that receives.
+      computation: the name of the computation that contains the collective.
+      inside: the branches and loops around the collective, outermost first, as in
+        ("branch true of cond.5", "body of while.7"); empty for a collective that runs once on every
+        step.
+      crosses_slices: whether the collective sends data between TPU slices, over the data center
+        network. The compiler writes a sum over several TPU slices as a sum within each TPU slice, a
+        transfer between TPU slices, and another collective within each TPU slice. For the transfer,
+        `groups` is empty. In all other collectives, the cores of a group are in one TPU slice.
     """
 
     operation: str

@@ -117,15 +117,16 @@ class HostGraph:
 
         Args:
           name: the name of the tensor or operation to fetch, in the user's graph.
-          per_replica: whether the values on all cores are wanted, not that on the first.
+          per_replica: whether the values on all cores are wanted; otherwise only the value on the
+            first core is wanted.
           cores: the cores of the program; the source says which of this process's cores to ask.
 
         Returns:
           The source, whose method `value` picks the fetch's value out of a step's values.
 
         Raises:
-          ValueError: for a fetch in a loop or branch, and for a fetch that belongs to another
-            program of the graph, or needs one.
+          ValueError: if the fetch is in a loop or branch, if it belongs to another program of the
+            graph, or if it needs another program of the graph.
         """
         facts = self.facts
         node_name, number = split_input(name)

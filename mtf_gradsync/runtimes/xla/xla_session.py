@@ -93,8 +93,8 @@ class XlaSession(ReplicaSession):
     `save` returns when the files of the checkpoint exist.
 
     Attributes:
-      steps: steps made so far. A user may set it to the number of steps that earlier runs made;
-        errors of several processes name a step by this number.
+      steps: how many steps were made so far. A user may set `steps` to the number of steps that
+        earlier runs made. If several processes report an error, they name the step by this number.
     """
 
     def __init__(
@@ -169,7 +169,7 @@ class XlaSession(ReplicaSession):
         """Waits until the steps that were dispatched have ended on this process's devices.
 
         Raises:
-          DevicesError: when one of them failed.
+          DevicesError: when one of the steps failed.
           NoUpdateError: when there were too many steps without an update.
         """
         with devices_errors():
@@ -329,7 +329,8 @@ class XlaSession(ReplicaSession):
         Args:
           names: the names of the operations to run, and of the tensors to return.
           feeds: the values to feed, by the name of the tensor.
-          everywhere: the names of all that processes together run; None if they run the same.
+          everywhere: the names of the operations and tensors that any of the processes runs; None
+            if all processes run the same.
         """
         names = sorted(names)
         feeds = {name: copied(value) for name, value in feeds.items()}

@@ -97,39 +97,43 @@ class Estimator(_TensorFlows):
         Args:
           model_fn: takes features and, if it names them, labels, mode, params and config;
             returns an EstimatorSpec or a TPUEstimatorSpec.
-          model_dir: directory of checkpoints and summaries; None takes config's or a temporary one.
-          config: a RunConfig of Estimator or TPUEstimator; None for its defaults. Read are
-            model_dir, session_config, tf_random_seed, save_checkpoints_steps and
-            save_checkpoints_secs, save_summary_steps, log_step_count_steps, keep_checkpoint_max,
-            keep_checkpoint_every_n_hours and tpu_config.num_shards.
-          params: a dict, or anything whose attributes can be set. The model_fn gets a copy with
-            "batch_size" if one is given, "use_tpu" if it was written for TPUEstimator (use_tpu, or
-            a config with a tpu_config), and in a SIMD program "use_tpu" and "context".
+          model_dir: directory of checkpoints and summaries; None takes the model_dir of config, or
+            a temporary directory if config has none.
+          config: a RunConfig of Estimator or TPUEstimator; None for the defaults of a RunConfig.
+            The settings that are used are model_dir, session_config, tf_random_seed,
+            save_checkpoints_steps and save_checkpoints_secs, save_summary_steps,
+            log_step_count_steps, keep_checkpoint_max, keep_checkpoint_every_n_hours and
+            tpu_config.num_shards.
+          params: a dict, or anything whose attributes can be set. The model_fn gets a copy. The
+            copy has "batch_size" if a batch size is given. It has "use_tpu" if the model_fn was
+            written for TPUEstimator, that is, if use_tpu is set or config has a tpu_config. In a
+            SIMD program it has "use_tpu" and "context".
           warm_start_from: the source of values while model_dir has no checkpoint: the path of a
             checkpoint, of its directory or of a SavedModel, for all variables that are trained; or
-            tf.estimator.WarmStartSettings, for those that they choose. Slots and counters begin as
-            in a new run.
+            tf.estimator.WarmStartSettings, for the variables that these settings choose. Slots and
+            counters begin as in a new run.
           use_tpu: whether the model_fn builds a SIMD program, as for a TPU.
           runtime: "placement_mesh", "cpu_replicas" or "xla". None takes "xla" (the devices that
             jax has) if use_tpu is set, and "placement_mesh" otherwise.
           num_cores: cores of a SIMD program; None takes config.tpu_config.num_shards.
           train_batch_size: params["batch_size"] in training; None does not set it.
-          eval_batch_size: the same for evaluation.
-          predict_batch_size: the same for predictions.
+          eval_batch_size: params["batch_size"] in evaluations; None does not set it.
+          predict_batch_size: params["batch_size"] in predictions; None does not set it.
           eval_on_tpu: ignored; evaluation runs where training does.
           export_to_tpu: ignored; exported models run on a host.
-          export_to_cpu: ignored, likewise.
+          export_to_cpu: ignored; exported models run on a host.
           evaluate_with_averages: whether `evaluate`, `predict` and `export_saved_model` take the
             moving averages that the optimizer keeps (`mtf_gradsync.AverageOptimizer`) in place of
             the variables; variables without an average keep their values. Training goes on with the
             variables.
-          skip_damaged_checkpoint: whether, if the newest checkpoint is damaged, training moves its
-            files to "damaged" in model_dir and goes on from an older one; otherwise it raises.
+          skip_damaged_checkpoint: what training does if the newest checkpoint is damaged. If True,
+            training moves the files of the checkpoint to "damaged" in model_dir and goes on from an
+            older checkpoint. If False, training raises a ValueError.
 
         Raises:
           TypeError: model_fn is no function, or warm_start_from neither a path nor settings.
-          ValueError: there is no such runtime, it does not run here, or it needs num_cores; or
-            model_dir differs from the config's.
+          ValueError: there is no runtime of that name; the runtime does not run on this machine, or
+            needs num_cores; or config has another model_dir.
         """
         del eval_on_tpu, export_to_tpu, export_to_cpu
         if not callable(model_fn):
@@ -230,7 +234,7 @@ class Estimator(_TensorFlows):
 
         Args:
           input_fn: takes any of mode, params and config by name; returns a Dataset of features or
-            of (features, labels), or returns such tensors.
+            of (features, labels), or returns features or (features, labels) as tensors.
           hooks: more session hooks.
           steps: how many steps to make; None for all that the input has.
           max_steps: the global step to stop at; nothing is done if a checkpoint has reached it.
@@ -298,16 +302,16 @@ class Estimator(_TensorFlows):
           input_fn: see `train`.
           steps: how many steps to make; None for all that the input has.
           hooks: more session hooks.
-          checkpoint_path: the checkpoint; None takes the newest of model_dir. If there is none, the
-            values to warm start from are evaluated.
+          checkpoint_path: the checkpoint; None takes the newest of model_dir. If model_dir has no
+            checkpoint, the values to warm start from are evaluated.
           name: summaries go to "eval_<name>" in model_dir, or to "eval" without a name.
 
         Returns:
           The mean loss as "loss", the metrics, and "global_step", by name.
 
         Raises:
-          ValueError: there is no checkpoint; it has no averages to evaluate with; the input has no
-            batch; steps is not positive; or a SIMD program's spec has eval_metric_ops.
+          ValueError: there is no checkpoint; the checkpoint has no averages to evaluate with; the
+            input has no batch; steps is not positive; or a SIMD program's spec has eval_metric_ops.
         """
         _check_positive(steps=steps)
         start = self._start(checkpoint_path)
@@ -346,8 +350,8 @@ class Estimator(_TensorFlows):
           Predictions by name, or arrays if the model predicts a single tensor.
 
         Raises:
-          ValueError: there is no checkpoint; it has no averages to predict with; the model predicts
-            no such key; or predictions of a batch differ in length.
+          ValueError: there is no checkpoint; the checkpoint has no averages to predict with; the
+            model does not predict one of predict_keys; or predictions of a batch differ in length.
         """
         start = self._start(checkpoint_path)
         with self._graph():
@@ -380,16 +384,18 @@ class Estimator(_TensorFlows):
           export_dir_base: parent of the new directory, which is named by the time in seconds.
           serving_input_receiver_fn: returns a ServingInputReceiver: features, and what a server
             feeds.
-          assets_extra: files to copy into the directory "assets.extra": the name there -> the file.
+          assets_extra: files to copy into the directory "assets.extra", as a dict from the name
+            that a copy gets to the path of the file.
           as_text: whether to write the graph as text.
-          checkpoint_path: the checkpoint; None takes the newest of model_dir. If there is none, it
-            takes the checkpoint to warm start from.
+          checkpoint_path: the checkpoint; None takes the newest of model_dir. If model_dir has no
+            checkpoint, the checkpoint to warm start from is taken.
 
         Returns:
           The directory.
 
         Raises:
-          ValueError: there is no checkpoint, or it has no averages.
+          ValueError: there is no checkpoint, or evaluate_with_averages is set and the checkpoint
+            has no averages.
         """
         path = checkpoint_path or self.latest_checkpoint()
         if not path and self._warm_start:
@@ -545,8 +551,8 @@ def run_config(
       model_dir: directory of checkpoints and summaries.
       mesh_shape: Mesh-TF's mesh shape, of a mesh of virtual CPU devices; None for other devices.
       tpu_config: a TPUConfig, for TPUEstimator; None makes Estimator's RunConfig.
-      **settings: more settings of RunConfig, such as save_checkpoints_steps. A session_config among
-        them is taken as it is.
+      **settings: more settings of RunConfig, such as save_checkpoints_steps. If session_config is
+        one of the settings, the RunConfig has it without a change.
 
     Returns:
       Estimator's RunConfig, or TPUEstimator's if tpu_config is given.

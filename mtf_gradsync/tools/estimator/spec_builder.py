@@ -87,13 +87,14 @@ class SpecBuilder:
           config: the model_fn's config: where and how often checkpoints are written.
           mesh_shape: Mesh-TF's mesh shape, such as "rows:4;cols:2".
           layout: Mesh-TF's layout rules, such as "batch:rows;hidden:cols".
-          devices: without a TPU, a device string for each processor. None is for training and
-            evaluation virtual CPU devices, which the session has to have (`run_config`), and for
-            predictions the session's default device, so that an exported model loads anywhere.
+          devices: without a TPU, a device string for each processor. If None, training and
+            evaluation use virtual CPU devices, which the session has to have (see `run_config`).
+            Predictions then use the session's default device, so that an exported model can be
+            loaded on any machine.
           autostack: whether Mesh-TF puts variables of one shape into one.
 
         Raises:
-          ValueError: mode is none of the three, or mesh and devices do not fit.
+          ValueError: mode is not "train", "eval" or "infer", or the mesh does not fit the devices.
         """
         modes = (_Modes.TRAIN, _Modes.EVAL, _Modes.PREDICT)
         if mode not in modes:

@@ -169,10 +169,10 @@ def features_and_labels(
 
 @contextlib.contextmanager
 def naming_uneven_batches(input_fn: Callable[..., Any]) -> Iterator[None]:
-    """Turns TensorFlow's error about a batch of wrong size, raised in a ``with`` block.
+    """Turns TensorFlow's error about a batch of wrong size in a ``with`` block into a ValueError.
 
-    In place of TensorFlow's error, a ValueError is raised that says what to do. `input_fn` is the
-    function that gives the batches; the ValueError names it.
+    The ValueError says what to do. `input_fn` is the function that gives the batches; the
+    ValueError names this function.
     """
     try:
         yield

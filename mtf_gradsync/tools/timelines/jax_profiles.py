@@ -318,7 +318,7 @@ def _share_out(
     Args:
       of_operation: the runs in the order in which they began, each after its likely place or None.
       turns: how many runs each place gets.
-      places: the places to give them to.
+      places: the places to give the runs to.
       by_place: the runs of each place, to which these runs are added.
     """
     own: dict[_Place, list[_Found]] = {p: [] for p in places}

@@ -49,9 +49,9 @@ class Collective:
     Attributes:
       bytes_per_core: bytes that a core puts in (on a placement mesh: bytes that it receives); None
         if unknown.
-      variables: the variables whose values its result goes into; None if unknown.
-      is_conditional: whether the collective is in a branch; sums of an update are in one if some
-        steps skip the update.
+      variables: the variables into whose values the collective's result goes; None if unknown.
+      is_conditional: whether the collective is in a branch. If some steps skip the update, the sums
+        of an update are in a branch.
     """
 
     bytes_per_core: int | None = None
@@ -96,11 +96,11 @@ class Recording:
     Attributes:
       runtime: "placement_mesh", "cpu_replicas" or "xla".
       process: the process's number.
-      cores: names of its cores by their numbers.
+      cores: the names of the process's cores, by the cores' numbers.
       steps: the steps, in order; each begins where the step before ends.
-      events: the operations of its cores.
+      events: the runs of operations on the process's cores.
       collectives: the program's collectives, by the names of their events.
-      calls: the work of its host.
+      calls: the work of the process's host.
     """
 
     runtime: str
@@ -128,7 +128,7 @@ class Recording:
         """Returns the recording in a text of `to_json`.
 
         Raises:
-          TimelineError: when the text is something else.
+          TimelineError: when `text` was not made by `to_json`.
         """
         try:
             content = json.loads(text)
@@ -233,7 +233,8 @@ def steps_until(
       ends: when each step ends; may be in any order.
       events: the operations that ran.
       of_updates: names of operations that only run in steps with an update. A step in which one of
-        them begins has updated the variables. If empty, it is not known of any step.
+        them begins has updated the variables. If `of_updates` is empty, it is not known which steps
+        have updated the variables.
     """
     moments = [begin, *sorted(ends)]
     at = sorted(e.begin for e in events if e.name in of_updates)

@@ -65,9 +65,9 @@ class CollectiveTimes:
       name: the collective's name.
       bytes_per_core: bytes that a core puts in at each run (on a placement mesh: bytes that it
         receives); None if unknown.
-      variables: the variables whose values its result goes into; None if unknown.
+      variables: the variables into whose values the collective's result goes; None if unknown.
       milliseconds: how long a core takes for all runs of the collective in a step.
-      exposed: the part of this time in which the core runs nothing else.
+      exposed: the part of `milliseconds` in which the core runs nothing else.
       runs: how often a core runs the collective in a step.
     """
 
@@ -86,14 +86,15 @@ class Table:
     Attributes:
       runtime: "placement_mesh", "cpu_replicas" or "xla".
       steps: how many steps were recorded.
-      update_steps: how many of them updated the variables; None if that is not known.
+      update_steps: how many of the steps updated the variables; None if that is not known.
       cores: the times of the cores of all processes.
       total: the mean over the cores.
       update: the mean over the cores in steps that updated the variables; None if the steps are all
         of one kind, or their kind is not known.
-      other: the same for steps that did not update the variables.
-      operations: the ten that take longest.
-      collectives: the ten with the most bytes.
+      other: the mean over the cores in steps that did not update the variables; None if `update` is
+        None.
+      operations: the ten operations that take longest.
+      collectives: the ten collectives with the most bytes.
     """
 
     runtime: str
@@ -115,7 +116,7 @@ class Table:
         """Returns the table in a text of `to_json`; other attributes in the text are ignored.
 
         Raises:
-          TimelineError: when the text is something else.
+          TimelineError: when `text` was not made by `to_json`.
         """
         try:
             content = json.loads(text)

@@ -29,9 +29,10 @@ class Written(NamedTuple):
     Attributes:
       path: the file.
       events: how many runs of operations the trace shows.
-      dropped: how many of the shortest runs it leaves out, so that the file is not too large.
-      dropped_calls: how many calls of hosts it leaves out.
-      dropped_steps: how many marks of steps it leaves out, in the middle of the recording.
+      dropped: how many of the shortest runs the trace leaves out, so that the file is not too
+        large.
+      dropped_calls: how many pieces of work of the hosts the trace leaves out.
+      dropped_steps: how many marks of steps in the middle of the recording the trace leaves out.
     """
 
     path: Path
@@ -288,7 +289,7 @@ class Timeline:
     """A recording of some steps. Use it as a context manager, around the steps.
 
     Attributes:
-      written: the file that was written last; None before.
+      written: the trace that was written last; None before a trace is written.
     """
 
     def __init__(

@@ -245,7 +245,7 @@ class Operations(NamedTuple):
 def operations_of(
     programs: Iterable[tuple[bytes, ReplicaProgram]], rows: Sequence[CommunicationRow]
 ) -> Operations:
-    """Finds the facts about the operations of compiled programs: names, kinds, users, bytes.
+    """Finds what is known about operations of compiled programs: names, kinds, users, bytes.
 
     Each of `programs` is a pair: a serialized ``HloModuleProto`` of a compiled program, and the
     program of a core from which it was compiled. `rows` lists the collectives of the model's graph
