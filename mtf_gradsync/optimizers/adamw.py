@@ -50,8 +50,9 @@ class InnerOptimizer(mtf.optimize.Optimizer):
         self.slot_dtype = _checked_slot_dtype(slot_dtype)
         if self.slot_dtype == tf.bfloat16 and self.rounding != STOCHASTIC:
             raise ValueError(
-                f"slot_dtype=bfloat16 needs rounding={STOCHASTIC!r}, got {self.rounding!r}: in it, "
-                "rounded to nearest, a mean that decays slowly stands still (0.999 x is x)."
+                f"slot_dtype=bfloat16 needs rounding={STOCHASTIC!r}, got {self.rounding!r}: a "
+                "mean that decays slowly, rounded to the nearest bfloat16 number, does not change "
+                "(0.999 x is rounded to x)."
             )
 
     def apply_grads(

@@ -101,7 +101,8 @@ def rule_of(
     if zero_debias and (counts or not is_number(decay)):
         raise ValueError(
             f"zero_debias needs a decay that is a number, and no num_updates, got {average!r} and "
-            f"num_updates={num_updates!r}: a decay that num_updates lowers has no bias to speak of."
+            f"num_updates={num_updates!r}. With num_updates the first decays are low, so that "
+            "averages hardly depend on the initial values."
         )
     decay = float(decay) if is_number(decay) else decay
     return AverageRule(decay, num_updates if counts else None, zero_debias)

@@ -173,8 +173,9 @@ class ByVariable(mtf.optimize.Optimizer):
         group = self._group_of(var)
         if group.clip_norm is not None:
             raise ValueError(
-                f"{self.name}: the gradients of the group {group.name!r} are clipped by their norm "
-                f"together, and apply_grad has that of {var.name!r} alone: call apply_grads."
+                f"{self.name}: the gradients of the group {group.name!r} are clipped by the norm "
+                "of all of them, and apply_grad gets the gradient of "
+                f"{var.name!r} alone: call apply_grads."
             )
         return self.apply_grads([grad], [var])
 
@@ -192,7 +193,7 @@ class ByVariable(mtf.optimize.Optimizer):
     def _group(self, pair: Any, opt: Any) -> _Group:
         if not isinstance(pair, (tuple, list)) or len(pair) != 2:
             raise TypeError(
-                f"{self.name}: a group is a pair of which variables and what updates them, such as "
+                f"{self.name}: a group is a pair (which variables, what updates them), such as "
                 f'("bias", {{"weight_decay_rate": 0.0}}), got {pair!r}.'
             )
         which, what = pair
@@ -223,9 +224,9 @@ class ByVariable(mtf.optimize.Optimizer):
         """
         if not isinstance(make, type) and hasattr(make, "apply_grads"):
             raise TypeError(
-                f"{self.name} got the optimizer {make!r}, whose arguments are set, and "
-                f"{changes!r} for {which!r}. Give a class or factory as opt, such as "
-                "functools.partial(gs.AdamWOptimizer, learning_rate=0.001) (in gin: "
+                f"{self.name} cannot give the arguments {changes!r} of the group {which!r} "
+                f"to the optimizer {make!r}, whose arguments are set. Give a class or factory as "
+                "opt, such as functools.partial(gs.AdamWOptimizer, learning_rate=0.001) (in gin: "
                 f"`{self.name}.opt = @AdamWOptimizer`, without parentheses)."
             )
         rate = {} if self._learning_rate is NOT_GIVEN else {"learning_rate": self._learning_rate}
@@ -236,8 +237,8 @@ class ByVariable(mtf.optimize.Optimizer):
             if "learning_rate" in changes or of_opt.get("learning_rate") is None:
                 raise TypeError(
                     f'{self.name}: "learning_rate_factor" for {which!r} multiplies the learning '
-                    f"rate of {opt!r}, so the group has no learning_rate of its own, and that of "
-                    f"opt is given: {self.name}(opt, groups, learning_rate=0.001)."
+                    f"rate of {opt!r}. This works if the group has no learning_rate of its own, "
+                    f"and that of opt is given: {self.name}(opt, groups, learning_rate=0.001)."
                 )
             arguments["learning_rate"] = _times(of_opt["learning_rate"], factor)
         try:

@@ -167,7 +167,7 @@ class CrossShardOptimizer(Wrapper):
                 raise ValueError(
                     f"group_assignment={self._groups!r} sums within groups of shards, but all "
                     f"shards share the variable {variable.name!r} of shape "
-                    f"{variable.shape.to_string}: it would get a different value in each group. "
+                    f"{variable.shape.to_string}, which would get another value in each group. "
                     "Give the variable the shard dims, or do not give group_assignment."
                 )
             mine = self._sums_of_copies(variable, place)

@@ -151,7 +151,7 @@ class TrainOptimizerInterface:
         if isinstance(counter, mtf.Mesh) and counter.graph is not mesh.graph:
             raise ValueError(
                 f"global_step must be of the mtf graph of the variables, got {global_step!r} of "
-                "another one."
+                "another graph."
             )
         operations = self.apply_grads(grads, variables, **kwargs)
         if global_step is not None:
@@ -275,8 +275,9 @@ class TrainOptimizerInterface:
         if len(said) > 1:
             found = " and ".join(f"{w.name} has {reduction!r}" for reduction, w in said.items())
             raise ValueError(
-                f"The loss of shape {loss.shape.to_string} is one for each shard, and a stack "
-                f"joins these by one reduction, but {found}: give both the same."
+                f"The loss of shape {loss.shape.to_string} has one value for each shard, and "
+                "all wrappers of a stack have to join these values by the same reduction, but "
+                f"{found}."
             )
         return 1.0 if tf.losses.Reduction.SUM in said else 1.0 / num_shards
 
@@ -319,9 +320,9 @@ def _warn_of_other_dims(
         if split:
             warn_once(
                 "loss with other dims",
-                "%s: the loss of shape %s is one for each shard along %s, and is summed along %s, "
-                "which a layout splits, too. If the batch is split along these, name them in "
-                "batch_dims.",
+                "%s: the loss of shape %s has one value for each shard along %s, and is summed "
+                "along %s, which a layout splits, too. If the batch is split along "
+                "these dimensions, name them in batch_dims.",
                 kind,
                 shape.to_string,
                 shards,

@@ -245,7 +245,8 @@ class LossScaleOptimizer(ReportsSkips):
             kind = type(skipping[0]).__name__
             raise ValueError(
                 f"max_steps_without_update={self._limit!r}: {kind} inside "
-                f"{type(self).__name__} decides which steps are skipped; give it to {kind}."
+                f"{type(self).__name__} decides which steps are skipped; give this limit to "
+                f"{kind}."
             )
 
     def stages(self, place: Place) -> list[Stage]:
@@ -395,8 +396,8 @@ class _SkipNotFinite(Stage):
         if wrapper.name in losses.applied:
             raise ValueError(
                 f"{wrapper.name} has applied gradients in this graph already, but it has to decide "
-                "for all variables together whether to skip a step: give apply_grads all of them "
-                "at once."
+                "for all variables together whether to skip a step: give apply_grads the "
+                "gradients of all of them at once."
             )
         losses.applied |= {wrapper.name}
         before = wrapper._state_of(gradients.variables[0].mesh)

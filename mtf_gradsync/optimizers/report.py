@@ -280,8 +280,8 @@ def _what_was_reduced(opt: Any, axes: ReplicaAxes | None) -> tuple[Reduced, Repl
     if skips is not None:
         raise ValueError(
             f"{type(skips).__name__} skips gradients of some replicas on some steps, so that norms "
-            "before and after its sum are not of one batch: gradient_noise_scale needs another "
-            "wrapper."
+            "before and after the sum over replicas are not of the same batch: "
+            "gradient_noise_scale needs another wrapper."
         )
     meshes = {g.mesh for g in opt.step.received[0].present} if opt.step.received else set()
     if len(meshes) > 1:
@@ -297,8 +297,8 @@ def _what_was_reduced(opt: Any, axes: ReplicaAxes | None) -> tuple[Reduced, Repl
             "are on one shard" if axes and axes.num_shards == 1 else "were not summed over shards"
         )
         raise ValueError(
-            f"The gradients {what}, but gradient_noise_scale compares several shards. Give axes= "
-            "if there are several."
+            f"The gradients {what}, but gradient_noise_scale compares several shards. If "
+            "there are several, give the replica axes by axes=."
         )
     return reduced, axes
 

@@ -371,7 +371,7 @@ def test_what_needs_one_mesh_says_what_would_do(wrapper, words):
     before = list(graph.operations), list(graph.all_variables)
     given = {"reducer": gs.LowRankAllReduce()} if words == "LowRankAllReduce" else {}
     optimizer = wrap(wrapper, sgd(), {"axes": AXES}, **given)
-    with pytest.raises(ValueError, match=r"'one'.*'two'.* on different ones") as found:
+    with pytest.raises(ValueError, match=r"'one'.*'two'.* on different meshes") as found:
         optimizer.apply_grads(grads, variables)
     assert words in str(found.value)
     assert before == (graph.operations, graph.all_variables)

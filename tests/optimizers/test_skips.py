@@ -274,7 +274,7 @@ def test_a_program_that_fetches_nothing_hears_of_it_a_few_steps_later(caplog, ca
 
 
 def test_the_limit_around_accumulation_belongs_to_it():
-    with pytest.raises(ValueError, match="give it to GradientAccumulationOptimizer"):
+    with pytest.raises(ValueError, match="give this limit to GradientAccumulationOptimizer"):
         loss_scale(accumulation(**AXES))
 
 

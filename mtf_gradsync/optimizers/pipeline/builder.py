@@ -273,7 +273,8 @@ class StepBuilder(StepConditions):
             kind = type(stage).__name__
             raise TypeError(
                 f"{kind} needs both or neither: a condition, which says that all that comes after "
-                "it runs in some steps only, and apply that returns gradients.only_when(...)."
+                "it runs in some steps only, and a method apply that returns "
+                "gradients.only_when(...)."
             )
         return gradients
 

@@ -482,5 +482,5 @@ def check_meshes(
         raise ValueError(
             f"{needs_one[0]} needs to know the shards, and shards are of one mesh, but "
             f"the variables {some_of([repr(v.name) for v in first.values()])} are on different "
-            f"ones. {needs_one[1]}."
+            f"meshes. {needs_one[1]}."
         )

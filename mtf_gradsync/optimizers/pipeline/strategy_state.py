@@ -299,7 +299,7 @@ def reduce_by_strategy(
     if len(first) > 1:
         raise ValueError(
             f"{type(strategy).__name__} keeps state for the cores of one mesh, but the variables "
-            f"{', '.join(first.values())} are on different ones: make a {reduction.name} for the "
+            f"{', '.join(first.values())} are on different meshes: make a {reduction.name} for the "
             "variables of each mesh, each with a name= of its own, or give reducer= a strategy "
             "without state."
         )

@@ -114,8 +114,8 @@ def agreed_weights(
         if any(one.in_loop and one.weights is not None for one in its):
             raise ValueError(
                 f"The gradient of {variable.name!r} was computed with weights in the body of a "
-                "loop, and the step knows nothing of these: there, divide the loss by the tokens "
-                "of the whole loop, and give the step's weights to apply_grads."
+                "loop, and these weights are not known outside of it. In the loop, divide the loss "
+                "by the tokens of the whole loop, and give the step's weights to apply_grads."
             )
         for one in its:
             if one.weights is None:
@@ -127,18 +127,20 @@ def agreed_weights(
     other = [x for key, x in first.items() if weights is None or key != _key(weights)]
     if len(other) > (weights is None):
         (one, name) = other[-1]
-        before = f"{weights!r}" if weights is not None else f"{other[0][0]!r}, of {other[0][1]!r}"
+        before = f"{weights!r}" if weights is not None else f"{other[0][0]!r} of {other[0][1]!r}"
         raise ValueError(
             f"The gradients of a step have one weight, but the gradient of {name!r} was computed "
-            f"with weights={one!r}, and there is {before}. Give each loss an optimizer of its own."
+            f"with weights={one!r}, and the step has weights={before}. Give each loss an "
+            "optimizer of its own."
         )
     if weights is None:
         weights = other[0][0] if other else None
         if weights is not None and without:
             raise ValueError(
                 f"The gradient of {without!r} was computed without weights, that of "
-                f"{other[0][1]!r} with weights={weights!r}: a step has one weight for all. Give it "
-                "to compute_gradients for each loss, or to apply_gradients."
+                f"{other[0][1]!r} with weights={weights!r}: a step has one weight for all "
+                "gradients. Give this weight to compute_gradients for each loss, or to "
+                "apply_gradients."
             )
     if equal and isinstance(weights, mtf.Tensor) and weights.shape.dims:
         raise ValueError(
@@ -195,7 +197,7 @@ def weights_of(weights: Any, mesh: mtf.Mesh, axes: ReplicaAxes | None) -> Weight
     if tensor.mesh is not mesh:
         raise ValueError(
             f"weights={weights!r} have shard dims and are on another mesh than the gradients: give "
-            "those of the gradients' mesh, or a scalar."
+            "weights on the gradients' mesh, or a scalar."
         )
     total = mtf.reduce_sum(tensor)
     return Weights(total, None if axes is None else _by_shard(tensor, axes))
@@ -223,8 +225,8 @@ def _by_shard(weights: mtf.Tensor, axes: ReplicaAxes) -> mtf.Tensor:
     for dim in kept:
         if by_name[dim.name].size % dim.size:
             raise ValueError(
-                f"weights has the size {by_name[dim.name].size} along {dim.name!r}, of which each "
-                f"of {dim.size} shards cannot have an equal part."
+                f"weights has the size {by_name[dim.name].size} along {dim.name!r}, which is no "
+                f"multiple of {dim.size}, the number of shards."
             )
     given = mtf.Shape([by_name[d.name] for d in kept])
     weights = mtf.transpose(_summed_to(weights, given), given)
@@ -256,8 +258,9 @@ def weighted_loss(loss: mtf.Tensor, weights: Any, names: Sequence[str]) -> mtf.T
         return loss
     if any(d not in loss.shape.dims for d in weights.shape.dims):
         raise ValueError(
-            f"The loss of shape {loss.shape.to_string} is one for each shard, so that weights must "
-            f"have its shard dims, got the shape {weights.shape.to_string}."
+            f"The loss of shape {loss.shape.to_string} has one value for each shard, so that "
+            "weights must have shard dims of the loss, got weights of shape "
+            f"{weights.shape.to_string}."
         )
     tensor = _as_tensor(weights, loss.mesh)
     count, total = float(tensor.shape.size), mtf.reduce_sum(tensor)

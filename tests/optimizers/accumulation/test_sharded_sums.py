@@ -363,5 +363,5 @@ def test_needs_a_mesh_and_one_alone(fresh_graph):
         mtf.get_variable(mtf.Mesh(graph, name), name, mtf.Shape([mtf.Dimension("d", 4)])).operation
         for name in ("v", "w")
     ]
-    with pytest.raises(ValueError, match=r"are on different ones.*accumulate='synced'"):
+    with pytest.raises(ValueError, match=r"are on different meshes.*accumulate='synced'"):
         stack("2", "sharded", is_sharded=False).apply_grads([v.value for v in variables], variables)
