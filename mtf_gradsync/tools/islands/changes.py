@@ -10,9 +10,9 @@ lengths of a variable's changes separately from their directions.
 Some variables are averaged over islands and not trained: those whose names begin with `MEAN`. They
 become the weighted mean of the islands' values, with no learning rate and no momentum.
 
-A change is sent in float32, in bfloat16, or in integers of 8 or 4 bits with a scale for each block
-of numbers. An island adds the rounding errors of a change to its next change (error feedback), as
-`QuantizedAllReduce` does with gradients.
+A change is sent in float32, in bfloat16, or in integers of 8 or 4 bits. Each block of integers has
+a scale, by which its integers are multiplied. An island adds the rounding errors of a change to its
+next change (error feedback), as `QuantizedAllReduce` does with gradients.
 """
 
 from __future__ import annotations
@@ -63,7 +63,8 @@ class Change(NamedTuple):
 
     Attributes:
       weight: the weight of the change in the mean.
-      scale: a factor for the change of trained variables: 1 unless the change is too long.
+      scale: a factor for the change of trained variables: 1, or less if the change is longer than
+        `MergeSettings.max_norm` allows.
       tensors: a dictionary from the names of variables to the values that the island began with,
         minus its values now.
     """
@@ -120,7 +121,7 @@ def scale_of(change: Length, others: Sequence[Length], max_ratio: float) -> floa
     """Returns the factor that makes a change at most `max_ratio` times as long as usual.
 
     The usual length of a change is the median of `others`: the lengths of other islands' changes
-    for the same version, and of the same island's changes for earlier versions. If a change in
+    for the same version, and of earlier changes of the island that made `change`. If a change in
     `others` has fewer steps than `change`, its length is first multiplied by the number of steps of
     `change`, divided by its own. The factor is 1 if the change is short enough, if `others` is
     empty, or if `max_ratio` is 0.
@@ -249,7 +250,7 @@ def decoded(stored: Stored, specs: Mapping[str, TensorSpec]) -> dict[str, np.nda
     if form not in FORMS or set(stored.tensors) != wanted:
         raise DamagedObjectError(
             f"The contribution of the island {stored.facts.island!r} has {len(stored.tensors)} "
-            f"tensors in the form {form!r}, and this program has {len(specs)} other variables."
+            f"tensors in the form {form!r}: they do not fit this program's {len(specs)} variables."
         )
     for name, spec in specs.items():
         value = stored.tensors[name]

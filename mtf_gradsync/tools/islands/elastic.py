@@ -82,9 +82,9 @@ class ElasticIslands:
       folder: path or URL of the folder that all islands share; "" for a run that is no island.
       name: the island's name; default the name of the run's directory.
       parts: the number of parts that the data are divided into. This island learns from one part;
-        see `claim_part`. With 1 each island learns from all data. Prime numbers are good: then
-        islands that go on get all data in turn. Data sets that do not take parts themselves are
-        read whole.
+        see `claim_part`. With 1 each island learns from all data. A data set that does not take
+        parts itself is read completely and repeated, and each `parts`-th example is used: if
+        `parts` is a prime number, an island then uses all examples in turn.
     """
 
     folder: str = ""

@@ -386,8 +386,8 @@ class Folder:
           expected: the checksum that the object must have; None only checks the object against the
             checksum that it contains.
           kind: the class of the facts.
-          most: the largest allowed size in bytes; None allows any. With `specs` the size follows
-            from them, and `most` is ignored.
+          most: the largest allowed size in bytes; None allows any. If `specs` is not None, the size
+            follows from `specs`, and `most` is ignored.
 
         Raises:
           DamagedObjectError: the object is damaged, was not written by an island or a merger, or

@@ -44,7 +44,7 @@ def check_island_name(name: Any) -> None:
     """
     if not isinstance(name, str) or not ISLAND_NAME.fullmatch(name):
         raise ValueError(
-            f"The name of an island is of letters, digits, '.', '_' and '-', got {name!r}."
+            f"The name of an island consists of letters, digits, '.', '_' and '-', got {name!r}."
         )
 
 
@@ -197,8 +197,8 @@ class Island:
 
         Args:
           session: a session in which variables are initialized or restored from a checkpoint.
-          step: the number of steps that the island has made before. Afterwards the attribute `step`
-            may be larger, since it follows the version's.
+          step: the number of steps that the island has made before. After `begin` the attribute
+            `step` may be larger: if `follow` is "version", it is raised to the version's step.
           checkpoint: path of the checkpoint from which the session was restored. If `save` has
             written a file beside it, the island also contributes what it had learned by then.
 
@@ -594,8 +594,8 @@ class Island:
             to decide or the island ends. It is only recorded in the journal.
 
         Returns:
-          Whether the contribution is surely in the folder. It is not if there was nothing to
-          contribute, or if the folder failed.
+          Whether the contribution is surely in the folder. The result is False if there was nothing
+          to contribute, or if the folder failed.
         """
         assert self.version is not None
         learning = self._learning

@@ -1,9 +1,9 @@
 """The file beside an island's checkpoint, which saves what the island has not contributed yet.
 
-A checkpoint has the island's values when it was written. The island's change since its last
-contribution is the difference between the checkpoint's values and the values from which the island
-went on after that contribution. The file beside the checkpoint has these earlier values, and the
-island's contributions that no version contains yet.
+A checkpoint has the values of the island when the checkpoint was written. The island's change since
+its last contribution is its values at that contribution minus the checkpoint's values. The file
+beside the checkpoint has these earlier values, and the island's contributions that no version
+contains yet.
 """
 
 from __future__ import annotations
@@ -62,15 +62,15 @@ class Learned(msgspec.Struct, frozen=True, kw_only=True):
       number: the number of the last contribution in this run.
       events: the number of events that the journal has of this run.
       version: the version from which the island went on.
-      counts: the counters that schedules follow (global step, updates), as of the begin of what is
-        not contributed yet.
+      counts: the counters that schedules follow (global step, updates), as they were before the
+        updates that are not contributed yet.
       since: the number of updates since the last contribution.
       tokens: for each fragment (set of variables that are merged together), the tokens since its
         last contribution.
       waiting: the tokens of steps whose gradients are accumulated and in no update yet; None if
         that is unknown.
       is_sent: whether the last of `attempts` may still be merged.
-      attempts: contributions to the version.
+      attempts: the names and counts of the contributions that the island has made to the version.
     """
 
     island: str
@@ -133,8 +133,8 @@ class SavedIsland(NamedTuple):
 
         Args:
           checkpoint: the path of the checkpoint, such as "/run/model.ckpt-100".
-          before: the path of the checkpoint before it, or None. The file beside it stays, as a
-            process that is killed now has to begin from that one.
+          before: the path of the checkpoint before this one, or None. The file beside the earlier
+            checkpoint stays: a process that is killed now has to begin from there.
 
         Raises:
           FolderError: the new file cannot be written.

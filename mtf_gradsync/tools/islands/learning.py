@@ -45,8 +45,8 @@ class Learning:
       attempts: a dictionary from the names of contributions to the version to what they contained.
       since: the number of updates since the last contribution.
       tokens: for each fragment, the tokens since its last contribution.
-      counts_before: the counters that schedules follow (global step, updates), as of the begin of
-        what is not contributed yet.
+      counts_before: the counters that schedules follow (global step, updates), as they were before
+        the updates that are not contributed yet.
     """
 
     def __init__(self, specs: Mapping[str, TensorSpec]):
@@ -98,7 +98,7 @@ class Learning:
         self._residual, self._waiting_tokens = dict(saved.residual), learned.waiting
 
     def saved(self, island: str, life: int, number: int, events: int) -> SavedIsland:
-        """Returns the content of the file beside a checkpoint, from which `restore` goes on.
+        """Returns the content of the file beside a checkpoint, which `restore` takes.
 
         Args:
           island: the island's name.
@@ -247,7 +247,7 @@ class Learning:
             kept; if not, the version contains it.
 
         Returns:
-          A dictionary from the names in `merged` to what is to be added to their values.
+          A dictionary from the names in `merged` to what is to be added to the values in `merged`.
         """
         sent = self.sent
         before = {name: wide(x) for name, x in (sent.values if sent else {}).items()}

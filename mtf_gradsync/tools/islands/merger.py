@@ -233,8 +233,8 @@ class Merger:
     def _go_on(self, place: Lease, on_version: Callable[[Decision], None]) -> bool:
         """Makes the next version if it is due.
 
-        The first call of the method reads the folder's newest version. It makes the next version
-        only if the folder has a decision on this version already.
+        The first call of the method reads the folder's newest version. If the folder has a decision
+        on the next version already, the first call also makes that version.
 
         Args:
           place: the lease to merge, which this process has.

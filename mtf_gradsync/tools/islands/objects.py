@@ -9,7 +9,7 @@ contributions/00000007/NAME@3-1.safetensors   island NAME's first change to vers
                                         third run (life) of its process
 contributions/00000007/NAME@3-1.refused why that change is not merged
 offers/NAME.safetensors                 values that an island offers for version 0
-merger/00000002.json, .beat, .left      which process merges; its signs of life; that it has left
+merger/00000002.json, .beat, .left      which process merges; its heartbeats; that it has left
 members/NAME@00000003.json, ...         the same for the process of an island
 journal/NAME/00000003-000000.jsonl      what happened to an island in the third run of its process
 damaged/                                damaged objects, moved away so that they can be made again
@@ -68,7 +68,8 @@ class Contribution(ContributionFacts, frozen=True, kw_only=True):
       checksum: the checksum of that object.
       weight: the weight of the change in the mean.
       norm: the length of the change over all trained variables.
-      scale: a factor for the change: 1 unless the change is too long.
+      scale: a factor for the change: 1, or less if the change is longer than
+        `MergeSettings.max_norm` allows.
     """
 
     object: str
@@ -183,7 +184,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MadeBy(msgspec.Struct, frozen=True):
-    """The facts in an object with a version's values or momenta: the decision on the version."""
+    """The decision on a version, as an object with the version's values or momenta contains it."""
 
     decision: Decision
 

@@ -31,7 +31,7 @@ def narrow_dtypes(losses: Sequence[mtf.Tensor]) -> list[str]:
 
 
 class _Flow(NamedTuple):
-    """Two facts of a tensor in the forward pass.
+    """What is known of a tensor in the forward pass.
 
     Attributes:
       is_summed: whether the tensor depends on a sum over the batch.
@@ -340,7 +340,7 @@ def lowered_elsewhere(recorded: Any, mesh_shape: str) -> str:
     """Returns the mesh shape that a program used in place of the one it was asked to use.
 
     Args:
-      recorded: the `RecordedProgram` with the facts recorded when the program was built.
+      recorded: the `RecordedProgram` that was made when the program was built.
       mesh_shape: the mesh shape that the program was asked to use, such as "batch:4;model:2".
 
     Returns:

@@ -98,7 +98,7 @@ def default_divisions(
 
     Args:
       base: the program's own division.
-      recorded: the facts recorded when the program was built.
+      recorded: what was recorded when the program was built.
       kinds: the kinds of divisions to return, out of `KINDS`. "mesh" adds none, since it stands for
         the program's own division.
       k_of_stack: the number of steps whose gradients the program's own stack accumulates.

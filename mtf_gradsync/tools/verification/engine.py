@@ -46,7 +46,7 @@ class Outcome(NamedTuple):
     """The results of running a division.
 
     Attributes:
-      recorded: the facts recorded when the program was built in this division.
+      recorded: what was recorded when the program was built in this division.
       losses: for each update the mean loss of its steps, weighted if the program gives weights.
       gradients: for each update, a dictionary from the names of variables to their gradients.
       values: a dictionary from names to values after the last update, for all variables except
@@ -416,7 +416,7 @@ def _moved(values: Values, recorded: RecordedProgram) -> dict[str, np.ndarray]:
 
     Args:
       values: a dictionary from names to the values of all variables.
-      recorded: the facts recorded when the program was built; it says which variables are trained.
+      recorded: what was recorded when the program was built; it says which variables are trained.
 
     Returns:
       A dictionary from the names of the trained variables to the new values, in float64.
@@ -466,7 +466,7 @@ def _is_updated(recorded: RecordedProgram, before: Values, after: Values) -> boo
     a step makes an update if it changes trained variables.
 
     Args:
-      recorded: the facts recorded when the program was built.
+      recorded: what was recorded when the program was built.
       before: a dictionary from the names of all variables to their values before the step.
       after: the same after the step.
     """

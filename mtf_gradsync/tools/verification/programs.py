@@ -127,7 +127,7 @@ class BuiltDivision(NamedTuple):
       division: the division.
       graph: the TensorFlow graph of the program.
       program: the SIMD program; None on a placement mesh.
-      recorded: the facts recorded while the program was built.
+      recorded: what was recorded while the program was built.
       inputs: the placeholders of a batch.
       loss: the mean loss.
       weight: the weight of the loss; None if the program gives none.

@@ -64,7 +64,7 @@ class Changes(NamedTuple):
 
 
 class RecordedProgram:
-    """The facts of a program, recorded while it was built.
+    """The record of a program, made while the program was built.
 
     Attributes:
       stack: labels of the wrappers, from the outside in. A label is the name of the class; from the

@@ -45,7 +45,7 @@ class Reference(NamedTuple):
       by_order: a dictionary from the names of variables to the errors of their gradients if the
         examples are in another order; it has only errors larger than rounding.
       counted_first: if an update has several steps, the outcome with the program's own counters as
-        of the first of them instead of the last; None if there are no such counters.
+        of the update's first step in place of its last; None if there are no such counters.
       counted_after: the outcome with the program's counters advanced before the update; None if
         there are no counters.
       step_by_step: the outcome of the program's microbatch steps one by one on one core. It serves
@@ -342,7 +342,7 @@ def _loss(outcome: Outcome) -> dict[str, np.ndarray]:
 def _exact_where_rounding(
     outcome: Outcome, exact: Outcome, expected: Mapping[str, float]
 ) -> dict[str, np.ndarray]:
-    """Returns a division's values, but the reference's where a gradient is only rounding.
+    """Returns a division's values, with the reference's values where a gradient is only rounding.
 
     If an element of a gradient is no larger than rounding errors, its sign may be wrong. An
     optimizer such as Adam makes a full step even from such an element, so that an element of the

@@ -195,7 +195,7 @@ class Verifier:
         return None
 
     def _with_constant_statistics(self, division: Division) -> tuple[Division, tuple[str, ...]]:
-        """Replaces the model's statistics over the batch by constants, if steps of a division vary.
+        """Replaces statistics over the batch by constants if a division's steps use parts of it.
 
         Statistics over a microbatch, or over a batch without the examples of a masked shard, are
         not those over the whole batch.

@@ -291,7 +291,7 @@ def test_one_of_the_islands_may_be_the_merger(folder):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"name": "../one"}, "The name of an island is of letters"),
+        ({"name": "../one"}, "The name of an island consists of letters"),
         ({"inner_steps": 0}, "inner_steps must be a whole number of at least 1"),
         ({"wait": "long"}, "wait must be one of grace, none, got 'long'"),
         ({"form": "int2"}, "form must be one of float32, bfloat16, int8, int4"),
