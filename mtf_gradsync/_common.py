@@ -37,8 +37,8 @@ def some_of(names: Sequence[str], most: int = 3) -> str:
 def some_lines(lines: Sequence[str], most: int = 3) -> str:
     """Returns the first `most` of `lines` as one text, which ends with how many others there are.
 
-    Each of `lines` has to begin with a line break. The end is a line such as "  and 31 more", and
-    is left out if there are no others.
+    Each of `lines` has to begin with a line break. The last line of the text is one such as
+    "  and 31 more", and is left out if there are no other lines.
     """
     more = [f"\n  and {len(lines) - most} more"] if len(lines) > most else []
     return "".join([*lines[:most], *more])
@@ -47,7 +47,7 @@ def some_lines(lines: Sequence[str], most: int = 3) -> str:
 def counted(names: Sequence[str], noun: str) -> str:
     """Returns text such as "34 variables: a, b, c and 31 more", or "variable a" for one name.
 
-    `noun` is what the names are names of, in the singular: here "variable".
+    `noun` says in the singular what the names are names of, such as "variable".
     """
     if len(names) == 1:
         return f"{noun} {names[0]}"

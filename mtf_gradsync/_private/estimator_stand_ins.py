@@ -1,7 +1,7 @@
 """Stand-ins for Estimator's specs and configs, as plain data, for TensorFlow without Estimator.
 
-With them `mtf_gradsync.estimator.Estimator` runs a model_fn that was written for Estimator or
-TPUEstimator. Fields and defaults are TensorFlow 2.15's.
+With these stand-ins, `mtf_gradsync.estimator.Estimator` runs a model_fn that was written for
+Estimator or TPUEstimator. Their fields and defaults are those of TensorFlow 2.15.
 """
 
 from __future__ import annotations
@@ -306,7 +306,8 @@ def _estimator_stand_in() -> types.ModuleType:
 def restore_estimator(modules: list[Any]) -> None:
     """Sets the attribute ``estimator`` of modules that lack it to one stand-in module.
 
-    `modules` are TensorFlow's modules that had this attribute.
+    `modules` are the modules of TensorFlow that had the attribute ``estimator`` in earlier
+    versions.
     """
     made = [module.estimator for module in modules if hasattr(module, "estimator")]
     stand_in: Any = next((one for one in made if isinstance(one, _StandInModule)), None)

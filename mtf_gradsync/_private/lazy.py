@@ -2,8 +2,8 @@
 
 `import mtf_gradsync` loads only what optimizer wrappers need. Runtimes and tools load when they are
 first used (PEP 562), whichever way a program names them: ``mtf_gradsync.xla``, ``from mtf_gradsync
-import xla``, or ``import mtf_gradsync.xla``. The last one finds the module in the folder that it
-was moved to, so that no module is ever loaded twice.
+import xla``, or ``import mtf_gradsync.xla``. The last of these finds the module in the folder that
+the module was moved to, so that no module is ever loaded twice.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ def lazy_names(
 
     Args:
       package: the package's name.
-      places: maps each name to the full name of the module that has it. If the name is itself a
-        module's, this is the full name of that module.
+      places: maps each name to the full name of the module that has the name. A name of a module is
+        mapped to the full name of the module itself.
     """
 
     def get(name: str) -> Any:
@@ -45,9 +45,9 @@ def lazy_names(
 class _MovedPackage(ModuleType):
     """The class of a package whose modules can also be imported by earlier names.
 
-    Python ends each such import by setting the module as an attribute of its package. This class
-    ignores that if the package already has another attribute of that name. For example,
-    `mtf_gradsync.xla.session` is a function.
+    Python ends the import of a module by setting the module as an attribute of its package. If the
+    package already has another attribute of that name, this class keeps the other attribute. For
+    example, `mtf_gradsync.xla.session` is a function, and stays one.
     """
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -93,7 +93,7 @@ class _EarlierNames(MetaPathFinder, Loader):
     def exec_module(self, module: ModuleType) -> None:
         """Gives a moved module its own spec back, which the import system has replaced.
 
-        It does not run the module again.
+        The code of the module is not run again.
         """
         assert module.__spec__ is not None
         module.__spec__ = module.__spec__.loader_state

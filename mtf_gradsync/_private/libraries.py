@@ -1,18 +1,19 @@
 """Imports the libraries ``tf`` and ``mtf``, and makes ``mesh_tensorflow`` importable.
 
-Mesh-TensorFlow 0.1.21 was written for the TensorFlow of 2022. Later versions moved or dropped names
-that it needs while it is imported:
+Mesh-TensorFlow 0.1.21 was written for the TensorFlow of 2022. Later versions of TensorFlow moved or
+dropped names that Mesh-TensorFlow needs while it is imported:
 
-- ``ops.register_tensor_conversion_function``: moved to another module in 2.13;
+- ``ops.register_tensor_conversion_function`` is in another module from TensorFlow 2.13 on;
 - ``tf.estimator`` (also read by ``gin.tf``), ``tensorflow.python.tpu.tpu_config`` and
-  ``.tpu_estimator``: gone from 2.16 on.
+  ``.tpu_estimator`` are gone from TensorFlow 2.16 on.
 
-Importing this module adds missing names, and nothing else. Specs and configs of Estimator are data,
-and work; its session hooks are those of ``tf.train``. Names that really need Estimator can be
-imported, subclassed and used in annotations; calling one raises an error that says what to use.
+Importing this module adds missing names, and nothing else. Specs and configs of Estimator are plain
+data, and their stand-ins work; the session hooks of ``tf.estimator`` are those of ``tf.train``.
+Names that really need Estimator can be imported, subclassed and used in annotations; calling such a
+name raises an error that says what to use.
 
-``mesh_tensorflow.transformer`` needs the ``train`` extra, and can be imported afterwards. Flags of
-absl are not parsed.
+After this module, ``mesh_tensorflow.transformer`` can be imported, too; it needs the ``train``
+extra. Importing this module does not parse flags of absl.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ def _module_exists(name: str) -> bool:
 def _restore_tensor_conversion(ops_module: Any) -> None:
     """Adds ``register_tensor_conversion_function`` to the module where Mesh-TensorFlow needs it.
 
-    TensorFlow 2.13 moved the function to another module.
+    TensorFlow 2.13 moved ``register_tensor_conversion_function`` to another module.
     """
     # Read on 2.12 (in framework.ops) and on 2.13 to 2.21 (in tensor_conversion_registry).
     if hasattr(ops_module, "register_tensor_conversion_function"):

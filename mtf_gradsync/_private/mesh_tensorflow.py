@@ -1,7 +1,8 @@
 """Access to what this package uses of Mesh-TensorFlow that has no public name: a function for each.
 
-All were checked with Mesh-TF 0.1.21; ``tests/private/test_mesh_tensorflow.py`` has a test of each,
-which fails if a version changes its meaning.
+All functions of this module were checked with Mesh-TF 0.1.21.
+``tests/private/test_mesh_tensorflow.py`` has a test of each function, which fails if another
+version of Mesh-TF changes what the function relies on.
 """
 
 from __future__ import annotations
@@ -37,9 +38,9 @@ def give_outputs(operation: mtf.Operation, tensors: list[mtf.Tensor]) -> None:
 def init_replacement(replacement: mtf.Variable, variable: mtf.Variable, value: mtf.Tensor) -> None:
     """Initializes `replacement`, a variable that takes the place of `variable` in an optimizer.
 
-    It is called in place of `mtf.Variable`'s constructor. The replacement has the name and the
-    dtypes of `variable`, and `value` as its value. It has no master (the variable that checkpoints
-    hold), and is in none of the graph's lists.
+    This function is called in place of `mtf.Variable`'s constructor. The replacement has the name
+    and the dtypes of `variable`, and `value` as its value. It has no master (the variable that
+    checkpoints hold), and is in none of the graph's lists.
     """
     vars(replacement).update(vars(variable))
     replacement._inputs = []
@@ -49,7 +50,7 @@ def init_replacement(replacement: mtf.Variable, variable: mtf.Variable, value: m
 class Reshaped:
     """A tf variable that reads and assigns its values in another shape.
 
-    It can be used as a tensor, and in TensorFlow's assignments.
+    An object of this class can be used as a tensor, and in TensorFlow's assignments.
     """
 
     def __init__(self, variable: Any, shape: list[int]):
@@ -89,9 +90,9 @@ tf.register_tensor_conversion_function(Reshaped, _as_tensor)
 def give_value(variable: mtf.Variable, shape: mtf.Shape) -> mtf.Tensor:
     """Changes the shape of a variable that is not lowered yet; returns its new value, a tensor.
 
-    The new shape has as many elements. The variable's master, which checkpoints hold, keeps its
-    shape. The caller then has to make the old value the output of another operation, by
-    `take_over`.
+    The new shape must have as many elements as the old shape. The variable's master, which
+    checkpoints hold, keeps the old shape. After the call, the caller has to make the variable's old
+    value the output of another operation, by `take_over`.
     """
     variable._outputs = [mtf.Tensor(variable, shape, variable.activation_dtype)]
     master = variable.get_master()
@@ -125,7 +126,7 @@ def keep_unstacked(variable: mtf.Variable, dtype: mtf.VariableDType) -> None:
 def take_over(operation: mtf.Operation, tensors: list[mtf.Tensor]) -> None:
     """Makes existing tensors the outputs of a new operation, and the operation their maker.
 
-    Mesh-TF's autostack does the same.
+    Mesh-TF's autostack makes tensors the outputs of other operations in the same way.
     """
     for tensor in tensors:
         tensor._operation = operation
@@ -137,7 +138,7 @@ def reassign(
 ) -> None:
     """Makes an assignment write other variables: `variables`, with a value for each.
 
-    Mesh-TF's autostack does the same.
+    Mesh-TF's autostack changes assignments in the same way.
     """
     operation._variables, operation._inputs = list(variables), list(values)
 
@@ -150,7 +151,7 @@ def give_assign_fn(operation: mtf.Assign, assign_fn: Any) -> None:
 def dims_known_by_name(optimizer: Any) -> tuple[str, ...]:
     """Returns the names of dimensions that an optimizer treats specially.
 
-    These are the `stacked_dim_names` of Mesh-TF's Adafactor. Other optimizers have none.
+    The names are the `stacked_dim_names` of Mesh-TF's Adafactor. Other optimizers have none.
     """
     return tuple(getattr(optimizer, "_stacked_dim_names", ()))
 
@@ -158,9 +159,10 @@ def dims_known_by_name(optimizer: Any) -> tuple[str, ...]:
 def patterns_of(optimizer: Any) -> dict[str, str | tuple[str, ...]]:
     """Returns the regular expressions by which an optimizer picks variables.
 
-    Keys are the names of three arguments of Mesh-TF's optimizers, and values are tuples of
-    expressions, empty if the optimizer has none. If an argument is a string and no list, the string
-    is returned: Mesh-TF 0.1.21 then takes each of its letters as an expression.
+    The keys of the result are the names of three arguments of Mesh-TF's optimizers, and the values
+    are tuples of expressions, empty if the optimizer has none. If an argument is a string and no
+    list, the value is the string itself: Mesh-TF 0.1.21 then takes each letter of the string as an
+    expression.
     """
     given = {
         name: getattr(optimizer, name, None) or ()
@@ -198,7 +200,8 @@ def reduction(operation: mtf.ReduceOperation) -> str:
 def output_gradients(operation: mtf.GenericGradOperation) -> list[mtf.Tensor]:
     """Returns those inputs of a gradient operation that are gradients of the loss.
 
-    There is one for each output of the forward operation, and they are the last inputs.
+    The gradient operation has one such input for each output of the forward operation, and they are
+    its last inputs.
     """
     return operation._grad_ys
 
@@ -236,7 +239,7 @@ def loop_body(operation: mtf.WhileLoopOperation) -> LoopPart:
 def computed_from(tensor: mtf.Tensor) -> list[mtf.Tensor]:
     """Returns the tensors that a tensor is directly computed from: its operation's inputs.
 
-    For an output of a loop, it is a list of the one output of the loop's body at its position.
+    For an output of a loop, the result has only the output of the loop's body at the same position.
     """
     operation = tensor.operation
     if isinstance(operation, mtf.WhileLoopOperation) and tensor in operation.outputs:
@@ -280,7 +283,7 @@ def mesh_key(shape: mtf.Shape, layout: mtf.LayoutRules) -> tuple[str, frozenset]
 def lowered_on(lowering: mtf.Lowering, x: mtf.Tensor, mesh: mtf.Mesh) -> Any:
     """Returns the lowered value of `x` as a `LaidOutTensor` on `mesh`, and reduces a pending one.
 
-    The tensor's own mesh must not split it, unless `mesh` is this mesh.
+    The mesh of `x` must not split `x`, unless it is the mesh `mesh`.
     """
     value = lowering.tensors[x].to_laid_out_tensor()
     if x.mesh is mesh:

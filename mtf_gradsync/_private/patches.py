@@ -51,7 +51,8 @@ def patch_when_called(owner: Any, name: str, place: str) -> None:
     Args:
       owner: the module or class that has the library's function.
       name: the function's name in it.
-      place: the full name of the new function. It gets the library's function before its arguments.
+      place: the full name of the new function. The new function is called with the library's
+        function, followed by the arguments of the call.
     """
     module, _, function = place.rpartition(".")
 
@@ -235,10 +236,10 @@ def _recompute(
 ) -> list[mtf.Tensor | None]:
     """Returns a gradient by each of `all_inputs`, or None, for a block of `mtf.recompute_grad`.
 
-    It replaces Mesh-TF's `_recompute_grad_grad`. The block is computed again from its inputs by
-    copies of `forward_operations`, which first computed `outputs`. `explicit_inputs` are those of
-    the inputs that the block gets as arguments. `output_grads` are the gradients by `outputs`. With
-    `control_dependencies`, the second computation waits for them.
+    This function replaces Mesh-TF's `_recompute_grad_grad`. The block is computed again from its
+    inputs by copies of `forward_operations`, which first computed `outputs`. `explicit_inputs` are
+    those of the inputs that the block gets as arguments. `output_grads` are the gradients by
+    `outputs`. If `control_dependencies` is true, the second computation waits for `output_grads`.
     """
     given = {t: t for t in all_inputs}
     if control_dependencies:
@@ -259,10 +260,11 @@ def _recompute(
 def _after(grad: mtf.Tensor, tensors: list[mtf.Tensor]) -> dict[mtf.Tensor, mtf.Tensor]:
     """Returns copies of some of `tensors` that can be computed only after a gradient.
 
-    Keys are the tensors, and values their copies. Tensors that have the gradient's first dimension
-    (the examples) are copied, and wait for their own example's gradient. Others would wait for a
-    sum over examples. If no tensor has this dimension, the tensors with most of the gradient's
-    dimensions are copied. Variables are copied only if there are no other tensors.
+    The keys of the result are the tensors, and the values are their copies. Tensors that have the
+    gradient's first dimension (the examples) are copied, and wait for their own example's gradient.
+    Tensors without this dimension would have to wait for a sum over examples. If no tensor has this
+    dimension, the tensors with most of the gradient's dimensions are copied. Variables are copied
+    only if there are no other tensors.
     """
     first = grad.shape.dims[:1]
     shared = {t: [d for d in grad.shape.dims if d in t.shape.dims] for t in tensors}
@@ -302,8 +304,8 @@ def read_only_own_flags() -> None:
     """Makes Mesh-TF's SIMD meshes parse only their own two flags of a command line.
 
     If the program has not parsed absl's flags, TensorFlow parses the whole command line as soon as
-    one flag is read. It then ends a program that parses its arguments by argparse, because of
-    arguments that absl does not know.
+    one flag is read. TensorFlow then ends a program that parses its arguments by argparse, because
+    of arguments that absl does not know.
     """
     module = mtf.simd_mesh_impl
     if not isinstance(module.FLAGS, _OwnFlags):
@@ -313,7 +315,7 @@ def read_only_own_flags() -> None:
 class _OwnFlags:
     """A stand-in for absl's flags that parses only the flag that is read.
 
-    Once the program has parsed absl's flags, it returns these.
+    Once the program has parsed absl's flags, the stand-in returns the values of these flags.
     """
 
     def __getattr__(self, name: str) -> Any:
@@ -408,9 +410,9 @@ def draw_by_step() -> None:
 
     Mesh-TF seeds TensorFlow's generators by Python's random numbers and hash, and the generators
     begin anew in each session. With this patch, in a graph with a seed and a global step (a
-    resource variable), the same program draws the same numbers in each process, and in a run that
-    was resumed. Operations inside of loops draw as without this package, and so do graphs without a
-    seed or a global step.
+    resource variable), the same program gets the same random numbers in each process, and in a run
+    that was resumed. In loops, and in graphs without a seed or a global step, random numbers are
+    made as without this package.
     """
 
     def by_step(random: Any) -> Any:
@@ -456,7 +458,8 @@ class _Numbers:
     def of(cls, graph: tf.Graph) -> _Numbers | None:
         """Returns the `_Numbers` of a graph; None if random operations cannot depend on the step.
 
-        They cannot in a graph without a seed or a global step, and inside of a loop.
+        Random operations cannot depend on the step in a graph without a seed or a global step, or
+        inside of a loop.
         """
         if graph.seed is None or is_in_loop(graph):
             return None
@@ -475,7 +478,7 @@ def _words(counter: Any) -> tf.Tensor:
     """Returns an int64 tensor ``[2]`` that has other values in each run of the program's step.
 
     The first number is the number of earlier runs with the same value of `counter`, the global
-    step. The second number is this value.
+    step. The second number is the value of `counter`.
     """
     count = tf.cast(counter.read_value(), tf.int64)
     advance_step_after(counter, [count.op])

@@ -1,7 +1,7 @@
 """Access to what the core uses of TensorFlow that has no public name or use: a function for each.
 
-All were checked with TensorFlow 2.12 to 2.21; ``tests/private`` has a test of each, which fails if
-a version changes its meaning.
+All functions of this module were checked with TensorFlow 2.12 to 2.21. ``tests/private`` has a test
+of each function, which fails if another version of TensorFlow changes what the function relies on.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ def root_scope() -> ContextManager[tf.VariableScope]:
 def forget_closed_scopes() -> None:
     """Removes variable scopes from TensorFlow's table of counts if their count is 0.
 
-    This saves time and changes nothing else: a scope without an entry also counts as 0. TensorFlow
-    looks through all entries whenever a variable scope ends, and Mesh-TF opens one for each
-    processor of each operation that it lowers.
+    Removing the scopes saves time and changes nothing else: a scope without an entry in the table
+    also counts as 0. TensorFlow looks through all entries whenever a variable scope ends, and
+    Mesh-TF opens a variable scope for each processor of each operation that it lowers.
     """
     store = variable_scope.get_variable_scope_store()
     counts = store.variable_scopes_count
@@ -88,7 +88,8 @@ def in_loop_or_branch(graph: tf.Graph) -> bool:
 def is_in_loop(made: tf.Graph | tf.Operation) -> bool:
     """Returns whether a tf operation is in a loop or in a function's graph.
 
-    For a graph, it returns whether operations that are made in it now are.
+    If the argument is a graph, the result says whether operations that are made in the graph now
+    are in a loop or in a function's graph.
     """
     context = made._get_control_flow_context()
     is_in_function = getattr(made, "outer_graph", None) is not None
@@ -99,8 +100,8 @@ def is_in_loop(made: tf.Graph | tf.Operation) -> bool:
 def control_flow_v1() -> Iterator[None]:
     """Returns a context in which ``tf.cond`` adds the operations of branches to the graph itself.
 
-    With TensorFlow 2's control flow, a branch is a graph of its own, and the lowering outside
-    cannot use its tensors.
+    With TensorFlow 2's control flow, a branch is a graph of its own, and a lowering outside of the
+    branch cannot use the branch's tensors.
     """
     # Inside of a tf.function control flow v2 is always on. TensorFlow is asked in another graph, to
     # learn whether the program has switched it on.
@@ -119,8 +120,9 @@ def control_flow_v1() -> Iterator[None]:
 def replace_capture(func_graph: tf.Graph, make: Callable[[tf.Tensor], tf.Tensor | None]) -> None:
     """Makes a ``tf.function`` use other tensors in place of those that it would capture.
 
-    Call it while the function is traced, with the function's graph. `make` gets a tensor of another
-    graph, and returns the tensor to use in its place, or None to capture it as usual.
+    Call this while the ``tf.function`` is traced, with the graph of the ``tf.function``. `make`
+    gets a tensor of another graph, and returns the tensor to use in its place, or None to capture
+    the given tensor as usual.
     """
     capture = func_graph.capture
 
@@ -230,9 +232,9 @@ _NEVER_FORWARD = -2
 def write_to_own_memory(operation: tf.Operation) -> None:
     """Makes an operation write its output into new memory, not into that of an input.
 
-    An `AddN` then adds up its inputs in their order. Otherwise it begins with the input whose
-    memory it reuses, which can differ from run to run. The attribute ``_forward_input`` holds pairs
-    of an input and the output that its memory is for.
+    An `AddN` that writes into new memory adds up its inputs in their order. Any other `AddN` begins
+    with the input whose memory it reuses, which can differ from run to run. The attribute
+    ``_forward_input`` holds pairs of an input and the output that may use the input's memory.
     """
     pairs = tf.AttrValue.ListValue(i=[_NEVER_FORWARD, 0])
     set_attr(operation, "_forward_input", tf.AttrValue(list=pairs))
@@ -279,7 +281,7 @@ def moving_average_settings(
 def checkpoint_initializers() -> list[Any]:
     """Returns the two modules that have `init_from_checkpoint` as an attribute, for a patch of it.
 
-    They are `tf.train` and the module that defines the function.
+    The modules are `tf.train` and the module that defines the function.
     """
     return [tf.train, sys.modules[tf.train.init_from_checkpoint.__module__]]
 
@@ -327,8 +329,9 @@ _HYPERPARAMETERS = {
 def hyperparameters(optimizer: tf.train.Optimizer, call: bool = True) -> dict[str, Any]:
     """Returns the arguments that an optimizer of `tf.compat.v1.train` was made with, by name.
 
-    The optimizer is of one of seven classes there, not of a user's subclass. With `call`, arguments
-    that are functions are called, and their results are returned.
+    The optimizer is of one of the seven classes that `MeshOptimizer` takes, and not of a subclass
+    that a program defines. If `call` is true, arguments that are functions are called, and their
+    results are returned in place of the functions.
     """
     attributes = _HYPERPARAMETERS[type(optimizer).__name__]
     found = {name: getattr(optimizer, attribute) for name, attribute in attributes.items()}
@@ -343,8 +346,8 @@ def each_inside(optimizer: Any, names: Sequence[str], method: str = "") -> list[
     """Returns an optimizer and the optimizers inside it, outermost first.
 
     `names` are names of attributes that may hold an inner optimizer. The first of them that is not
-    None counts; if `method` is given, it must also have a method of this name. Raises a ValueError
-    if an optimizer contains itself.
+    None counts. If `method` is given, an inner optimizer must also have a method of this name.
+    Raises a ValueError if an optimizer contains itself.
     """
     found: list[Any] = []
     while optimizer is not None:
@@ -371,7 +374,7 @@ def optimizers_inside(optimizer: Any) -> list[Any]:
 def create_slots(optimizer: tf.train.Optimizer, variables: Sequence[Any]) -> None:
     """Makes the slots of `variables` in an optimizer and in all optimizers inside it.
 
-    Otherwise their first update makes the slots.
+    Without this call, the first update of the optimizers makes the slots.
     """
     for inside in optimizers_inside(optimizer):
         with tf.init_scope():
@@ -393,7 +396,7 @@ TOGETHER_ATTR = "_mtf_gradsync_together"
 def summed_together() -> Iterator[None]:
     """Returns a context; sums over cores that are made inside are marked as one group.
 
-    The compiler may then combine them into one message.
+    The compiler may combine the sums of a group into one message.
     """
     graph = tf.get_default_graph()
     name = graph.unique_name("summed_together").encode()
@@ -446,7 +449,8 @@ def cross_replica_gather(part: tf.Tensor, groups: Sequence[Sequence[int]], axis:
     """Returns the parts of all cores of a group, joined along `axis`, on each core (TPU programs).
 
     TensorFlow has no all-gather for TPUs. So each core sends its part to all others by
-    ``AllToAll``, which sends as many bytes. The operation gets the attribute `GATHERS`.
+    ``AllToAll``, which sends as many bytes as an all-gather would. The operation gets the attribute
+    `GATHERS`.
     """
     from tensorflow.python.tpu.ops import tpu_ops
 

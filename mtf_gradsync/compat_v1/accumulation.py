@@ -19,8 +19,8 @@ from mtf_gradsync.compat_v1.rules import AllReduceFn, OffMesh, Reduction
 class _State(NamedTuple):
     """The local variables of one training operation.
 
-    `count` is the number of microbatch steps since the last update. `sums` are the sums of their
-    gradients, one for each gradient that is not None.
+    `count` is the number of microbatch steps since the last update. `sums` are the sums of the
+    gradients of these steps, one for each gradient that is not None.
     """
 
     count: tf.Variable
@@ -31,8 +31,9 @@ class GradientAccumulationOptimizer(OffMesh, tf.train.Optimizer):
     """An optimizer that adds up gradients of several microbatch steps, and applies the sum once.
 
     The sums are in local variables, on the worker if the graph has several tasks. No checkpoint
-    holds them, and a restart begins a new accumulation. They are initialized with all local
-    variables (by `tf.compat.v1.local_variables_initializer`, MonitoredTrainingSession, Estimator).
+    holds the sums, and a restart begins a new accumulation. The sums are initialized together with
+    all other local variables (by `tf.compat.v1.local_variables_initializer`,
+    MonitoredTrainingSession or Estimator).
 
     References:
       horovod.tensorflow.DistributedOptimizer(backward_passes_per_step=...)
@@ -54,13 +55,13 @@ class GradientAccumulationOptimizer(OffMesh, tf.train.Optimizer):
           opt: the optimizer.
           backward_passes_per_step: microbatch steps for each update, 1 or more.
           average_aggregated_gradients: whether to divide the sum by backward_passes_per_step.
-          sparse_as_dense: whether to turn `tf.IndexedSlices` into dense gradients. If not, they are
-            an error.
+          sparse_as_dense: whether to turn `tf.IndexedSlices` into dense gradients. If false,
+            `tf.IndexedSlices` are an error.
           allreduce_fn: a function that is called in each update with the sums and their variables.
             It returns what the optimizer is to get in place of the sums, not divided yet.
           accumulator_dtype: the dtype of the sums; None takes the gradient's dtype, but at least
             float32.
-          name: prefix of the names of its variables and operations.
+          name: prefix of the names of this optimizer's variables and operations.
 
         Raises:
           TypeError: backward_passes_per_step is a function, which goes with mesh optimizers only.

@@ -44,12 +44,12 @@ class _MeshState(NamedTuple):
 class MeshOptimizer(mtf.optimize.Optimizer):
     """An optimizer of mesh variables that computes as one of `tf.compat.v1.train`.
 
-    It takes a GradientDescentOptimizer, MomentumOptimizer, AdagradOptimizer, AdamOptimizer,
-    RMSPropOptimizer, AdadeltaOptimizer or FtrlOptimizer. The arguments of such an optimizer may be
-    numbers, tf or mtf scalars, or functions without arguments that return these. Adam's betas and
-    initial values cannot be mtf scalars, because variables begin with them. Updates are equal to
-    those of TensorFlow for dense gradients, up to float rounding. Dtypes narrower than float32 are
-    computed in float32.
+    `MeshOptimizer` takes a GradientDescentOptimizer, MomentumOptimizer, AdagradOptimizer,
+    AdamOptimizer, RMSPropOptimizer, AdadeltaOptimizer or FtrlOptimizer. The arguments of such an
+    optimizer may be numbers, tf or mtf scalars, or functions without arguments that return numbers
+    or scalars. Adam's betas and initial values cannot be mtf scalars, because variables begin with
+    them. Updates are equal to those of TensorFlow for dense gradients, up to float rounding. Dtypes
+    narrower than float32 are computed in float32.
 
     Slots are laid out like their variables and have TensorFlow's names (`w/Adam`, `w/Adam_1`,
     `beta1_power`), in the scope in which gradients are applied. So models with a mesh can read
@@ -73,13 +73,14 @@ class MeshOptimizer(mtf.optimize.Optimizer):
         """Wraps an optimizer.
 
         Args:
-          opt: an optimizer of one of these seven classes. Or one of the classes, or a factory of
-            such an optimizer, which is called with `learning_rate=learning_rate`.
+          opt: an optimizer of one of the seven classes that the docstring of `MeshOptimizer` lists;
+            or one of these classes, or a factory of such an optimizer. A class or factory is called
+            with `learning_rate=learning_rate`.
           learning_rate: the learning rate that a class or factory is called with; only if opt is a
             class or factory.
-          rounding: how new values of variables in bfloat16, and of slots in it, are rounded:
-            "nearest", or "stochastic": up or down by chance, with the mean unchanged, so that small
-            changes are not lost.
+          rounding: how new values of variables and slots in bfloat16 are rounded: "nearest", or
+            "stochastic": up or down by chance, with the mean unchanged, so that small changes are
+            not lost.
 
         Raises:
           TypeError: opt is no such optimizer, class or factory; the error lists the classes.
@@ -264,7 +265,7 @@ def _free_slot_name(variable: mtf.Variable, name: str) -> str:
 def _first_free(name: str, is_taken: Callable[[str], bool]) -> str:
     """Returns the first of name, name_1, name_2, ... for which `is_taken` returns False.
 
-    TensorFlow chooses names in the same way.
+    TensorFlow chooses the names of variables in the same way.
     """
     names = itertools.chain([name], (f"{name}_{number}" for number in itertools.count(1)))
     return next(n for n in names if not is_taken(n))
@@ -273,7 +274,7 @@ def _first_free(name: str, is_taken: Callable[[str], bool]) -> str:
 def _make_power(mesh: mtf.Mesh, name: str, value: Any) -> mtf.Variable:
     """Returns a new scalar mesh variable that begins with `value`.
 
-    Its name is `name`, or the next free name, in the current name scope.
+    The variable's name is `name`, or the next free name, in the current name scope.
     """
     graph = tf.get_default_graph()
     scope = graph.get_name_scope()
@@ -329,7 +330,7 @@ def _update(
       slots: the variable's slots, in the order of `rule.slots`.
       scalars: the hyperparameters by name, numbers or mtf scalars.
       draw: the number of earlier updates of the variable, an mtf scalar, from which stochastic
-        rounding draws random numbers; None rounds to nearest.
+        rounding makes its random numbers; None rounds to nearest.
     """
     dtype = variable.master_dtype if variable.master_dtype.size >= 4 else tf.float32
     tensors = {name: value for name, value in scalars.items() if isinstance(value, mtf.Tensor)}
@@ -388,14 +389,15 @@ class Rule(NamedTuple):
     Attributes:
       step: a function that computes an update element by element. It is called as `step(gradient,
         variable, slots, scalars)`. The first three are tf tensors of one shape, a core's slices.
-        The variable is None if `reads_variable` is false, and slots are in the order of `slots`. It
-        returns the change, which the caller subtracts from the variable, and a list of new slots.
+        The variable is None if `reads_variable` is false, and slots are in the order of `slots`.
+        `step` returns the change, which the caller subtracts from the variable, and a list of new
+        slots.
       slots: the slots of each variable, in the order in which TensorFlow makes them.
       scalars: the hyperparameters that `step` is called with, numbers or scalar tensors by name.
       powers: pairs (name, base) of scalar variables that each update multiplies by base: Adam's
         powers of beta1 and beta2.
-      with_powers: if there are powers, a function that returns the scalars for `step`. It is called
-        with `scalars` and with the powers before the update, float32 mtf scalars by name.
+      with_powers: if there are powers, a function that returns the scalars for `step`. The function
+        is called with `scalars` and with the powers before the update, float32 mtf scalars by name.
       reads_variable: whether `step` needs the variable.
       replaces: whether `step` returns the new value of the variable in place of the change.
     """
@@ -412,8 +414,9 @@ class Rule(NamedTuple):
 def rule_of(optimizer: tf.train.Optimizer, call: bool = True) -> Rule:
     """Returns the update rule of an optimizer whose class is in `RULES`.
 
-    If `call` is True, hyperparameters that are functions are called, and the rule has their values.
-    If it is False, the rule has the functions, which suffices to read its slots.
+    If `call` is True, hyperparameters that are functions are called, and the rule has their
+    results. If `call` is False, the rule has the functions themselves, which suffices for a caller
+    that only reads the rule's slots.
     """
     # TensorFlow makes float32 of them before it computes, 1 - beta for example.
     given = {

@@ -71,9 +71,9 @@ def topology_of(mesh_impl: Any, device_attributes: Sequence[Any] | None = None) 
     """Returns the hardware of a placement or SIMD mesh.
 
     `device_attributes` are TensorFlow's `DeviceAttributes` of the mesh's GPUs, which tell their
-    links and names; those of other devices are ignored. If None, and the mesh has GPUs of this
-    process, TensorFlow is asked for them. It then initializes all GPUs that it can see, as a
-    session would.
+    links and names; attributes of other devices are ignored. If `device_attributes` is None and the
+    mesh has GPUs of this process, TensorFlow is asked for the attributes. TensorFlow then
+    initializes all GPUs that it can see, as a session would.
     """
     if is_simd(mesh_impl):
         return Topology(mesh_impl.shape.size, simd=True)
@@ -143,8 +143,8 @@ def _gpu_facts(
 def _joined(gpus: Sequence[Any]) -> bool:
     """Returns whether links connect the GPUs of one process, directly or through other GPUs.
 
-    `gpus` are the `DeviceAttributes` of these GPUs. It is enough that links lead from the first GPU
-    to each of the others.
+    `gpus` are the `DeviceAttributes` of the GPUs of the process. The GPUs are connected if links
+    lead from the first GPU to each of the others.
     """
     numbers = [tf.DeviceSpec.from_string(gpu.name).device_index for gpu in gpus]
     links = {
@@ -180,11 +180,11 @@ def choose_the_best(
     | SIMD | `FusedAllReduce`: the compiler combines the sums of a group |
     | one CPU, or several in one process | `FusedAllReduce`: sums move no bytes between them |
     | sums that run over several processes | `HierarchicalAllReduce`, small tensors packed |
-    | GPUs of one process that links join | `CollectiveAllReduce`, which is NCCL there |
+    | GPUs of one process that links join | `CollectiveAllReduce`, which is NCCL on GPUs |
     | GPUs without links, or with unknown ones | `FusedAllReduce` with buckets of 1 MiB |
     | anything else | `FusedAllReduce`; for kinds of devices that are not known, with a warning |
 
-    The choice never fails: one warning names the facts that it could not find. The first three rows
+    The choice never fails: one warning names what is not known of the mesh. The first three rows
     are measured by ``python -m benchmarks.reductions`` and ``python -m benchmarks.two_processes``;
     the rows of GPUs are not measured.
 
@@ -213,11 +213,11 @@ def choose_the_best(
 class BestAllReduce(Strategy):
     """A strategy that `choose_the_best` picks when the graph is lowered.
 
-    Use it for a wrapper that is made before its mesh, by gin for example. Each choice is logged
-    once. It never picks a strategy that keeps state for gradients, because the variables of that
-    state have to be made before the graph is lowered. To combine the two, give this strategy to the
-    other one: `QuantizedAllReduce(reducer=BestAllReduce())` quantizes the gradients, and makes all
-    other sums by the strategy that is picked.
+    Use `BestAllReduce` for a wrapper that is made before its mesh, by gin for example. Each choice
+    is logged once. `BestAllReduce` never picks a strategy that keeps state for gradients, because
+    the variables of the state have to be made before the graph is lowered. To use such a strategy,
+    give it a `BestAllReduce` as `reducer`: `QuantizedAllReduce(reducer=BestAllReduce())` quantizes
+    the gradients, and makes all other sums by the strategy that is picked.
     """
 
     def __init__(self):

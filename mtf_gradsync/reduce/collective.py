@@ -32,7 +32,7 @@ _DTYPES = (tf.float32, tf.float64, tf.int32, tf.int64)
 def _instance_keys_of_a_client() -> Iterator[int]:
     """Yields numbers for collectives (instance keys): consecutive ones from a random first one.
 
-    It is improbable that another program has used them on the same workers.
+    It is improbable that another program has used the same numbers on the same workers.
     """
     # A worker refuses a second collective with the same key, even after the client that used the
     # key has ended. The first key is random, without the program's seed, because two runs of a
@@ -49,26 +49,27 @@ class CollectiveAllReduce(OneLevel):
 
     The devices of all processors, in one or several processes, share the work equally. The
     processes of a cluster have to know their collective group leader: start each `tf.train.Server`
-    with ``session_config(collective_group_leader=...)``. Without it they wait for each other for
-    ever, without a message.
+    with ``session_config(collective_group_leader=...)``. Without this setting, the
+    processes wait for each other for ever, without a message.
 
     Two devices that start two collectives in different orders can wait for each other for ever. So
     all collectives of a graph (or of one branch, or loop, of it) run one after the other, in the
     order in which they were built, and an operation that reads a sum waits until all members of the
-    group have it. A session that fetches one sum therefore also runs all sums built before it.
+    group have the sum. A session that fetches one sum therefore also runs all sums that were built
+    before this one.
 
     After a restart of one process of a cluster, or after a failed collective, every later
     collective fails with an error until all processes are restarted. Take another strategy for a
     run that has to survive the loss of a process.
 
     TensorFlow has no collectives on SIMD meshes, nor inside tf functions of a session (the update
-    of `GradientAccumulationOptimizer` on one process). There, this strategy sums as
-    `FusedAllReduce` does without buckets, and logs a warning. It also does so for dtypes that
-    collectives do not support, without a warning.
+    of `GradientAccumulationOptimizer` on one process). In these places, this strategy sums as
+    `FusedAllReduce` does without buckets, and logs a warning. Values of dtypes that collectives do
+    not support are summed in the same way, without a warning.
 
     References:
-      TensorFlow 1's `CollectiveAllReduce`, for `all_reduce_merge_scope`. In TensorFlow 1 this
-      argument only names groups of gradients, which the runtime may merge. Here they are merged.
+      TensorFlow 1's `CollectiveAllReduce`, for the argument `all_reduce_merge_scope`. In TensorFlow
+      1 the argument only marks gradients that the runtime may merge; this class merges them.
     """
 
     def __init__(self, merge_scope: int = 32, timeout_seconds: float = 0.0):
@@ -144,7 +145,8 @@ class CollectiveAllReduce(OneLevel):
     ) -> Sequence[Any]:
         """Returns the sum of a group's slices for each member, made by one collective.
 
-        It is a `GroupSum`: `slices[i]` is a tf tensor on `devices[i]`, and so is the i-th result.
+        The method is a `GroupSum`: `slices[i]` is a tf tensor on `devices[i]`, like the i-th
+        result.
         `root` is the index of the device that waits until all members have the sum. If collectives
         do not support the dtype, the device of `root` adds the slices up in place of a collective.
         """
@@ -201,9 +203,9 @@ def _check_devices(mesh_impl: Any, groups: ProcessorGroups) -> None:
 def _last_collectives() -> dict[Any, tf.Operation]:
     """Returns the dictionary of the operation that each device's next collective has to wait for.
 
-    Its keys are places of devices (see `place_of`). The default graph has one such dictionary for
-    each branch and loop; this is the one of the branch or loop that is being built. The caller
-    stores each new collective's last operation in it.
+    The dictionary's keys are places of devices (see `place_of`). The default graph has one such
+    dictionary for each branch and loop; the result is the dictionary of the branch or loop that is
+    being built. The caller stores each new collective's last operation in the dictionary.
     """
     graph = tf.get_default_graph()
     # Kept on the graph, to be freed with it.

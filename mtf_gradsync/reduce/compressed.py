@@ -81,10 +81,10 @@ class GradientStrategy(Strategy):
         getattr(self.reducer, "check", super().check)(mesh_impl, groups)
 
     def wire_dtype(self, mesh_impl: Any, dtype: tf.DType, groups: ProcessorGroups) -> tf.DType:
-        """Returns the dtype in which `reducer` sends values of `dtype` in these groups.
+        """Returns the dtype in which the attribute `reducer`, a strategy, sends values of `dtype`.
 
-        It holds for all sums but those of an optimizer's gradients, which may be sent in fewer
-        bits.
+        `groups` are the groups of processors that sum with each other. An optimizer's gradients may
+        be sent in fewer bits than the returned dtype has; all other values are sent in this dtype.
         """
         return getattr(self.reducer, "wire_dtype", super().wire_dtype)(mesh_impl, dtype, groups)
 
@@ -109,7 +109,7 @@ def plus_errors(mesh_impl: Any, values: Sequence[Any], errors: Sequence[Any]) ->
 def no_errors(mesh_impl: Any, errors: Sequence[Any]) -> list[Any]:
     """Returns a `LaidOutTensor` of zeros in place of each compression error.
 
-    It has the error's shape and dtype. Where `errors` has None, the result has None.
+    The zeros have the shape and dtype of the error. Where `errors` has None, the result has None.
     """
     return [None if e is None else mesh_impl.slicewise(tf.zeros_like, e) for e in errors]
 
@@ -142,9 +142,9 @@ class CompressedAllReduce(Strategy):
     """A strategy that sends float32 and float64 values as bfloat16 or float16.
 
     Another strategy, `reducer`, makes the sums. Each processor multiplies its values by `prescale`
-    and rounds them to the wire dtype (that of messages). The values are summed in float32. The sum
-    is rounded to the wire dtype, sent, cast back to the values' dtype and divided by `prescale`.
-    Other dtypes are sent as they are.
+    and rounds them to the wire dtype (the dtype of messages). The values are summed in float32. The
+    sum is rounded to the wire dtype, sent, cast back to the values' dtype and divided by
+    `prescale`. Values of other dtypes are sent as they are.
 
     **Error.** With u the unit roundoff of the wire dtype (2**-8 for bfloat16, 2**-11 for
     float16), v = 2**-24 that of float32, t the smallest number above 0 that the wire dtype has
@@ -165,10 +165,10 @@ class CompressedAllReduce(Strategy):
     message to the standard error each time. The sum is not changed. The check reads each sum once,
     and reads the values only after an overflow.
 
-    **No effect.** Over a SIMD mesh Mesh-TF sends float16 as float32, and bfloat16, too, in groups
-    of more than 8 cores. On a placement mesh Mesh-TF's ring and `CollectiveAllReduce` send both as
-    float32. Compression would save nothing in these cases: values are sent as they are, with a
-    warning.
+    **No effect.** Over a SIMD mesh Mesh-TF sends float16 as float32, and in groups of more than 8
+    cores it also sends bfloat16 as float32. On a placement mesh Mesh-TF's ring and
+    `CollectiveAllReduce` send both dtypes as float32. Compression would save nothing in these
+    cases: values are sent as they are, with a warning.
     """
 
     def __init__(
@@ -285,8 +285,8 @@ class CompressedAllReduce(Strategy):
         """Returns `sums` cast back to the dtypes of `values` and divided by `prescale`.
 
         `narrow` is the result of `_compressed(values)`, and `sums` are the sums of `narrow` over
-        `groups`. Sums of values that were not compressed stay as they are. With `in_parts`, each
-        processor has only its part of every sum. If sums are in float16, the check for overflows
+        `groups`. Sums of values that were not compressed stay as they are. If `in_parts` is true,
+        each processor has only its part of every sum. If sums are in float16, a check for overflows
         is added.
         """
         results = list(sums)
@@ -374,7 +374,7 @@ def say_where_sums_overflow(
     A sum has overflowed if it is infinite or NaN although all values are finite.
 
     Args:
-      mesh_impl: a placement mesh, or a mesh like it with `devices`.
+      mesh_impl: a placement mesh, or another mesh that has the attribute `devices`.
       values: the values before they were rounded. They are read only if a sum is not finite.
       sums: the sum of each value over each group, in the wire dtype.
       results: what the caller returns for each value; each of them waits for the check.

@@ -35,8 +35,9 @@ Axis = Union[int, str]  # a mesh axis by name or number
 def check_outer_axes(outer_axes: Any) -> tuple[Axis, ...] | None:
     """Returns outer axes (mesh axes with slow links) as a tuple of names and numbers.
 
-    `outer_axes` is a list or tuple of them, or their names in one string, separated by commas. For
-    None, which asks for the default, the result is None. Raises ValueError for anything else.
+    `outer_axes` is a list or tuple of names and numbers of mesh axes, or a string of names,
+    separated by commas. For None, which asks for the default, the result is None. Raises ValueError
+    for anything else.
     """
     if outer_axes is None:
         return None
@@ -103,7 +104,8 @@ def _with_axes(
     """Returns the groups of one level, which are lists of processors, as `ProcessorGroups`.
 
     If the groups of `level` are all processors that differ only along some of the mesh axes `axes`
-    (numbers), the result names these mesh axes. Otherwise, or if `axes` is None, it names none.
+    (numbers), the result names these mesh axes. Otherwise, or if `axes` is None, the result names
+    no mesh axes.
     """
     if axes is not None:
         coordinates = [mtf.pnum_to_processor_coordinates(mesh_impl.shape, p) for p in level[0]]
@@ -144,9 +146,10 @@ def placement_two_levels(
 ) -> SumFn:
     """Returns a function that sums in two levels on a placement mesh.
 
-    It sums within each inner group by `inner_sum`, and these sums over the inner groups by
-    `outer_sum`. Only one member of each inner group takes part in the outer sum. The others read
-    its result. `outer_axes` sets the inner groups, as in `inner_groups`.
+    The returned function sums within each inner group by `inner_sum`, and adds up these sums over
+    the inner groups by `outer_sum`. Only one member of each inner group takes part in the outer
+    sum. The other members read the outer sum from this one. `outer_axes` sets the inner groups, as
+    in `inner_groups`.
     """
 
     def sum_group(value: Any, group: list[int], turn: int) -> list[Any]:
@@ -308,9 +311,9 @@ class HierarchicalAllReduce(Strategy):
     """A strategy of two levels: within inner groups, then over the slow links between them.
 
     If the mesh's devices are in several processes, the processors of each process are an inner
-    group. Otherwise, the processors that differ only along the inner mesh axes are. (See
-    `outer_axes`.) On a placement mesh only one member of each inner group sends and receives over
-    the slow links; the others read its sum.
+    group. Otherwise, the processors that differ only along mesh axes with fast links are an inner
+    group (see `outer_axes`). On a placement mesh only one member of each inner group sends and
+    receives over the slow links; the other members read the sum from this one.
 
     A SIMD mesh has only the algorithm of its compiler, and all cores take part in the outer sum.
     All tensors of a range of sizes are summed at one level before the next level begins. The sums

@@ -27,8 +27,9 @@ _SMALLEST = 2.0**-100
 def split_of(shape: Sequence[int]) -> int:
     """Returns how many leading dimensions of a shape make the rows of a nearly square matrix.
 
-    The other dimensions make the columns. Of all ways to split the shape, the result has the
-    smallest sum of rows and columns, which is what low-rank factors send.
+    All dimensions after these leading ones make the columns. Of all ways to split the shape, the
+    result gives the smallest sum of the numbers of rows and columns; low-rank factors send numbers
+    in proportion to this sum.
 
     Examples:
       >>> split_of([3, 3, 64, 128])  # a matrix of 576 rows and 128 columns
@@ -64,7 +65,7 @@ def random_factors(
 def without_dead_columns(factor: tf.Tensor, other: tf.Tensor) -> tf.Tensor:
     """Returns `factor`, each of whose columns of zeros is replaced by that column of `other`.
 
-    Both are matrices of one shape.
+    `factor` and `other` are matrices of one shape.
     """
     dead = tf.reduce_all(tf.equal(factor, 0.0), 0, keepdims=True)
     return tf.where_v2(dead, other, factor)
@@ -118,10 +119,10 @@ def laid_out_cond(
 ) -> list[Any]:
     """Returns the `LaidOutTensor`s that `if_true` or `if_false` returns, depending on `predicate`.
 
-    It is a `tf.cond` for values on a mesh: only the operations of one of the functions run. The
-    predicate is a boolean scalar that has to be the same on all processors. Both functions return
-    values of the same shapes and dtypes. On a placement mesh each slice is on its processor's
-    device.
+    The function is a `tf.cond` for values on a mesh: only operations of `if_true` or only those of
+    `if_false` run. The predicate is a boolean scalar that has to be the same on all processors.
+    Both functions return values of the same shapes and dtypes. On a placement mesh each slice is on
+    its processor's device.
     """
 
     def slices(make: Callable[[], Sequence[Any]]) -> list[tf.Tensor]:
@@ -188,23 +189,24 @@ class LowRankAllReduce(GradientStrategy):
     reductions: one of all P's and of the gradients that are not compressed, and one of all Q's.
     With the full rank the sum is exact.
 
-    **Error feedback.** A core keeps the error: M minus what it has added to the result. It adds the
-    error to its next gradient, so that all gradients are applied in the end, up to rounding.
+    **Error feedback.** A core keeps the error of compression: M minus what the core has added to
+    the result. The core adds this error to its next gradient, so that all gradients are applied in
+    the end, up to rounding.
 
-    **Model parallel.** If the layout splits a variable over other mesh axes, each core compresses
-    its own slice of the gradient as a matrix. Nothing is sent over those axes, and `rank` is the
-    rank of a slice.
+    **Model parallel.** If the layout splits a variable over mesh axes that are no replica axes,
+    each core compresses its own slice of the gradient as a matrix. Nothing is sent over those axes,
+    and `rank` is the rank of a slice.
 
-    **Not finite.** If a gradient has a NaN or an infinity on any core, its whole sum is NaN, and
-    cores keep no error of it.
+    **Not finite.** If a gradient has a NaN or an infinity on any core, the whole sum of the
+    gradient is NaN, and cores keep no error of this gradient.
 
-    **Not compressed**, but reduced by `reducer`: vectors, and matrices that factors make less than
-    `min_compression_rate` times smaller. `reported` has the compression rate that is reached, and
-    the log has the names of the gradients that are not compressed. `ShardedUpdateOptimizer` cuts
-    each replica's part from the sums.
+    **Not compressed.** Vectors, and matrices that factors make less than `min_compression_rate`
+    times smaller, are reduced by `reducer`. `reported` has the compression rate that is reached,
+    and the log has the names of the gradients that are not compressed. `ShardedUpdateOptimizer`
+    cuts each replica's part from the sums.
 
     The state is kept in these variables: `<variable>/low_rank_error`, with a value for each core;
-    `<variable>/low_rank_factor` (Q), which begins anew on a mesh with other slices;
+    `<variable>/low_rank_factor` (Q), which begins anew if the mesh changes and has other slices;
     `<wrapper>/low_rank_step`, if start_step is given or warm_start is off.
 
     References:
@@ -339,7 +341,8 @@ class LowRankAllReduce(GradientStrategy):
         def right(*factors: tf.Tensor) -> tuple[tf.Tensor, ...]:
             """Returns the Q with which each matrix begins this step, with orthonormal columns.
 
-            `factors` are slices of the last step's Qs, or the step's number without a warm start.
+            With a warm start, `factors` are slices of the last step's Qs. Without a warm start,
+            they are the number of the step.
             """
             step = 0 if self.warm_start else factors[0]
 
@@ -428,9 +431,9 @@ class LowRankAllReduce(GradientStrategy):
 def _factor_shape(gradient: GradientOfCores, matrix: _Matrix) -> mtf.Shape:
     """Returns the shape of the variable that keeps a gradient's factors Q, transposed.
 
-    Its last dimensions are the rank and the gradient's dimensions that make the matrix's columns.
-    Dimensions before them number the slices, if the layout splits dimensions that make the rows:
-    each of these slices has its own Q.
+    The last dimensions of this shape are the rank and the gradient's dimensions that make the
+    matrix's columns. If the layout splits dimensions that make the rows, there are dimensions
+    before these, which number the slices: each of these slices has its own Q.
     """
     slices = [
         mtf.Dimension(dim.name, dim.size // size)

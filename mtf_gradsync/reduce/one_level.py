@@ -61,7 +61,7 @@ class OneLevel(Strategy):
     def _planner(self, mesh_impl: Any) -> Planner:
         """Returns the function that plans which tensors are packed together.
 
-        With `alone`, nothing is packed, and a SIMD mesh marks all sums as one group.
+        If `alone` is true, nothing is packed, and a SIMD mesh marks all sums as one group.
         """
         del mesh_impl
         return alone
@@ -72,12 +72,12 @@ class AllReduce(OneLevel):
     """A strategy that sums packs of tensors by one algorithm.
 
     On a placement mesh the algorithms are "add_n" (one device adds up a pack and the others read
-    it; the devices take turns) and "ring" (Mesh-TF's). A SIMD mesh always uses the all-reduce of
-    its compiler, with packs, or in one group without packs (see `FusedAllReduce`); a warning says
-    so if an algorithm was given.
+    the sum; the devices take turns) and "ring" (Mesh-TF's). A SIMD mesh always uses the all-reduce
+    of its compiler, with packs, or in one group without packs (see `FusedAllReduce`); a warning
+    says so if an algorithm was given.
 
-    One pack is TensorFlow 1's default, and the fastest choice if messages are slow. With "add_n"
-    one device then does all the work. As many packs as processors spread the work evenly.
+    One pack is TensorFlow 1's default, and the fastest choice if messages are slow. With one pack
+    and "add_n", one device does all the work. As many packs as processors spread the work evenly.
 
     References:
       TensorFlow 1's `AllReduceCrossTowerOps`, whose arguments these are; its algorithms are for
@@ -133,7 +133,8 @@ class RingAllReduce(OneLevel):
 
     On a placement mesh the devices form a ring. Each device exchanges messages with its two
     neighbours, and all links and devices have the same load. On a SIMD mesh each tensor has its own
-    CrossReplicaSum. Unlike Mesh-TF's own ring, this one adds up bfloat16 and float16 in float32.
+    CrossReplicaSum. Unlike Mesh-TF's own ring, this strategy adds up bfloat16 and float16 in
+    float32.
     """
 
     def _group_sum(self, mesh_impl: Any) -> GroupSum:
@@ -229,9 +230,9 @@ class FusedAllReduce(OneLevel):
 
     On a SIMD mesh each tensor has its own CrossReplicaSum, and the sums of one call are marked as
     one group. The compilers of TPUs and GPUs combine the sums of a group without copies. For CPUs
-    this package packs them when it compiles the program. On a placement mesh tensors of one dtype
-    are packed into buckets, each of which is added up by one device; the devices take turns. If the
-    size of buckets is given, a SIMD mesh has buckets, too: each is one CrossReplicaSum.
+    this package packs the sums when it compiles the program. On a placement mesh tensors of one
+    dtype are packed into buckets, each of which is added up by one device; the devices take turns.
+    If the size of buckets is given, a SIMD mesh has buckets, too: each is one CrossReplicaSum.
     """
 
     def __init__(self, bucket_bytes: int | None = None, packed_bytes: int | None = None):
@@ -299,8 +300,8 @@ def plan_small_groups(num_bytes: Sequence[int], max_bytes: int, max_group: int) 
     """Returns groups of tensors, as lists of indices, of up to `max_group` tensors each.
 
     `num_bytes` has the size of each tensor. A tensor of more than `max_bytes` is alone in its
-    group. The others fill one group after the other. If `max_bytes` or `max_group` is 0, each
-    tensor is alone.
+    group. All other tensors fill one group after the other. If `max_bytes` or `max_group` is 0,
+    each tensor is alone.
     """
     groups: list[list[int]] = []
     filling: list[int] = []

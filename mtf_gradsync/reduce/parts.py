@@ -220,7 +220,7 @@ _SCATTERED_AT_ONCE = 8
 class _Level(NamedTuple):
     """One of several reduce-scatters that together give each core its part of a sum.
 
-    They run one after the other, each with the results of the one before.
+    The reduce-scatters of a sum run one after the other, each on the results of the one before.
 
     Attributes:
       groups: the cores that sum with each other.
@@ -236,8 +236,8 @@ class _Level(NamedTuple):
 def _levels(mesh_impl: Any, cuts: Cuts) -> list[_Level]:
     """Returns the reduce-scatters that sum and cut a tensor along all mesh axes of its cuts.
 
-    They are in the order in which they have to run. There is one for each cut; a single cut over
-    more than `_SCATTERED_AT_ONCE` cores has two, which send less on TPUs.
+    The reduce-scatters are in the order in which they have to run. There is one for each cut; a
+    single cut over more than `_SCATTERED_AT_ONCE` cores has two, which send less on TPUs than one.
     """
     if len(cuts) > 1:
         each = [_Level(slice_groups(mesh_impl, [cut]), cut.tensor_axis) for cut in reversed(cuts)]
@@ -356,8 +356,8 @@ def _sharing(
 def _to_be_sent(mesh_impl: Any, values: Sequence[Any], cuts: Cuts) -> Any:
     """Returns one `LaidOutTensor` for values of one shape and the same `cuts`, ready to be sent.
 
-    Several values are stacked along a new first axis; a single one is not. The result has the dtype
-    in which the mesh sends values (see `simd_wire_dtype`).
+    Several values are stacked along a new first axis; a single value is not. The result has the
+    dtype in which the mesh sends values (see `simd_wire_dtype`).
     """
     dtype = values[0].tensor_list[0].dtype
     if len(values) == 1:
@@ -377,8 +377,8 @@ def _cast(mesh_impl: Any, value: Any, dtype: tf.DType) -> Any:
 def _scattered(mesh_impl: Any, value: Any, level: _Level, is_stacked: bool) -> Any:
     """Returns each core's part of the sum of `value` over the groups of a level.
 
-    With `is_stacked`, `value` is a stack of tensors along a new first axis, which `level.axis` does
-    not count.
+    If `is_stacked` is true, `value` is a stack of tensors along a new first axis, which the number
+    `level.axis` does not count.
     """
     physical, axis = physical_groups(mesh_impl, level.groups), level.axis + is_stacked
 

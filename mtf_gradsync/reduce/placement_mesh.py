@@ -33,9 +33,10 @@ def placement_mesh_impl(
 ) -> PlacementMeshImpl:
     """Makes a placement mesh on which all sums are reduced by a strategy.
 
-    It replaces ``mtf.placement_mesh_impl.PlacementMeshImpl(shape, layout, devices)``. Optimizer
-    wrappers reduce gradients by their own strategy; this mesh's strategy reduces everything else:
-    activations split over the model's dimensions, the loss, statistics that an optimizer sums.
+    Use this function in place of ``mtf.placement_mesh_impl.PlacementMeshImpl(shape, layout,
+    devices)``. Optimizer wrappers reduce gradients by their own strategy; the strategy of this mesh
+    reduces everything else: activations split over the model's dimensions, the loss, and
+    statistics that an optimizer sums.
 
     Args:
       shape: an input to `mtf.convert_to_shape`, for example "batch:4;model:2".
@@ -71,7 +72,8 @@ class PlacementMeshImpl(mtf.placement_mesh_impl.PlacementMeshImpl):
     - Coordinates of processors are Python numbers.
     - For copies of slices see `share_copies`.
 
-    Everything else is Mesh-TF's. See `placement_mesh_impl` for the arguments.
+    All other methods are those of Mesh-TF's placement mesh. See `placement_mesh_impl` for the
+    arguments of the constructor.
     """
 
     def __init__(
@@ -254,7 +256,7 @@ class PlacementMeshImpl(mtf.placement_mesh_impl.PlacementMeshImpl):
         """Returns a value for each device, computed once for all devices that share a memory.
 
         `compute` is called once for each memory, with the positions in `devices` of the devices
-        that share this memory. One of these devices runs what it builds.
+        that share this memory. One of these devices runs the operations that `compute` makes.
         """
         turn = self.next_turn()
         result: list[Any] = [None] * len(devices)

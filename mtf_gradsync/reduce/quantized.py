@@ -86,9 +86,9 @@ def decode(numbers: tf.Tensor, scales: tf.Tensor, blocks: Blocks) -> tf.Tensor:
 def in_blocks(values: Sequence[tf.Tensor], blocks: Blocks, parts: int) -> tf.Tensor:
     """Returns one tensor with the numbers of all `values`, which have one dtype, in blocks.
 
-    Its shape is ``[parts, blocks of a part, numbers of a block]``: the blocks are divided equally
-    into `parts` parts. Each value begins at the beginning of a block. The rest of its last block is
-    filled with zeros, and so is the rest of the last part.
+    The result has the shape ``[parts, blocks of a part, numbers of a block]``: the blocks are
+    divided equally into `parts` parts. Each value begins at the beginning of a block. The rest of
+    its last block is filled with zeros, and so is the rest of the last part.
     """
     pieces, count = [], 0
     for x in values:
@@ -239,7 +239,7 @@ class QuantizedAllReduce(GradientStrategy):
     of `bits` bits, with a bfloat16 scale for each block. A core receives its part of all gradients
     from each member of its group (all-to-all), adds the parts up in float32, quantizes the sum in
     the same way and sends it to all (all-gather). So all replicas have the same sums, to the bit.
-    With 8 bits and blocks of 256 that is 258 bytes where float32 takes 1024: 0.252 of them.
+    A block of 256 numbers of 8 bits takes 258 bytes, 0.252 of the 1024 bytes that float32 takes.
 
     **Error.** A number is off by at most half a scale. A scale is 1 / 127 of the largest absolute
     value in its block (with 8 bits; 1 / 7 with 4 bits), and is itself rounded by up to 2**-8 of its
@@ -248,10 +248,10 @@ class QuantizedAllReduce(GradientStrategy):
     in the end.
 
     **Not finite.** If a block has a NaN or an infinity, the sum of the whole block is NaN, and
-    cores keep no error of it.
+    cores keep no error of this block.
 
-    **Not quantized**, but reduced by `reducer`: gradients that blocks would not make half as large,
-    such as vectors of up to `block_size` / 2 numbers, and gradients that are not floats. The size
+    **Not quantized.** Gradients that blocks would not make half as large, such as vectors of up to
+    `block_size` / 2 numbers, and gradients that are not floats, are reduced by `reducer`. The size
     that counts is that of a core's slice. `reported` has the compression rate that is reached, and
     the log has the names of the gradients that are not quantized.
 
@@ -264,7 +264,7 @@ class QuantizedAllReduce(GradientStrategy):
 
     References:
       ZeRO++ (Wang et al. 2023) and EQuARX (2025) for the two exchanges; Seide et al. 2014 and 1-bit
-      Adam (Tang et al. 2021) for keeping the errors of both.
+      Adam (Tang et al. 2021) for keeping the errors of both exchanges.
 
     Examples:
       >>> reducer = gs.QuantizedAllReduce(bits=8)

@@ -18,10 +18,10 @@ class GradientOfCores(NamedTuple):
     Attributes:
       name: the name of the gradient's variable, a prefix for the names of a strategy's variables.
       shape: the shape of the gradient, `mtf.Shape`.
-      shard_dims: a dimension for each mesh axis that the gradient is to be reduced over. It has the
-        axis's size, and the layout splits it over the axis. So a variable whose first dimensions
-        are these has a value for each core. Empty on a mesh of one shard whose layout has no axis
-        for the batch.
+      shard_dims: a dimension for each mesh axis that the gradient is to be reduced over. The
+        dimension has the axis's size, and the layout splits it over the axis. So a variable whose
+        first dimensions are `shard_dims` has a value for each core. `shard_dims` is empty on a mesh
+        of one shard whose layout has no axis for the batch.
       dtype: the dtype of the terms.
       slice_shape: the shape of a core's term. It is smaller than `shape` if the layout splits
         dimensions of the gradient.
@@ -82,7 +82,7 @@ class StateMaker(abc.ABC):
           start: the value in a new run, and after a checkpoint without the variable.
           begins_anew: what happens if a checkpoint has the variable in another shape, for example
             because it is from another mesh. If true, the variable is set to `start`; if false,
-            restoring fails. Only for variables without shard dims.
+            restoring fails. It can be true only for variables without shard dims.
 
         Returns:
           The variable, of shape `[shard_dims...] + shape`.
@@ -95,7 +95,7 @@ class StateMaker(abc.ABC):
     def report(self, compression: Compression) -> None:
         """Records how many bytes the strategy sends, for the log and for `reported`.
 
-        A strategy that compresses calls it once for each optimizer, in `gradient_state`.
+        A strategy that compresses calls this method once for each optimizer, in `gradient_state`.
         """
 
 
@@ -350,8 +350,8 @@ def reduce_scatter_by(
 ) -> list[Any]:
     """Returns what `strategy.reduce_scatter` returns for the same arguments.
 
-    If `strategy` has no such method, because it is not a `Strategy`, its `all_reduce` makes the
-    sums, of which each processor then takes its part.
+    If `strategy` has no method `reduce_scatter`, because it is not a `Strategy`, its `all_reduce`
+    makes the sums, and each processor then takes its part of them.
     """
     scatter = getattr(strategy, "reduce_scatter", None)
     if scatter is not None:
@@ -388,7 +388,7 @@ def check_strategy(reducer: Any) -> Any:
 def check_aggregation(aggregation: Any) -> bool:
     """Returns whether an aggregation is a mean: `tf.VariableAggregation.MEAN`, and not `.SUM`.
 
-    Raises ValueError for anything else.
+    Raises ValueError if `aggregation` is neither of these two values.
     """
     if aggregation == tf.VariableAggregation.MEAN:
         return True
@@ -471,7 +471,7 @@ def check_destinations(mesh_impl: Any, destinations: Any) -> list[str] | None:
 def check_value(mesh_impl: Any, value: Any) -> Any:
     """Returns `value` unchanged; raises ValueError if it is not a `LaidOutTensor` of this mesh.
 
-    It has to have one slice for each processor, and on a SIMD mesh one slice.
+    The value has to have one slice for each processor, and on a SIMD mesh one slice in all.
     """
     if isinstance(value, mtf.Tensor):
         raise ValueError(

@@ -79,7 +79,7 @@ _ELSEWHERE = {
 def ordered_add_n(inputs: Sequence[tf.Tensor]) -> tf.Tensor:
     """Returns `tf.add_n(inputs)`, marked so that it adds in the order of the inputs in each run.
 
-    It takes no longer than without the mark.
+    A marked operation takes no longer than one without the mark.
     """
     return add_in_order(tf.add_n(list(inputs)))
 
@@ -87,7 +87,8 @@ def ordered_add_n(inputs: Sequence[tf.Tensor]) -> tf.Tensor:
 def add_in_order(total: tf.Tensor) -> tf.Tensor:
     """Returns a tensor unchanged; if it is an AddN, makes it add its inputs in their order.
 
-    Otherwise an AddN may add in another order in each run (see `docs/races.md`).
+    An AddN that is left unchanged may add its inputs in another order in each run (see
+    `docs/races.md`).
     """
     # Two inputs give the same sum either way round.
     if total.op.type == "AddN" and len(total.op.inputs) > 2:
@@ -143,7 +144,8 @@ ALGORITHMS: dict[str, GroupSum] = {"add_n": add_n, "ring": ring}
 def group_sum_dtype(group_sum: GroupSum, dtype: tf.DType) -> tf.DType:
     """Returns the dtype in which the algorithm `group_sum` sends values of `dtype`.
 
-    It is `dtype`, but float32 if the algorithm is `ring` and `dtype` is bfloat16 or float16.
+    The result is float32 if the algorithm is `ring` and `dtype` is bfloat16 or float16, and `dtype`
+    itself otherwise.
     """
     return tf.float32 if group_sum is ring and dtype in NARROW_FLOATS else dtype
 
@@ -171,9 +173,9 @@ SumFn = Callable[[Sequence[Any], ProcessorGroups, Sequence[int]], Sequence[Any]]
 def simd_wire_dtype(mesh_impl: Any, dtype: tf.DType, groups: ProcessorGroups) -> tf.DType:
     """Returns the dtype in which Mesh-TF sends values of `dtype` over a SIMD mesh.
 
-    It is float32 for most dtypes: float64 loses precision, and integers are exact up to 2**24.
-    bfloat16 is sent as it is in groups, along mesh axes, of at most 8 processors (an argument of
-    `SimdMeshImpl`).
+    Most dtypes are sent as float32: float64 loses precision, and integers are exact up to 2**24.
+    bfloat16 is sent as it is if groups run along mesh axes and have at most 8 processors (this
+    limit is an argument of `SimdMeshImpl`).
     """
     if dtype != tf.bfloat16 or groups.mesh_axes is None:
         return tf.float32
@@ -185,8 +187,8 @@ def simd_all_reduce(
 ) -> list[Any]:
     """Sums values over groups on a SIMD mesh: one CrossReplicaSum for each, in `simd_wire_dtype`.
 
-    `values` and the sums are `LaidOutTensor`s. With `one_group` these sums are marked as one group
-    of sums, which compilers combine. No value may then depend on the sum of another value.
+    `values` and the sums are `LaidOutTensor`s. If `one_group` is true, the sums are marked as one
+    group of sums, which compilers combine. No value may then depend on the sum of another value.
     """
 
     def cross_replica_sum(x: tf.Tensor) -> tf.Tensor:
@@ -251,7 +253,7 @@ def physical_groups(mesh_impl: Any, groups: ProcessorGroups) -> list[list[int]]:
 def positions(mesh_impl: Any, groups: ProcessorGroups) -> Any:
     """Returns each processor's position in its group as a `LaidOutTensor` of scalars.
 
-    They are Python integers on a placement mesh, and int32 tensors on a SIMD mesh.
+    The scalars are Python integers on a placement mesh, and int32 tensors on a SIMD mesh.
     """
     at = [0] * mesh_impl.size
     for group in groups.groups:
