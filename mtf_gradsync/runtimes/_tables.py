@@ -146,7 +146,7 @@ def _bands(columns: list[_Column], keys: int, width: int) -> list[list[_Column]]
 
 
 def _fitted(columns: Sequence[_Column], width: int) -> list[_Column]:
-    """Returns the columns, whose widest columns of text are narrowed until all fit into `width`.
+    """Returns `columns`, with the widest columns of text narrowed until all fit into `width`.
 
     If the columns do not fit even at their smallest widths, they are returned with these widths.
     """

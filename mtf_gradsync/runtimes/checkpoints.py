@@ -209,7 +209,7 @@ class Saved:
 
     @functools.cached_property
     def slots_anew(self) -> set[str]:
-        """The names of `changes` that are slots, or their counts, and begin as in a new run."""
+        """The names in `changes` of slots, and of counts of slots, that begin as in a new run."""
         counts = {
             name
             for name, change in self.changes.items()
@@ -276,7 +276,7 @@ class Saved:
         return np.reshape(found, change.shape).astype(change.dtype.as_numpy_dtype)
 
     def _islands_of(self, name: str, note: StateNote | None = None) -> tuple[int, ...]:
-        """Returns the sizes of the first dims of a saved variable, which number islands.
+        """Returns the sizes of those first dims of a saved variable that number islands.
 
         `name` is the variable's name in the checkpoint. `note` is the graph's note on the variable,
         if there is one. The result is () if no dims of the variable number islands.
@@ -299,7 +299,7 @@ class Saved:
         return float(np.sum(self.read(found), dtype=np.float64)) if found else 0.0
 
     def _weights(self, name: str | None, islands: int) -> np.ndarray | None:
-        """Returns the saved weights of islands, a float64 vector with one for each.
+        """Returns the saved weights of islands as a float64 vector with one weight for each island.
 
         `name` is the name of the weights' variable, and `islands` is the number of islands. The
         result is None if the checkpoint does not have one weight for each island, or if all weights
@@ -311,7 +311,7 @@ class Saved:
         return weights if weights.sum() > 0 else None
 
     def _updates(self) -> int | None:
-        """Returns how many updates the innermost optimizer had made; None if not counted."""
+        """Returns how many updates the innermost optimizer had made; None if nothing counts."""
         for last in ("update_step", "inner_step"):
             ends = (f"/{last}", f"/{last}/{ISLAND}")
             counts = [int(np.max(self.read(n))) for n in self.shapes if n.endswith(ends)]
@@ -392,7 +392,7 @@ class Saved:
         return np.broadcast_to(values, (new, *of_island)).reshape(change.shape)
 
     def sums_lost(self) -> dict[str, tuple[int, str]]:
-        """Returns the sums of gradients in the checkpoint that the graph has no accumulators for.
+        """Returns the sums of gradients in the checkpoint for which the graph has no accumulators.
 
         The result's keys are the names of the variables that count microbatch steps. The value for
         each is the number of microbatch steps in the sums, and a sentence that names a remedy.

@@ -1,4 +1,4 @@
-"""Compares the copies of variables on cores while a training runs, and ends it if they differ.
+"""Compares the copies of variables on cores during a training, which ends if copies differ.
 
 Each core of a mesh has its own copy of all values that the mesh does not split: variables, slots,
 counters. All copies get the same updates, and nothing in a step compares the copies. A copy that

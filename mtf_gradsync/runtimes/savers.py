@@ -1,4 +1,4 @@
-"""Savers that restore checkpoints of other runs, and errors of plain savers about these.
+"""Savers that restore checkpoints of other runs, and errors of plain savers about such checkpoints.
 
 From `import mtf_gradsync` on, the last functions of this module are called in place of functions of
 TensorFlow and Mesh-TensorFlow. The first argument of each is the original function.

@@ -145,7 +145,7 @@ def initialize_from(init_checkpoint: str, variables: Sequence[Any]) -> str:
 
 
 def _initialize_counts(saved: Saved, chosen: Collection[str]) -> list[str]:
-    """Lets update counters that a checkpoint lacks begin with its number of updates.
+    """Lets update counters that a checkpoint lacks begin with the checkpoint's number of updates.
 
     Only counters that belong to slots in `chosen` are changed; `chosen` are the names of variables
     that begin as in the checkpoint. Returns the names of the changed counters.
@@ -270,7 +270,7 @@ def _listed(lines: Sequence[str]) -> list[str]:
 
 
 class _TakenValues(session_interface()):  # type: ignore[misc]  # found when it is called
-    """Values of variables that are to be saved, in the form of a session.
+    """Values of variables that are to be saved; a saver takes this object for a session.
 
     A saver whose method `save` gets this object as its session writes the values that the object
     has, and not the values that the variables have at that time.

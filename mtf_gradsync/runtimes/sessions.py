@@ -40,7 +40,7 @@ class ProgramSession(_SessionInterface):
 
     @property
     def session(self) -> ReplicaSession:
-        """The session on the cores that this one wraps."""
+        """The session on the cores that this session wraps."""
         return self._session
 
     @property
@@ -66,7 +66,7 @@ class ProgramSession(_SessionInterface):
 
 
 def _flatten(fetches: Any, flat: list[Any]) -> Callable[[Any], Any]:
-    """Appends the fetches in a structure to the list `flat`; returns a function that rebuilds it.
+    """Appends a structure's fetches to the list `flat`; returns a rebuilder of the structure.
 
     The structure `fetches` is made of lists, tuples and dicts. The returned function takes an
     iterator over the fetched values, in the order of `flat`, and returns the structure with values
@@ -310,7 +310,7 @@ class OnDevices:
         self._config, self._target = config, target
 
     def building(self) -> ContextManager[None]:
-        """Returns the context manager in which to build the step; here it does nothing."""
+        """Returns the context manager in which to build the step, which here does nothing."""
         return contextlib.nullcontext()
 
     def sessions(

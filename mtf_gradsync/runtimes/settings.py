@@ -76,7 +76,7 @@ def session_config(
 
 
 def _task_name(task: str) -> str:
-    """Returns a task's name as TensorFlow's servers spell it, which compare names as text.
+    """Returns a task's name as TensorFlow's servers spell it, because they compare names as text.
 
     For "/job:worker/task:0" the result is "/job:worker/replica:0/task:0". Raises ValueError if
     `task` names no job or no task.

@@ -1,4 +1,4 @@
-"""The checkpoints in a run's folder, and how a run begins or goes on from it."""
+"""The checkpoints in a run's folder, and how a run begins or goes on from a checkpoint."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ MANIFEST_FILE = "checkpoints.json"
 
 
 def note_checkpoint(path: str) -> None:
-    """Adds a new checkpoint to its directory's manifest, and drops deleted ones from it.
+    """Adds a new checkpoint to its directory's manifest, and drops deleted checkpoints from it.
 
     `path` is the checkpoint's path. The manifest, `MANIFEST_FILE`, has the names and sizes of the
     files of each checkpoint, and a hash of the checkpoint's index. Damage of the files is found by
@@ -222,7 +222,7 @@ DAMAGED_DIRECTORY = "damaged"
 def choose_checkpoint(
     model_dir: str, skip_damaged: bool, say: Callable[[str], None], skip_setting: str = SKIP_FLAG
 ) -> Start:
-    """Returns a start from the newest checkpoint of a directory, which is read to check it.
+    """Returns a start from a directory's newest checkpoint, which is read to find damage.
 
     If there is no checkpoint, the result is an empty `Start`. If the newest checkpoint is damaged
     and `skip_damaged` is True, the result is a start from the newest intact checkpoint, and damaged
@@ -274,7 +274,7 @@ def choose_checkpoint(
 
 
 def newest(model_dir: str) -> Start:
-    """Returns a start from the newest checkpoint of a directory, as its state file says.
+    """Returns a start from the checkpoint that a directory's state file names as the newest.
 
     No checkpoint is read, so that damage is not found, and the `step` of the result is 0. Without a
     checkpoint, the result is an empty `Start`.

@@ -120,7 +120,7 @@ def stablehlo_flops(module: str, device: Any) -> float:
 
 
 def compiled_for_topology(module: str, devices: Sequence[Any], options: Any) -> Any:
-    """Returns StableHLO, compiled for devices that a topology describes; it cannot be run.
+    """Returns the executable of StableHLO for a topology's devices, where it cannot be run.
 
     `module` is the module's text, `devices` are the topology's devices, and `options` are jax's
     CompileOptions. The result is an executable, which can be given to `compiled_hlo` and

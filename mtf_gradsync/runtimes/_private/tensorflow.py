@@ -106,7 +106,7 @@ def tpu_shard_context(num_replicas: int) -> ContextManager[None]:
 
 
 def tpu_replicated_input(tensors: Sequence[tf.Tensor], name: str) -> tf.Tensor:
-    """Returns a tensor of a TPU program that is `tensors[i]` on core i.
+    """Returns a tensor of a TPU program whose value on core i is `tensors[i]`.
 
     All tensors in `tensors` must have the same dtype and the same shape.
     """

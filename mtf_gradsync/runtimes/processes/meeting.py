@@ -128,7 +128,7 @@ class Host:
         self._tell(connection, challenge=stranger.challenge)
 
     def _drop_idle(self, most: int) -> None:
-        """Drops callers that have been silent for long, and the oldest callers beyond `most`."""
+        """Drops callers that have sent nothing for long, and the oldest callers beyond `most`."""
         late = time.monotonic() - ANSWER_S
         extra = len(self._strangers) - most
         for number, stranger in enumerate(list(self._strangers)):
@@ -205,7 +205,7 @@ class Host:
         reason: str,
         error: type[ProcessesError] = ProcessesError,
     ) -> None:
-        """Ends the start with an error here, in the caller and in all processes that have come.
+        """Ends the start with an error in this process, in the caller, and in all that have come.
 
         `connection` is the connection to the caller that is refused; None if there is no such
         caller. `reason` is the text of the error, and `error` its class.

@@ -105,7 +105,7 @@ class Watchdog:
         threading.Thread(target=self._run, name="watchdog", daemon=True).start()
 
     def leave(self) -> None:
-        """Says that this process has finished, and waits until all processes have said so."""
+        """Tells the other processes that this one has finished; waits until all have said so."""
         self._request("goodbye", "")
         self._finished.wait()
 
@@ -139,7 +139,7 @@ class Watchdog:
 
     @contextlib.contextmanager
     def _descriptors(self) -> Iterator[list[int]]:
-        """Yields copies of the connections' file descriptors, which the thread cannot close."""
+        """Yields copies of the connections' file descriptors; the thread cannot close copies."""
         with self._closing:
             copies = [os.dup(connection.fileno()) for connection in self._peers.values()]
         try:
@@ -227,7 +227,7 @@ class Watchdog:
         self._heard[member] = now
 
     def _take(self, member: Member, message: Mapping[str, Any]) -> None:
-        """Handles a message of `member`; raises ConnectionBroken if it is malformed."""
+        """Handles a message of `member`; raises ConnectionBroken if the message is malformed."""
         if "begun" in message:
             self._begun[member] = printable(str(message["begun"]))
         if "goodbye" in message:

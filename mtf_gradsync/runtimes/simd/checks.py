@@ -212,7 +212,7 @@ class Agreement(NamedTuple):
 
 
 def find_agreements(facts: GraphFacts, meetings: Iterable[Meeting]) -> dict[str, list[Agreement]]:
-    """Returns, by predicate, the groups of cores that have to compute the same value of it.
+    """Returns, by predicate, the groups of cores on which the predicate must have one value.
 
     The cores of a group meet in one of `meetings` inside a branch or loop that the predicate
     controls.

@@ -119,7 +119,7 @@ def groups_by_axes(mesh_impl: Any) -> dict[frozenset, str]:
 
 
 def _original_names(lowerings: Sequence[mtf.Lowering]) -> dict[str, list[str]]:
-    """Returns, by the name of each stack of Mesh-TF, the names of the variables stacked in it."""
+    """Returns, by the name of each stack of Mesh-TF, the names of the variables in the stack."""
     return {
         v.name: list(v.original_names)
         for lowering in lowerings

@@ -226,7 +226,7 @@ _SAID_ONCE = ("operation", "dtype", "over", "together", "where", "part", "at")
 
 
 def table_of(rows: Sequence[CommunicationRow], parts: Mapping[str, str] | None = None) -> list[str]:
-    """Returns the lines of a table of rows; equal rows become one line with their number.
+    """Returns the lines of a table of rows; equal rows become one line that says how many they are.
 
     Properties that all rows share are in a line above the table. `parts` maps the name of each row
     to the part of the training step that the row belongs to, which is shown in a column "part".

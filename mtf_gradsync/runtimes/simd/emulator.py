@@ -117,7 +117,7 @@ class EmulatedGraph:
         return int(number), rest
 
     def groups_of_sums(self) -> dict[str, tuple[tuple[int, ...], ...]]:
-        """Returns the groups of cores of each sum, which is computed once per group.
+        """Returns the groups of cores of each sum; a sum is computed once per group.
 
         Returns:
           The groups, by the sum's name before the rewriting. The first core of each group computes
@@ -446,7 +446,7 @@ class _Rewriter:
         split.attr["num_split"].i = parts
 
     def _add_done(self) -> None:
-        """Adds, for each program, the operation that waits for all of its effects on all cores."""
+        """Adds, for each program, the operation that waits for its effects on all cores."""
         facts = self._facts
         last = {c: set(self._effects.last.get(c, ())) for c in facts.num_replicas}
         for name in facts.order:

@@ -27,7 +27,7 @@ from mtf_gradsync.runtimes._private.tensorflow import TPU_PROGRAM_ATTR
 
 
 class UnsupportedProgramError(ValueError):
-    """The error of a program with an operation that cannot run here."""
+    """The error of a program with an operation that the chosen runtime cannot run."""
 
     @classmethod
     def of(cls, node: Any, problem: str, remedy: str) -> UnsupportedProgramError:

@@ -93,7 +93,7 @@ class CpuReplicaSession(ReplicaSession):
 
     @property
     def emulated(self) -> EmulatedGraph:
-        """The rewritten graph, and its names for operations of the user's graph."""
+        """The rewritten graph, and the names in it of operations of the user's graph."""
         return self._emulated
 
     @property
@@ -251,7 +251,7 @@ class CompiledOnlyMeshImpl(mtf.simd_mesh_impl.SimdMeshImpl):
     """A SIMD mesh whose cores share the first core's variables, for programs that never run."""
 
     class LaidOutVariable(mtf.simd_mesh_impl.SimdMeshImpl.LaidOutVariable):
-        """A variable that exists for the first core and is used for all. Nothing is copied."""
+        """A variable of the first core that is used for all cores. Nothing is copied."""
 
         def __init__(self, variable: Any, mesh_impl: Any):
             """Makes the variable; the arguments are those of Mesh-TF's class."""
@@ -305,7 +305,7 @@ class Program:
         return TPUContext(self.mesh_impl.device_assignment)
 
     def per_replica(self, tensors: Sequence[Any], name: str = "per_replica") -> tf.Tensor:
-        """Returns a tensor of the program that is `tensors[i]` on core i, like an infeed's.
+        """Returns a tensor of the program whose value on core i is `tensors[i]`, like an infeed's.
 
         Args:
           tensors: one tensor per core in physical order, all of one dtype and shape, from outside

@@ -175,7 +175,7 @@ class ReplicaSession(abc.ABC):
         return None
 
     def check_before_save(self, check: Callable[[], None]) -> None:
-        """Registers a function to call before each checkpoint; if it raises, none is written."""
+        """Registers a function to call before each save; if it raises, no checkpoint is written."""
         self._checks.append(check)
 
     def read(self, variable: str | mtf.Variable | tf.Variable) -> np.ndarray:
@@ -241,7 +241,7 @@ class ReplicaSession(abc.ABC):
         self._take_masters()
 
     def write(self, values: Mapping[str, Any]) -> None:
-        """Sets variables by name; each core gets its slice of the value.
+        """Sets variables by name; each core gets its slice of a variable's new value.
 
         `write` is the inverse of `read`. Variables that `values` does not name keep their values.
 
@@ -376,7 +376,7 @@ class VariableAccess:
                 self._assign.setdefault(op.inputs[0].op.name, (op.name, op.inputs[1].name))
 
     def read_all(self, session: tf.Session) -> dict[str, Any]:
-        """Returns the values of all initialized variables by name; no step uses the others.
+        """Returns the values of all initialized variables by name; no step uses other variables.
 
         `session` runs `self.graph`, or a graph that has the same operations under the same names.
         """
@@ -439,7 +439,7 @@ class StepWatches:
     """
 
     def __init__(self, graph: tf.Graph):
-        """Adds operations to `graph`, which holds the programs, that read the records of skips."""
+        """Adds operations that read the records of skips to `graph`, which holds the programs."""
         found = graph.get_collection(WATCHED)
         watches = {watched: watched.watch() for watched, _ in found}
         number = dict.fromkeys(watches, 0)

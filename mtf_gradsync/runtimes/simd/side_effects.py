@@ -280,7 +280,7 @@ class _Finder:
                     after[begin].add(end)
 
     def _ends(self, name: str, context: Context) -> list[str]:
-        """Returns nodes that run after the node `name`, whether or not a step runs that node.
+        """Returns nodes that run after the node `name`, even in a step that does not run `name`.
 
         The result is the ends of the loops and branches around `name` inside the outer `context`,
         or `name` itself if there are none. The edges that make these ends wait are added to
