@@ -333,7 +333,7 @@ def topology_of(chips: str) -> str:
         return chips  # `slice_of` will raise an error that lists the known kinds
     if int(count) != 2**doublings:
         raise ValueError(
-            f"How {count} chips of {kind} are arranged, their number does not say: give the "
+            f"How {count} chips of {kind} are arranged, the number does not say: give the "
             f"topology, as in {slice_of(f'{kind}:2x2x2').generation.example!r}, or a power of two."
         )
     directions = 3 if known.links == 6 else 2

@@ -10,16 +10,17 @@ from typing import Any
 from mtf_gradsync.runtimes._tables import text_table, wrapped
 
 _UNKNOWN = (
-    "A prediction is no timing: it adds up the compiled operations one after the other, each at "
-    "its roofline (the longer of its products at the chip's published peak and its bytes at the "
-    "memory's bandwidth), then collectives at the links' published rates. It does not know "
-    'what overlaps (with all of it hidden, a step takes "at best"), how long the host and the '
-    "input take, nor other traffic on the links."
+    "A prediction is no timing. It adds up the times of the compiled operations, each at its "
+    "roofline (the longer of its arithmetic at the chip's published peak and its bytes at the "
+    "memory's bandwidth), and the times of the collectives at the links' published rates. It does "
+    'not know what overlaps (if operations and links overlap completely, a step takes "at best"), '
+    "how long the host and the input take, nor other traffic on the links."
 )
 
 _SHARES = (
-    "MFU: of the chips' peak, what the model needs (6 operations for each weight and token, and "
-    "attention). HFU: what the program makes by the compiler's count, recomputation included."
+    "MFU is the share of the chips' peak that the model needs (6 operations for each weight and "
+    "token, and attention). HFU is the share that the program takes by the compiler's count, with "
+    "recomputed operations."
 )
 
 
@@ -216,9 +217,13 @@ class Plan:
             if row.doubt
         ]
         if any(row.loops_counted_once for row in self.rows):
-            lines.append("Of some programs' loops one turn is counted: more is not known.")
+            lines.append(
+                "Some loops run an unknown number of times; one iteration of them is counted."
+            )
         if any(row.is_of_update for row in self.rows):
-            lines.append("Of steps with conditionals the figures are those of an update step.")
+            lines.append(
+                "The figures of programs with conditionals are those of a step with the update."
+            )
         means = {row.steps_per_update for row in self.rows if row.skipped_step_seconds is not None}
         if max(means, default=1) > 1:
             steps = " or ".join(map(str, sorted(means)))
@@ -341,11 +346,12 @@ def _fewer_messages(rows: tuple[PlanRow, ...]) -> list[str]:
     headers = list(table[0])
     return [
         "",
-        "ms a step with fewer messages between slices (by way and inner steps):",
+        "ms a step if TPU slices exchange values less often (by way and inner steps):",
         *text_table(headers, [[cells[name] for name in headers] for cells in table], {"mesh"}),
         *words,
-        "With fewer messages the same tokens train a little less well, and an island's exchange is "
-        "hidden behind its steps if they take longer: docs/plan.md.",
+        "If slices exchange values less often, the same tokens train a little less well. An "
+        "island's exchange costs no time if its steps from one exchange to the next take longer "
+        "than the exchange: docs/plan.md.",
     ]
 
 

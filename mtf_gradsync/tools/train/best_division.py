@@ -107,7 +107,7 @@ class BestDivision:
         if count > 1 and self._stack.outside:
             raise ConfigError(
                 f"--best puts {JOINS} around all other wrappers, and {self._stack.outside[0]} "
-                f"stands around it, where it gets the gradients of each of {count} microbatch "
+                f"stands around {JOINS}, where it gets the gradients of each of {count} microbatch "
                 "steps and not their sum: put it inside, or compare meshes by plan without --best"
             )
         return count
@@ -460,8 +460,8 @@ def find_and_prove(
     say(f"\nWhat its optimizer does:\n\n{best.described(choice, variables)}")
     if choice.stack.inner_steps:
         say(
-            "\nOuter steps change the training: the proof below is of a step without them, and "
-            "says nothing of what is learned."
+            "\nOuter steps change what is trained. The proof below is of a step without outer "
+            "steps, and says nothing about how well the model learns with them."
         )
     if not prove:
         say("\nNot proved: --no_proof.")

@@ -105,7 +105,9 @@ def stack_of_config() -> ConfigStack:
         if following is None:
             break
         if len(names) > 20:
-            raise ConfigError(f"The wrappers of the config go in a circle: {', '.join(names)}")
+            raise ConfigError(
+                f"Each wrapper of the config is around another, without end: {', '.join(names)}"
+            )
         wrappers.append(kind)
         _check_wrapper(kind, scope, selector)
         value = following

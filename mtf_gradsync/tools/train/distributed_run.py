@@ -184,7 +184,7 @@ def _with_devices(config: RunConfig, task: Task) -> tuple[RunConfig, int]:
         raise ConfigError(
             f'train.run.mesh_shape = "{mesh_text(mesh.shape)}" has {mesh.shape.size} processors, '
             f"which {len(tasks)} tasks cannot share evenly. Take a mesh whose size is a multiple "
-            f"of {len(tasks)}, or say its devices by train.run.mesh_devices."
+            f"of {len(tasks)}, or name its devices by train.run.mesh_devices."
         )
     each = mesh.shape.size // len(tasks)
     return dataclasses.replace(config, mesh_devices=task.devices(each)), each

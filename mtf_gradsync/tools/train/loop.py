@@ -271,8 +271,8 @@ class _Loop:
             steps = "last step is" if left == 1 else f"last {left} steps are"
             self.progress.message(
                 f"the {steps} in the accumulated gradients and in no update: "
-                "GradientAccumulationOptimizer.flush = @is_last_step applies them, and a longer "
-                "run goes on from them"
+                "GradientAccumulationOptimizer.flush = @is_last_step would make an update from "
+                "these gradients, and a longer run goes on from them"
             )
 
     def _look_at_oldest(self) -> None:

@@ -100,9 +100,10 @@ class MeshSettings(NamedTuple):
             if sizes[axis] > 1 and not any(axes.get(one) == axis for one in given):
                 raise ConfigError(
                     f"train.run.layout_rules: no variable and no input of this model has the "
-                    f'dimension "{name}"{hint}, and no other rule splits one over the '
-                    f'{sizes[axis]} parts of the mesh dimension "{axis}": they would all compute '
-                    f"the same. There are {', '.join(given)}."
+                    f'dimension "{name}"{hint}, and no other rule splits a variable or an input '
+                    f'over the {sizes[axis]} parts of the mesh dimension "{axis}": the parts would '
+                    "all compute the same. Variables and inputs have the dimensions "
+                    f"{', '.join(given)}."
                 )
             _logger.info(
                 "The layout rule %s:%s splits no variable and no input: none has this dimension%s",

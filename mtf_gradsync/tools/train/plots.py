@@ -111,69 +111,73 @@ _PLOTS = (
     _OverSteps(
         "Speed",
         "tokens per second",
-        "Over the last seconds of training, without checkpoints and evaluations.",
+        "A mean over the steps since the last point, without the time of checkpoints and "
+        "evaluations.",
         {"training": "tokens_per_second"},
         from_zero=True,
     ),
     _OverSteps(
         "Learning rate",
         "learning rate",
-        "As the optimizer was given it.",
+        "The learning rate that the optimizer was given.",
         {"learning rate": "learning_rate"},
         from_zero=True,
     ),
     _OverSteps(
         "Norm of the gradient",
         "norm",
-        "Of all gradients together, summed over the mesh. Where several micro steps make an "
-        "update: of the newest update.",
+        "The norm of all gradients together, summed over the mesh. If several micro steps make an "
+        "update, it is the norm of the newest update's gradients.",
         {"before clipping": "gradient_norm/before_clipping", "applied": "gradient_norm/applied"},
     ),
     _OverSteps(
         "Norms of the shards' gradients",
         "norm",
-        "What each shard adds to the sum, before anything is clipped: for a mean over the batch, "
-        "its own gradient divided by the number of shards.",
+        "The norm of what each shard adds to the sum of gradients, before anything is clipped. If "
+        "the loss is a mean over the batch, a shard adds its own gradient divided by the number of "
+        "shards.",
         {"": "gradient_norm/of_shards"},
         by_shard=True,
     ),
     _OverSteps(
         "Norms of the shards' gradients, clipped",
         "norm",
-        "After each shard was clipped by its own norm.",
+        "The norm of what each shard adds to the sum of gradients, after the shard was clipped by "
+        "its own norm.",
         {"": "gradient_norm/of_shards_clipped"},
         by_shard=True,
     ),
     _OverSteps(
         "Gradient noise scale",
         "sequences",
-        "About the batch size from which on a larger batch saves few steps; smoothed.",
+        "The noise scale is about the batch size from which on a larger batch saves few steps. The "
+        "values are smoothed.",
         {"noise scale": "gradient_noise_scale"},
     ),
     _OverSteps(
         "Loss scale",
         "factor",
-        "What the loss is multiplied by before gradients are computed.",
+        "The loss is multiplied by this factor before gradients are computed.",
         {"loss scale": "loss_scale/scale"},
     ),
     _OverSteps(
         "Micro steps skipped",
         "micro steps so far",
-        "By should_skip_update_fn of GradientAccumulationOptimizer.",
+        "Micro steps that should_skip_update_fn of GradientAccumulationOptimizer has skipped.",
         {"skipped": "accumulation/skipped"},
         is_count=True,
     ),
     _OverSteps(
         "Steps skipped",
         "steps so far",
-        "By LossScaleOptimizer: a gradient was not finite.",
+        "Steps that LossScaleOptimizer has skipped because a gradient was not finite.",
         {"skipped": "loss_scale/skipped"},
         is_count=True,
     ),
     _OverSteps(
         "Steps without a contribution",
         "steps so far",
-        "Replicas whose gradient was stale, not finite or masked, counted by replica.",
+        "For each replica, the steps in which its gradient was stale, not finite or masked.",
         {"": "sync_replicas/dropped"},
         is_count=True,
         by_shard=True,
@@ -233,7 +237,10 @@ def draw_islands(status: Status) -> Plot | None:
             for row in status.rows
         )
         drawn = figures.as_svg(figure, "islands", f"A row for each island over time. {words}.")
-    caption = f"When each was there, and what became of its work, until version {status.version}."
+    caption = (
+        "When each island was there, and what became of its contributions, until version "
+        f"{status.version}."
+    )
     return Plot("Islands", drawn, caption)
 
 

@@ -382,8 +382,8 @@ class _Run:
             what = f"{type(error).__name__}: {first_line(error)}"
             self._write_report(step, f"finished, but not evaluated to the end: {what}")
             raise TrainingError(
-                f"All {step} steps were made and saved; what comes after them failed: {what}. The "
-                "same command evaluates again."
+                f"All {step} steps were made and saved, but the evaluation after them failed: "
+                f"{what}. The same command evaluates again."
             ) from error
         if writes:
             is_whole = step >= self._config.train_steps

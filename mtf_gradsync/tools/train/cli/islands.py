@@ -52,22 +52,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="write a version as a checkpoint that train and Saver restore",
     )
-    parser.add_argument("--version", type=int, help="with --export: which one (the newest)")
+    parser.add_argument(
+        "--version", type=int, help="with --export: the number of the version (the newest)"
+    )
     parser.add_argument(
         "--run",
         metavar="RUN_DIR",
         help="with --export: a run that is an island, whose config goes along for sample and train",
     )
     parser.add_argument(
-        "--watch", type=float, metavar="SECONDS", help="with --status: again and again, so often"
+        "--watch",
+        type=float,
+        metavar="SECONDS",
+        help="with --status: print the status again and again, once in so many seconds",
     )
-    parser.add_argument("--plot", metavar="FILE", help="with --status: a row for each island")
-    add_json_argument(parser, "with --status: write it as JSON, too")
+    parser.add_argument("--plot", metavar="FILE", help="with --status: draw a row for each island")
+    add_json_argument(parser, "with --status: write the status as JSON, too")
     waiting = Waiting()
     for name, kind, text in (
         ("quorum", _quorum, "how many contributions a version needs, or 'living'"),
-        ("min_grace", float, "seconds to wait for more, at least"),
-        ("max_grace", float, "and at most; it adapts to how far apart they usually come"),
+        ("min_grace", float, "wait at least so many seconds for more contributions"),
+        (
+            "max_grace",
+            float,
+            "wait at most so many seconds; the wait adapts to how far apart contributions come",
+        ),
         ("max_staleness", int, "how many versions old a contribution may be that is merged"),
     ):
         default = getattr(waiting, name)

@@ -143,7 +143,7 @@ def loaded_config(args: argparse.Namespace, before: Sequence[str] = ()) -> Itera
 
     ignored = gin_files.load(files, args.gin_param, paths)
     if ignored:
-        print(f"without meaning here, ignored: {', '.join(ignored)}")
+        print(f"these settings of the config have no effect and are ignored: {', '.join(ignored)}")
     if getattr(args, "png", None):
         check_drawing()
     try:

@@ -33,7 +33,10 @@ def add_cluster_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--job_name", metavar="JOB", help="the job of this task: chief, worker, ps")
     group.add_argument(
-        "--task_index", type=whole_number(0), metavar="N", help="its number in the job, from 0"
+        "--task_index",
+        type=whole_number(0),
+        metavar="N",
+        help="the number of this task in its job, from 0",
     )
     group.add_argument(
         "--watch_port",
@@ -46,32 +49,32 @@ def add_cluster_arguments(parser: argparse.ArgumentParser) -> None:
         "--open_to_network",
         action="store_true",
         help="let TensorFlow's server, which obeys anybody, be called by other machines although "
-        "the cluster's addresses are of this one",
+        "all of the cluster's addresses are of this machine",
     )
     group.add_argument(
         "--coordinator",
         metavar="HOST:PORT",
-        help="address of process 0; the port is any free one there",
+        help="address of process 0, with any free port of its machine",
     )
     group.add_argument(
-        "--num_processes", type=whole_number(1), metavar="N", help="how many there are"
+        "--num_processes", type=whole_number(1), metavar="N", help="how many processes there are"
     )
     group.add_argument(
-        "--process_id", type=whole_number(0), metavar="N", help="which one this is, from 0"
+        "--process_id", type=whole_number(0), metavar="N", help="the number of this process, from 0"
     )
     group.add_argument(
         "--timeout",
         type=number,
         default=300.0,
         metavar="SECONDS",
-        help="how long to wait for the others at the start (default: 300)",
+        help="how long to wait for the other processes at the start (default: 300)",
     )
     group.add_argument(
         "--silence",
         type=number,
         default=20.0,
         metavar="SECONDS",
-        help="without a sign of life for this long a process is lost (default: 20)",
+        help="a process that sends no heartbeat for this long counts as lost (default: 20)",
     )
 
 
@@ -154,7 +157,7 @@ def _process_of_flags(args: argparse.Namespace) -> dict[str, Any] | None:
     if any(getattr(args, name) is not None for name in _TASK):
         raise ConfigError(
             f"--coordinator={args.coordinator} is for XLA devices, --cluster_spec for a placement "
-            "mesh: give one of them"
+            "mesh: give one of the two"
         )
     if not 0 <= values["process_id"] < values["num_processes"]:
         raise ConfigError(

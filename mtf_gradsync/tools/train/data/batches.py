@@ -34,8 +34,8 @@ _DIMS_SHOWN = 3
 
 _SECONDS_BETWEEN_LOOKS = 2.0
 _SKIPPING = (
-    f"the data set draws the {{:,}} examples of the steps before, and drops them. Where "
-    f"{_FUNCTION} has an argument `start`, it goes there at once"
+    f"the data set draws the {{:,}} examples of the steps before, and drops them. If "
+    f"{_FUNCTION} had an argument `start`, it would begin at the right example at once"
 )
 
 
@@ -265,8 +265,9 @@ class TrainingBatches:
         if step == self._first + 1:
             return f"{_FUNCTION}: its data set has no example for step {step}; it is empty."
         return (
-            f"{_FUNCTION}: its data set ended before step {step}. What ends is repeated, but "
-            "here another pass gives nothing: perhaps a generator that can be read only once."
+            f"{_FUNCTION}: its data set ended before step {step}. A data set that ends is "
+            "repeated, but this one gives nothing in another pass: perhaps it is of a generator "
+            "that can be read only once."
         )
 
     def _check_shapes(self, step: int, name: str, given: np.ndarray) -> None:
@@ -320,7 +321,7 @@ def wrong_id(name: str, ids: np.ndarray, size: int) -> str:
     return (
         f"example {example} has the id {ids[example, position]} in {name!r}, at {position}; "
         f"train.run.vocabulary has the ids 0 to {size - 1}{also}. The model would read no token "
-        "at all there."
+        "at this position."
     )
 
 
