@@ -218,8 +218,9 @@ class DeviceVariables:
     def forget(self, names: Iterable[str] | None = None) -> None:
         """Discards the devices' values of variables, even if they are newer than TensorFlow's.
 
-        Call it for variables that changed in TensorFlow. `take` then copies their values again.
-        `names` are the variables' names; None discards the values of all variables.
+        Call `forget` for variables that changed in TensorFlow. The next call of `take` then copies
+        the variables' values from TensorFlow to the devices again. `names` are the variables'
+        names; None discards the values of all variables.
         """
         keys = self._keys_of(names)
         for key in keys:

@@ -410,7 +410,7 @@ class XlaSession(ReplicaSession):
 def host_config() -> tf.ConfigProto:
     """Returns the default configuration of sessions that run operations outside the program.
 
-    In these sessions TensorFlow uses no GPUs, as jax uses them.
+    In sessions with this configuration TensorFlow uses no GPUs, as jax uses the GPUs.
     """
     return tf.ConfigProto(device_count={"GPU": 0}, allow_soft_placement=True)
 
@@ -426,8 +426,7 @@ def session(
 ) -> XlaSession:
     """Returns a session on XLA devices, with variables initialized and copied into slices.
 
-    The session has the same methods as the session that `Program.session` returns, which runs the
-    program on CPU replicas.
+    The session has the same methods as a session on CPU replicas, which `Program.session` returns.
 
     Args:
       program: the program that `tpu_program` yielded, with the whole model built.

@@ -147,7 +147,7 @@ class MeanLossHook(tf.train.SessionRunHook):
     def before_run(self, run_context: Any) -> tf.train.SessionRunArgs:
         """Returns the fetches to add to a step: the loss, the global step, and what else it needs.
 
-        The session calls this method before each step.
+        The session calls `before_run` before each step.
         """
         del run_context
         return tf.train.SessionRunArgs(self._fetches)
@@ -155,7 +155,7 @@ class MeanLossHook(tf.train.SessionRunHook):
     def after_run(self, run_context: Any, run_values: Any) -> None:
         """Adds a step's loss to the mean; logs a line after `every_n_iter` steps.
 
-        The session calls this method after each step. `run_values` has the values of the fetches
+        The session calls `after_run` after each step. `run_values` has the values of the fetches
         that `before_run` returned.
         """
         del run_context
@@ -264,7 +264,7 @@ class HostCallHook(tf.train.SessionRunHook):
     def before_run(self, run_context: Any) -> tf.train.SessionRunArgs | None:
         """Returns the host_call's tensors, to add to the fetches of a step; None if it is skipped.
 
-        The session calls this method before each step.
+        The session calls `before_run` before each step.
         """
         del run_context
         return self._host and tf.train.SessionRunArgs(self._host.tensors)

@@ -57,9 +57,9 @@ class SpecBuilder:
             updates = optimizer.minimize(loss, tf.train.get_global_step())
             return build.train(loss, updates, optimizer)
 
-    Such a model_fn works under Estimator, under TPUEstimator with use_tpu True and False, and under
-    `mtf_gradsync.estimator.Estimator`. If params has a "context", the model is lowered into the TPU
-    program that is being built. Otherwise the model is lowered onto devices.
+    A model_fn that uses a `SpecBuilder` works under Estimator, under TPUEstimator with use_tpu True
+    and False, and under `mtf_gradsync.estimator.Estimator`. If params has a "context", the model is
+    lowered into the TPU program that is being built. Otherwise the model is lowered onto devices.
 
     Attributes:
       graph: the `mtf.Graph` to build in.

@@ -253,8 +253,8 @@ def warm_start(settings: Sequence[Any]) -> None:
 def _call_with_named(fn: Callable[..., Any], **known: Any) -> Any:
     """Calls `fn` with those of the `known` arguments that its signature names; returns its result.
 
-    If `fn` is a ``functools.partial`` that has some of these arguments already, these arguments are
-    not given again.
+    If `fn` is a ``functools.partial`` that has some of the `known` arguments already, it does not
+    get these arguments again.
     """
     # Arguments that a partial function has already are not replaced.
     held = set(fn.keywords) if isinstance(fn, functools.partial) else set()

@@ -249,10 +249,10 @@ def steps_until(
 def sums_of_updates(collectives: Mapping[str, Collective], graph: tf.Graph) -> set[str]:
     """Returns the names of the collectives that only steps with an update make.
 
-    A collective is one of them if it is in a branch and its result goes into a trained variable. A
-    result that goes only into variables that a wrapper has for itself does not count: a wrapper may
-    sum such variables in steps without an update, too. `collectives` has the program's collectives
-    by name. The collections of `graph` have the variables.
+    These are the collectives that are in branches and whose results go into trained variables. A
+    collective is not one of them if its result goes only into variables that a wrapper has for
+    itself, as a wrapper may sum such variables also in steps without an update. `collectives` has
+    the program's collectives by name, and the collections of `graph` have the variables.
     """
     keys = tf.GraphKeys
     collections = (keys.GLOBAL_VARIABLES, keys.LOCAL_VARIABLES, STAND_INS, keys.TRAINABLE_VARIABLES)

@@ -168,7 +168,8 @@ def length(intervals: Sequence[Interval]) -> int:
 def minus(intervals: Sequence[Interval], others: Sequence[Interval]) -> list[Interval]:
     """Returns the parts of some intervals that other intervals do not cover, as intervals.
 
-    Both lists are as `covered` returns them.
+    The lists `intervals` and `others` must be in order, and no two intervals of a list may touch
+    each other; the function `covered` returns such lists.
 
     Examples:
       >>> minus([(0, 10)], [(2, 3), (5, 20)])
@@ -193,7 +194,8 @@ def minus(intervals: Sequence[Interval], others: Sequence[Interval]) -> list[Int
 def shared(intervals: Sequence[Interval], others: Sequence[Interval]) -> int:
     """Returns how many nanoseconds two lists of intervals have in common.
 
-    Both lists are as `covered` returns them.
+    The lists `intervals` and `others` must be in order, and no two intervals of a list may touch
+    each other; the function `covered` returns such lists.
 
     Examples:
       >>> shared([(0, 10)], [(2, 3), (5, 20)])

@@ -223,8 +223,8 @@ def _slice(pid: int, tid: int, name: str, begin: int, end: int, first: int) -> d
 def _microseconds(nanoseconds: int) -> float:
     """Returns a time in nanoseconds as microseconds, for a trace.
 
-    If a program that shows the trace rounds the result down to whole nanoseconds, it gets exactly
-    the time that was given.
+    If a program that reads the trace rounds these microseconds down to whole nanoseconds, the
+    program gets exactly the time that this function was given.
     """
     number = nanoseconds / 1000
     return number if int(1000 * number) == nanoseconds else math.nextafter(number, math.inf)
