@@ -151,7 +151,7 @@ class Randomness:
     def _uniform(self, node: tf.NodeDef, shape: list[int]) -> tf.Tensor:
         """Returns float32 random numbers of a shape between 0 and 1, never 0 (to take logarithms).
 
-        `node` is the replaced random operation, whose seeds determine the numbers.
+        `node` is the replaced random operation. The numbers depend on its seeds and on the state.
         """
         drawn = tf.raw_ops.StatelessRandomUniformV2(
             shape=shape, dtype=tf.float32, **self._draw(node, math.prod(shape))

@@ -200,8 +200,9 @@ class DeviceVariables:
     def values_on_cores(self, names: Sequence[str]) -> list[np.ndarray]:
         """Returns the values of one variable on some cores, in the order of `names`.
 
-        A core's copy of a variable has its own name in TensorFlow. `names` are the names of the
-        copies to return. If all cores share one name, the values on all cores are returned.
+        In TensorFlow each core's copy of a variable may have a name of its own, or all copies may
+        have the same name. `names` are the names of the copies whose values are returned. If all
+        copies have the same name, the values on all cores are returned.
         """
         key = next(key for key in self._on_devices if names[0] in key)
         local = [np.asarray(array) for array in self._on_devices[key].arrays]

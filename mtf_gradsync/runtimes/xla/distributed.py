@@ -308,7 +308,7 @@ def _resolved(
     """Returns the job that the arguments describe, or the job that jax detects if all are None.
 
     The arguments are those of `start_processes`. Raises a ValueError if only some of the first
-    three arguments are given, if the arguments contradict each other, or if jax detects no job.
+    three arguments are given, if the arguments are impossible, or if jax detects no job.
     """
     cluster = JaxCluster(coordinator, num_processes, process_id, None)
     job = dict(coordinator=coordinator, num_processes=num_processes, process_id=process_id)
