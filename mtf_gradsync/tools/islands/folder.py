@@ -239,7 +239,7 @@ class Folder:
             if most is not None and size > most:
                 raise DamagedObjectError(
                     f"{name} in {self.url} is refused: it has {size:,} bytes, and at most "
-                    f"{most:,} make sense"
+                    f"{most:,} are allowed"
                 )
             return found.bytes()
 

@@ -1,8 +1,8 @@
 """Files of tensors and facts, written by `safetensors` and checked when they are read.
 
-A file of tensors holds arrays by name, and facts about them: a value that JSON can hold. The file
-contains numbers and text, and no code. It also contains the SHA-256 of its content. The size, the
-schema, the shapes and the checksum of a file are checked before the file is used.
+A file of tensors holds arrays by name, and facts such as the island's name, as a value that JSON
+can hold. The file contains numbers and text, and no code. It also contains the SHA-256 of its
+content. The size, the schema, the shapes and the checksum of a file are checked before it is used.
 """
 
 from __future__ import annotations
@@ -204,7 +204,9 @@ def _read(
 def _check_specs(there: Mapping[str, TensorSpec], specs: Mapping[str, TensorSpec]) -> None:
     if set(there) != set(specs):
         missing, more = sorted(set(specs) - set(there)), sorted(set(there) - set(specs))
-        raise _OtherTensors(f"it lacks {missing[:3]} and has {more[:3]} beyond the program's")
+        raise _OtherTensors(
+            f"it lacks {missing[:3]} of the program's tensors and has {more[:3]} in addition"
+        )
     for key, found in there.items():
         if found != specs[key]:
             raise _OtherTensors(

@@ -104,7 +104,7 @@ _LINEAR = (
 def _scales(op: mtf.Operation, users: Mapping[mtf.Tensor, list[mtf.Operation]]) -> bool:
     """Returns whether a statistic over the batch only scales the loss.
 
-    A statistic only scales the loss if all operations from the statistic's product `op` to the loss
+    The result is True if all operations between `op`, the product with the statistic, and the loss
     are linear.
 
     Args:

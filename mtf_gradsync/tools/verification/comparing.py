@@ -57,7 +57,8 @@ def error_of(value: np.ndarray, reference: np.ndarray) -> float:
     """Returns the largest difference of two arrays, divided by the largest number of `reference`.
 
     The result is called the error of `value`. The error is infinite if `value` and `reference` have
-    different shapes, or if they differ in an element that is not finite in one of them.
+    different shapes, or if they differ in an element that is not finite in `value` or in
+    `reference`.
     """
     if value.shape != reference.shape:
         return float("inf")
@@ -124,10 +125,10 @@ def compare(
 def expected_errors(reference: Values, others: Sequence[Values]) -> dict[str, float]:
     """Returns a dictionary from each variable's name to the largest error that rounding explains.
 
-    The largest error of a variable that rounding explains is eight times the largest error of the
-    variable's value in `reference`, compared with its values in `others`, and at least `LEAST`.
-    `others` have values of the same variables, computed in float64 or from the examples in another
-    order. An error is a difference, divided by the variable's largest number.
+    `others` have values of the same variables as `reference`, but computed in float64 or from the
+    examples in another order. The result for a variable is eight times the largest difference
+    between its value in `reference` and its values in `others`, divided by the variable's largest
+    number. The result is at least `LEAST`.
     """
     return {
         name: max(

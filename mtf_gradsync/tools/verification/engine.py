@@ -54,8 +54,8 @@ class Outcome(NamedTuple):
       changed_before: names of variables and slots that changed in a step without an update.
       written_early: names of the program's own other variables that changed in such a step.
       different_copies: names of variables whose copies differ between cores.
-      equal_draws: pairs of random numbers that are equal on several cores, and the mesh axes along
-        which these cores lie.
+      equal_draws: a pair for all random numbers that are equal on several cores: their name, and
+        the mesh axes along which these cores lie.
       batches: the largest number of batches in an update.
       weighted: whether the program gives weights of the losses of steps.
       exchanges: whether the program's model sends float32 numbers as bfloat16.
@@ -189,8 +189,9 @@ class Engine:
 
         Args:
           division: the division.
-          series: a function for each run. It takes, for each update, the list of this division's
-            batches, and returns the `BatchSeries` to run on.
+          series: a list of functions, one for each run. Each function takes a list that has, for
+            each update, the list of this division's batches. It returns the `BatchSeries` on which
+            the division runs.
 
         Returns:
           The outcome of each run. The first is kept for later calls of `run`.
@@ -217,7 +218,7 @@ class Engine:
 
         If updates have different numbers of batches, the batches that are joined for an update have
         different sizes. Then the program is built anew each time the size changes, and goes on from
-        the variables' values after the last update. The result has one outcome for each series.
+        the variables' values after the update before. The result has one outcome for each series.
         """
         sizes = [size_of(group[0]) for group in series[0].groups]
         outcomes: list[list[Outcome]] = [[] for _ in series]

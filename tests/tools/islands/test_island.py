@@ -257,7 +257,7 @@ def test_without_a_merger_an_island_does_not_begin(folder):
     ("specs", "why"),
     [
         ({"a": TensorSpec((2, 3), "float32")},
-         r"it lacks \[\] and has \['b'\] beyond the program's"),
+         r"it lacks \[\] of the program's tensors and has \['b'\] in addition"),
         ({"a": TensorSpec((2, 3), "float32"), "b": TensorSpec((4,), "float32")},
          r"'b' is float32 of shape \[\], and the program has float32 of shape \[4\]"),
         ({"a": TensorSpec((2, 3), "float64"), "b": TensorSpec((), "float32")},
