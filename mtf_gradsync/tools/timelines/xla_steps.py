@@ -229,7 +229,7 @@ _MERGED = re.compile(r"^([^()]*)\(([^()]*)\)$")
 
 
 class Operations(NamedTuple):
-    """What is known about the operations of compiled programs.
+    """The operations of compiled programs: names, kinds, users and bytes.
 
     The names of operations are those in the compiled program, except where the comment of a field
     says otherwise.
