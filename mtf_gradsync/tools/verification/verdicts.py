@@ -47,8 +47,9 @@ class DivisionResult:
       variable: the first variable that differs, in the order of the backward pass.
       what: the kind of value that differs: "gradient", "value", "slot", "loss", "copies", "random
         numbers", "value before the update".
-      factor: the number by which the reference's gradient, or its change of the value, has to be
-        multiplied to give the division's; None if it is not one number.
+      factor: the number by which the reference's gradient (or, if a value differs, the reference's
+        change of this value) has to be multiplied to give the division's; None if it is not one
+        number for all elements.
       of_factor: the meaning of `factor`, such as "the number of shards".
       brought_in_by: the wrapper, mesh axis or other part without which the division is equal.
       cause: the likely cause of a difference; or why nothing is shown, or the program cannot run.

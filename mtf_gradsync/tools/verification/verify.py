@@ -46,17 +46,18 @@ def verify(
 ) -> Verification:
     """Shows whether a program's update is the same however it is divided over cores, or why not.
 
+    A division is a way to divide the training: a mesh and layout, a runtime, or microbatch steps.
     `verify` makes an update on one core without wrappers (the reference), and an update from the
-    same values and batches in each division: a mesh and layout, a runtime, or microbatch steps. It
-    compares the gradients that reach the innermost optimizer, the new values of all variables on
-    all cores, and the losses. Some parts of a model cannot be the same in all divisions, and are
-    removed first: random numbers, capacities of experts, and, with microbatches, statistics over
-    the batch. A model in bfloat16 or float16 is run in float32.
+    same values and batches in each division. It compares the gradients that reach the innermost
+    optimizer, the new values of all variables on all cores, and the losses. Some parts of a model
+    cannot be the same in all divisions, and are removed first: random numbers, capacities of
+    experts, and, with microbatches, statistics over the batch. A model in bfloat16 or float16 is
+    run in float32.
 
     Args:
       program: a model_fn `(features, labels, mode, params[, config])` that returns a spec, or a
         function `(mesh, inputs, params)` that returns a loss and the mtf operations of an update,
-        where `inputs` are placeholders in the structure of a batch. It has to read the mesh from
+        where `inputs` are placeholders in the structure of a batch. Both have to read the mesh from
         `params["mesh_shape"]` and `params["layout"]`, and the batch's size from its inputs or
         `params["batch_size"]`.
       input_fn: the batches: an iterable, or a function that returns an iterable or a

@@ -101,7 +101,9 @@ def test_two_processes_of_one_name(folder):
     (one,) = begun(folder, ["one"])
     again = Toy(folder, "one", 2, wait="none").begin()
     one.step(1.0)
-    with pytest.raises(IslandError, match="Another process has begun as the island 'one' of"):
+    with pytest.raises(
+        IslandError, match="Another process has taken the name of the island 'one' of"
+    ):
         one.step(1.0)
     one.island.close()
     for _ in range(2):

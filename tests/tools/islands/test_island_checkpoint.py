@@ -297,7 +297,9 @@ def test_replayed_it_ends_in_the_same_bits(folder, tmp_path):
     for name, value in again.session.items():
         assert value.tobytes() == replayed.session[name].tobytes()
     # And from the checkpoint on.
-    with pytest.raises(IslandError, match=r"a replay from there needs what Island\.save left"):
+    with pytest.raises(
+        IslandError, match=r"a replay from this step needs the file that Island\.save wrote"
+    ):
         Toy(folder, "one", 2, replay=True).begin(5)
     late = Toy(folder, "one", 2, replay=True)
     late.session.update(saved[1])
