@@ -311,7 +311,7 @@ class Saved:
         return weights if weights.sum() > 0 else None
 
     def _updates(self) -> int | None:
-        """Returns how many updates the innermost optimizer had made; None if nothing counts."""
+        """Returns how many updates the innermost optimizer had made; None if it is unknown."""
         for last in ("update_step", "inner_step"):
             ends = (f"/{last}", f"/{last}/{ISLAND}")
             counts = [int(np.max(self.read(n))) for n in self.shapes if n.endswith(ends)]

@@ -314,7 +314,7 @@ def join_cluster(
         raise ProcessesError(
             f"{me} cannot serve on port {task.address[1]}, which the cluster gives it: "
             f"{error.message or type(error).__name__}. If this task does not run already, another "
-            "program has the port; give the task another one, in all processes."
+            "program has the port; give the task another port, in all processes."
         ) from error
     if not open_to_network:
         _keep_others_out(me, task)

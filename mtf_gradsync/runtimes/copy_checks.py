@@ -115,7 +115,7 @@ class CopiesHook(tf.train.SessionRunHook):
             warn_once(
                 "no copies to watch",
                 "watch_copies has nothing to compare: no two cores hold separate copies of a "
-                "variable, because processors of one memory share variables.",
+                "variable, because processors with one memory share variables.",
             )
         graph.add_to_collection(_COLLECTION, self)
         patch(tf.train.Saver, "save", _check_and_save)

@@ -103,9 +103,9 @@ def restore_checked(
     alike = [n for n, c in found.items() if c.looks_alike and (own is None or n in own)]
     if alike:
         raise ValueError(
-            f"The checkpoint {save_path} has {some_of(alike)} of other islands or shards, "
-            "of another window of skip_spikes, or with weights where this graph has none "
-            "(or the other way round): taken as they are, they would be wrong here. "
+            f"The checkpoint {save_path} has {some_of(alike)} of other islands or shards, of "
+            "another window of skip_spikes, or with weights where this graph has none (or without "
+            "weights where it has some): in this graph, the values as they are would be wrong. "
             f"{_RESTORE_ADAPTED}"
         )
     try:
@@ -116,7 +116,7 @@ def restore_checked(
             raise
         text = (
             f"The checkpoint {save_path} does not have {some_of(missing)}: it is of a run "
-            "without this wrapper, or whose wrapper had other arguments "
+            "without this wrapper, or its wrapper had other arguments "
             f"(backward_passes_per_step=1, say). {_RESTORE_ADAPTED}"
         )
         raise tf.errors.NotFoundError(None, None, text) from error
@@ -173,7 +173,7 @@ def _checks_of_shapes() -> list[tf.Operation]:
                 message = (
                     f"{variable.op.name} was restored from a checkpoint of another mesh by a plain "
                     "tf.train.Saver: use gs.ReshardingSaver(...), which reshards it. Shapes in the "
-                    "checkpoint and here:"
+                    "checkpoint and in the graph:"
                 )
                 checks.append(tf.Assert(fits, [message, shape, variable.shape.as_list()]))
     return checks

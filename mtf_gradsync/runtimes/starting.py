@@ -245,7 +245,7 @@ def choose_checkpoint(
         if not is_listed:
             say(
                 f"{os.path.join(model_dir, STATE_FILE)}, which says what the newest checkpoint is, "
-                f"is missing or cannot be read: the newest there is {newest}"
+                f"is missing or cannot be read: the newest checkpoint there is {newest}"
             )
             _list(model_dir, paths)
         return _chosen(paths)
@@ -401,7 +401,7 @@ def only_run_in(model_dir: str) -> Iterator[None]:
     if special:
         raise ConfigError(
             f"--model_dir={model_dir} has {' '.join(sorted(special))} in its name, which "
-            "TensorFlow takes for a pattern: it would find no checkpoint there again"
+            "TensorFlow takes for a pattern: no checkpoint in this directory would be found again"
         )
     try:
         os.makedirs(model_dir, exist_ok=True)

@@ -237,7 +237,7 @@ def _listening(me: Member, place: MeetingAddress) -> socket.socket:
     host, port = place.own or "", place.port
     if not place.loopback and not has_secret():
         _logger.warning(
-            "%s listens on port %d of %s, and takes whoever calls there for a process of the job. "
+            "%s listens on port %d of %s, and accepts every caller as a process of the job. "
             "Set the environment variable %s to the same text in all processes; if all are on "
             "this machine, meet at 127.0.0.1.",
             me, port, host or "all its addresses", SECRET_VARIABLE,
@@ -408,8 +408,9 @@ def _welcome(
         if "denied" in message:
             here = "has one" if has_secret() else "has none"
             raise ProcessesError(
-                f"{first} at {place} does not take this process for one of its job: the "
-                f"environment variable {SECRET_VARIABLE} is not the same in both; this one {here}."
+                f"{first} at {place} does not accept this process as one of its job: the "
+                f"environment variable {SECRET_VARIABLE} is not the same in both processes; this "
+                f"one {here}."
             )
         if "refused" in message:
             error = MissingProcessesError if message.get("missing") else ProcessesError

@@ -174,8 +174,8 @@ class Watchdog:
             late, self._last = now - self._last, now
             if late > self._silence and not self._is_spoken_for:
                 self._end(
-                    f"this process stood still for {late:.0f} s, and the others give a process up "
-                    f"after {self._silence:g} s"
+                    f"this process stood still for {late:.0f} s, and the other processes give a "
+                    f"process up after {self._silence:g} s"
                 )
             for key, _ in ready:
                 if key.data is None:
@@ -221,7 +221,7 @@ class Watchdog:
                 self._selector.unregister(connection)
                 connection.close()
             begun = self._begun.get(member)
-            at = f"; the last that it had said to have begun is {begun}" if begun else ""
+            at = f"; the last work that it had reported is {begun}" if begun else ""
             self._lose(member, f"ended without a word: {error}{at}")
             return
         self._heard[member] = now
@@ -253,7 +253,7 @@ class Watchdog:
 
     def _end_of_crash(self) -> None:
         """Reports this process's crash to the other processes, which end, and ends this process."""
-        at = f" The last that it had begun is {_begun}." if _begun else ""
+        at = f" The last work that it had begun is {_begun}." if _begun else ""
         assert self._alarm is not None  # it has rung
         what = f"crashed: {self._alarm.explain(self._alarmed)}{at}"
         self._tell_failure(what)

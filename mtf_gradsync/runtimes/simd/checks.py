@@ -87,7 +87,7 @@ def _check_outside(facts: GraphFacts, node: tf.NodeDef) -> None:
         if number != CONTROL and source in facts.cluster:
             raise UnsupportedProgramError.of(
                 node,
-                f"it stands outside the TPU program and reads {source!r} from inside it",
+                f"it stands outside the TPU program and reads {source!r} from inside the program",
                 f"move it into the program, or fetch {source!r} from the session",
             )
         if facts.node[source].op == "TPUReplicatedInput":

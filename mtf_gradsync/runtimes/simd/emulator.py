@@ -446,7 +446,7 @@ class _Rewriter:
         split.attr["num_split"].i = parts
 
     def _add_done(self) -> None:
-        """Adds, for each program, the operation that waits for its effects on all cores."""
+        """Adds an operation per program that waits for the program's effects on all cores."""
         facts = self._facts
         last = {c: set(self._effects.last.get(c, ())) for c in facts.num_replicas}
         for name in facts.order:

@@ -65,8 +65,8 @@ class BranchDivergenceError(RuntimeError):
         ]
         names = some_of([repr(name) for name in self.collectives])
         super().__init__(
-            f"Cores {list(values)} have to come to {names} together, inside a "
-            f"{kind}, but its predicate {predicate!r} is {' and '.join(sides)}. On a TPU they "
+            f"Cores {list(values)} have to reach {names} together, inside a {kind}, but the "
+            f"{kind}'s predicate {predicate!r} is {' and '.join(sides)}. On a TPU these cores "
             "would wait for each other forever. Make the predicate the same on all of these cores, "
             "for example by reducing it over their mesh axes first."
         )

@@ -315,8 +315,8 @@ class ReplicaSession(abc.ABC):
         name = self._name_of(key)
         if self._is_inside(name):
             raise ValueError(
-                f"{name!r} cannot be fed: it is inside the TPU program. Feed the tensor outside "
-                "the program from which it is computed."
+                f"{name!r} cannot be fed: it is inside the TPU program. Feed the tensor from "
+                "which it is computed, outside the program."
             )
         return name
 

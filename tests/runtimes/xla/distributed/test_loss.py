@@ -94,7 +94,7 @@ def test_a_crash_of_one_ends_all_with_its_step_and_versions(jobs, odd, name):
         last = member.output().rstrip().splitlines()[-1]
         assert f"crashed: {name} inside jax" in last, job.outputs()
         assert f"jaxlib {jaxlib.__version__}" in last
-        assert "The last that it had begun is step 1." in last
+        assert "The last work that it had begun is step 1." in last
         assert "The main thread stood at File" in last
         assert "job.py" in last, job.outputs()
     assert "lost process 1 (host " in job.members[0].output()
@@ -105,7 +105,7 @@ def test_a_crash_that_cannot_report_itself_is_reported_with_its_step(jobs):
     job = jobs.start(2, odd="abort with the lock", silence=20.0)
     assert job.codes() == [xla.LOST_PROCESS_EXIT_CODE, -signal.SIGABRT], job.outputs()
     last = job.members[0].output().rstrip().splitlines()[-1]
-    assert "the last that it had said to have begun is step 1" in last
+    assert "the last work that it had reported is step 1" in last
 
 
 @pytest.mark.slow
