@@ -114,7 +114,8 @@ class Saved:
       path: the path of the checkpoint.
       shapes: the shapes of the checkpoint's variables by name.
       dtypes: the dtypes of the checkpoint's variables by name.
-      read: a function of a variable's name that returns its value.
+      read: a function that takes a variable's name and returns the variable's value in the
+        checkpoint.
       islands: the sizes of the dims that number islands in variables with a value for each island;
         () without islands.
     """
@@ -508,13 +509,14 @@ def adapt_checkpoint(path: str, directory: str, drop_sums: bool = False) -> str:
         copy has zeros in their place. If False, such sums are an error.
 
     Returns:
-      The checkpoint to restore: path itself if everything fits, or the one that was written.
+      The path of the checkpoint to restore: `path` itself if everything in it fits the graph, else
+      the path of the adapted copy.
 
     Raises:
-      ValueError: state of an optimizer differs in more than its shards and islands (TensorFlow's
-        own Saver would restore a resource variable of another shape without an error); or the
-        checkpoint has sums of microbatch steps, but the graph has no accumulators, because its
-        backward_passes_per_step is 1.
+      ValueError: an optimizer's state in the checkpoint differs from the graph's in more than
+        shards and islands (TensorFlow's own Saver would restore a resource variable of another
+        shape without an error); or the checkpoint has sums of microbatch steps, but the graph has
+        no accumulators, because its backward_passes_per_step is 1.
     """
     saved = Saved(path)
     if not drop_sums:

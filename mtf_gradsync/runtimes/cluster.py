@@ -290,7 +290,7 @@ def join_cluster(
         warning.
 
     Returns:
-      A context manager; close it when the work is done.
+      A `Cluster`, a context manager that is to be closed when the work on the mesh is done.
 
     Raises:
       ValueError: no cluster is given, or this process is no task of the cluster.

@@ -59,8 +59,8 @@ def watch_copies(every: int = 100) -> CopiesHook:
 
     Args:
       every: the number of runs of the session between two comparisons. The copies are also compared
-        before a `tf.train.Saver`, or a session of this package, writes a checkpoint, and at the
-        end.
+        before a `tf.train.Saver`, or a session of this package, writes a checkpoint, and at the end
+        of the session.
 
     Returns:
       The hook. If copies differ, the hook raises a `CopiesError`, and no checkpoint with these
@@ -152,7 +152,7 @@ class CopiesHook(tf.train.SessionRunHook):
         """Compares the copies now; raises CopiesError for the first variable whose copies differ.
 
         Args:
-          session: the session that runs the steps, a ``tf.Session`` or one of this package.
+          session: the session that runs the steps, a ``tf.Session`` or a session of this package.
         """
         parted = {copies: sums for copies, sums in self._compared(session) if len(set(sums)) > 1}
         if not parted:

@@ -233,7 +233,7 @@ def choose_runtime(
     `fastest` is None, it stands for the fastest runtime that this environment has.
 
     Raises:
-      ValueError: there is no such runtime, or it does not run here.
+      ValueError: no runtime has this name, or the runtime does not run in this environment.
     """
     if name not in known:
         raise ValueError(f"{argument} must be one of {', '.join(known)}; got {name!r}.")

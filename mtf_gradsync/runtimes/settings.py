@@ -28,11 +28,12 @@ def session_config(
     Args:
       num_cpu_devices: how many virtual CPU devices the session has, ``/device:CPU:0`` and so on.
         None leaves TensorFlow's default of one.
-      allow_soft_placement: whether operations may move to another device than the one asked for.
-        Some programs on GPUs need it, for operations without a GPU kernel.
+      allow_soft_placement: whether operations may move to another device than the one that the
+        graph names. Some programs on GPUs need soft placement, for operations without a GPU kernel.
       repeatable: whether Grappler's arithmetic optimizer and its constant folding are off.
-      inter_op_threads: threads that run operations side by side; 0 is one for each core.
-      intra_op_threads: threads inside one operation; 0 is one for each core.
+      inter_op_threads: the number of threads that run operations side by side; 0 is one thread for
+        each core.
+      intra_op_threads: the number of threads inside one operation; 0 is one thread for each core.
       collective_group_leader: the task, such as "/job:worker/task:0", at which the processes of a
         cluster meet for `CollectiveAllReduce`. All processes have to name the same task, in the
         ConfigProto that they give to ``tf.train.Server``. If no leader is named, the processes wait

@@ -18,7 +18,7 @@ class MemoryBytes(NamedTuple):
 
     Attributes:
       aliased: the part of the outputs that is written over arguments.
-      temporaries: everything between arguments and outputs, at its peak.
+      temporaries: the values between arguments and outputs, when they take most memory.
       code: the program itself.
     """
 

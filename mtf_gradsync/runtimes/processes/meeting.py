@@ -280,7 +280,8 @@ def meet(
     `timeout` is in seconds.
 
     Raises:
-      ProcessesError: when the time is up, the port is taken, or the processes do not fit together.
+      ProcessesError: when the time is up, the port is taken, or the settings or numbers of the
+        processes do not fit together.
     """
     end = time.monotonic() + timeout
     if me.index == 0:

@@ -28,7 +28,7 @@ class CommunicationRow:
         are the bytes that the core puts in; the bytes on the wires depend on the algorithm. For
         transfers: bytes received, averaged over the devices. None if the size is not known.
       group: the cores that exchange: names of mesh axes joined by "+", or lists of core numbers.
-      loops: names of the loops around it, outermost first.
+      loops: names of the loops around the operation, outermost first.
       turns: how many times the loops run the operation in one step (the product of their numbers of
         iterations); None if the graph does not say.
       branches: the conditionals around the operation, each as (name of the predicate, the

@@ -179,7 +179,7 @@ class GraphFacts:
         creation.
       context: the loops and branches around each operation, by name.
       cluster: the name of the TPU program that an operation belongs to, by the operation's name.
-        Operations outside of programs are not in it.
+        Operations outside of programs have no entry.
       num_replicas: the number of cores of each TPU program, by the program's name.
     """
 

@@ -316,7 +316,8 @@ class Program:
           The tensor to use inside the program.
 
         Raises:
-          ValueError: when there is not one tensor per core, or they differ in dtype or shape.
+          ValueError: when there is not one tensor per core, or the tensors differ in dtype or
+            shape.
         """
         if len(tensors) != self.num_replicas:
             raise ValueError(
@@ -370,7 +371,7 @@ class Program:
         """Returns the object that sessions share under `key`; makes it again if the graph changed.
 
         Args:
-          key: identifies the runtime and its arguments.
+          key: a value that identifies the runtime and the runtime's arguments.
           make: a function that makes the object. The object's attribute ``version`` is the version
             of the graph that the object was made from.
 
@@ -434,7 +435,7 @@ def tpu_program(
 
     Raises:
       ValueError: when the arguments do not describe a mesh; nothing is created then.
-      NotImplementedError: the program writes a ref variable that was made outside of it.
+      NotImplementedError: the program writes a ref variable that was made outside of the program.
     """
     shape = mtf.convert_to_shape(mesh_shape)
     if logical_to_physical is not None:

@@ -30,8 +30,8 @@ class MasterOps:
       to_masters: names of the operations that copy slices to masters.
       masters: the name of the tensor with each global variable's value, by the variable's name.
       saver_def: SaverDef of the global variables; None if there are none.
-      are_equal: by the name of each derived variable, the name of the tensor that says whether it
-        still equals the variable from which it is derived.
+      are_equal: by the name of each derived variable, the name of the tensor that says whether the
+        derived variable still equals the variable from which it is derived.
       beginnings: the variables whose initial values wrappers derive from other variables.
       watches: the reader that finds out after each step what optimizers have skipped.
     """
@@ -141,10 +141,12 @@ class ReplicaSession(abc.ABC):
             cores (in physical order) in place of its value on core 0.
 
         Returns:
-          The same structure, with values in place of tensors and None in place of operations.
+          The structure of `fetches`, with values in place of tensors and None in place of
+          operations.
 
         Raises:
-          ValueError: a fetch or feed is not in the graph, or is where it cannot be fetched or fed.
+          ValueError: a fetch or feed is not in the graph, or is in a part of the graph where it
+            cannot be fetched or fed.
         """
 
     def variables(self) -> dict[str, np.ndarray]:
@@ -458,7 +460,7 @@ class StepWatches:
 
         Args:
           values: values of the tensors in `counts`, by name.
-          read: returns values of tensors outside of programs, by name.
+          read: a function that returns the values of tensors outside of programs, by name.
           logs: whether to log what was skipped; exceptions are raised in any case.
         """
         errors: list[Exception] = []

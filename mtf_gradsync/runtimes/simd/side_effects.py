@@ -51,7 +51,8 @@ def find_collectives(facts: GraphFacts) -> dict[str, CollectiveOperation]:
     """Returns the collectives of all TPU programs in a graph by name, in program order.
 
     Raises:
-      UnsupportedProgramError: when groups are not a constant, or not a partition of the cores.
+      UnsupportedProgramError: when the groups of a collective are not a constant, or not a
+        partition of the cores.
     """
     return {
         name: _read(facts, name) for name in facts.order if facts.node[name].op in COLLECTIVE_TYPES
