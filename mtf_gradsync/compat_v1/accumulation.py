@@ -245,7 +245,7 @@ class GradientAccumulationOptimizer(OffMesh, tf.train.Optimizer):
             if len(reduced) != len(present):
                 raise ValueError(
                     f"allreduce_fn got {len(present)} gradients and returned {len(reduced)}; it "
-                    "has to return one for each, in the same order."
+                    "has to return one gradient for each that it got, in the same order."
                 )
             present = reduced
         if self._average and self._passes > 1:

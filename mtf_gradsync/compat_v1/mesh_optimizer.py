@@ -215,10 +215,11 @@ class MeshOptimizer(mtf.optimize.Optimizer):
             if variable.master_dtype.size < 4 and not is_drawn:
                 warn_once(
                     f"narrow slots {type(self.opt).__name__}",
-                    "MeshOptimizer(%s): the slots of %s are %s, as its master is, and TensorFlow's "
-                    "slots are: a mean that decays slowly stands still there (0.999 x is x). Give "
-                    "variables float32 masters, use gs.AdamWOptimizer, whose slots are float32, or "
-                    "give rounding='stochastic', for bfloat16.",
+                    "MeshOptimizer(%s): the slots of %s are %s, the dtype of the variable's "
+                    "master, as in TensorFlow. A mean that decays slowly stands still in this "
+                    "dtype (0.999 x is rounded to x). Give variables float32 masters, use "
+                    "gs.AdamWOptimizer, whose slots are float32, or, for bfloat16, give "
+                    "rounding='stochastic'.",
                     type(self.opt).__name__,
                     variable.name,
                     variable.master_dtype.name,

@@ -109,7 +109,7 @@ def refuse_with_v1(opt: Any, **arguments: Any) -> None:
     for name, value in arguments.items():
         if value is not None:
             raise ValueError(
-                f"{name} goes with mesh optimizers; got it with the TensorFlow optimizer {opt!r}."
+                f"{name} goes with mesh optimizers, not with the TensorFlow optimizer {opt!r}."
             )
 
 
@@ -180,7 +180,7 @@ class OffMesh:
     def _instead(self) -> str:
         inner = type(optimizers_inside(self)[-1]).__name__
         return (
-            "It updates variables of TensorFlow. To update those of a mesh, give "
+            "This optimizer updates variables of TensorFlow. To update variables of a mesh, give "
             f"gs.{type(self).__name__} a mesh optimizer in place of {inner}: "
             f"gs.MeshOptimizer({inner}(...)), or one of mtf.optimize."
         )

@@ -122,8 +122,8 @@ class _Groups(PlanExtension):
                 name = gradient_name(found[0])
                 warn_once(
                     "clipped in groups",
-                    "Gradients of one loss are clipped in several groups, each by a norm of its "
-                    "own, which is not the norm of all: %s was clipped apart from %s. Give all "
+                    "Some gradients of a loss are clipped by one norm and others by another, and "
+                    "neither is the norm of all gradients: %s was clipped apart from %s. Give all "
                     "gradients to one call, or all variables to one wrapper, unless this is meant.",
                     name,
                     gradient_name(next(iter(others))),

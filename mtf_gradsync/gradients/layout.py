@@ -258,8 +258,9 @@ def _warn_of_missing(
     if nowhere and others:
         warn_once(
             f"batch dims {nowhere}",
-            "No tensor of the graph has the dimensions %s of batch_dims, and its inputs are split "
-            "along %s: the mesh axes of these are taken as replica axes. Give batch_dims=%s.",
+            "No tensor of the graph has the dimensions %s of batch_dims, and the graph's inputs "
+            "are split along %s: the mesh axes that split these inputs are taken as replica axes. "
+            "Give batch_dims=%s.",
             nowhere,
             sorted(others.values()),
             _better(given, nowhere, others),
@@ -280,9 +281,9 @@ def check_batch_dims(targets: Sequence[mtf.Tensor], axes: ReplicaAxes) -> None:
     others = {axis: dim for axis, dim in found.dims.items() if axis not in axes.mesh_axes}
     if others and not found.is_of_weights:
         raise ValueError(
-            f"No tensor of the graph has the dimensions {missing} of batch_dims, and its inputs "
-            f"are split along {sorted(others.values())}, which {axes!r} does not have: its shards "
-            "would not be those of the batch. Give "
+            f"No tensor of the graph has the dimensions {missing} of batch_dims, and the graph's "
+            f"inputs are split along {sorted(others.values())}, which {axes!r} does not have: the "
+            "shards of these axes would not be the shards of the batch. Give "
             f"batch_dims={_better(axes.batch_dims, missing, others)}."
         )
 

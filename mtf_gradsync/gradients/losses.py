@@ -16,8 +16,8 @@ from mtf_gradsync.step.plan import flat
 Scale = Union[float, mtf.Tensor]
 _SHARED = (
     "The gradient of {name!r} comes from a call of mtf.gradients whose losses {owner} scales, and "
-    "is applied by another optimizer, with the scale in it: give it to the same optimizer, or "
-    "compute it by a call of its own."
+    "is applied by another optimizer, which would apply it multiplied by the scale: give the "
+    "gradient to {owner}, or compute it by a separate call of mtf.gradients."
 )
 
 
@@ -184,7 +184,7 @@ def _check_first_order(graph: mtf.Graph, seeds: set[Seed], owner: str) -> None:
             raise ValueError(
                 f"{owner} scales losses of several calls of mtf.gradients, and the gradient "
                 f"{tensor.name!r} of one call is part of the loss of another call (a penalty on "
-                "gradients): it would be scaled twice. Add up the losses, and call "
+                "gradients): this gradient would be scaled twice. Add up the losses, and call "
                 "mtf.gradients for the variables once."
             )
 

@@ -412,7 +412,7 @@ def common_shard_dims(grads: Sequence[mtf.Tensor], axes: ReplicaAxes) -> list[mt
         if shard_dims not in ([], dims):
             raise ValueError(
                 f"Gradients have different shard dims: {mtf.Shape(shard_dims)} and "
-                f"{mtf.Shape(dims)} (of {grad.name}); give each the same."
+                f"{mtf.Shape(dims)} (of {grad.name}); give each gradient the same."
             )
         shard_dims = dims
     return shard_dims

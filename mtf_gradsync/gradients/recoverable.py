@@ -140,26 +140,27 @@ _SAYS = {
         "needs the sum over all shards and is not linear in it (a norm of all gradients, a "
         "product of two gradients), or spreads it (a broadcast of the sum to the batch, or to a "
         "variable that is split over the mesh axis of the batch)",
-        "Do that inside the optimizer (ClipByGlobalNormOptimizer clips the reduced gradients), "
-        f"split the variable over another mesh axis, or {_ACCEPT}",
+        "Compute this inside the optimizer (ClipByGlobalNormOptimizer clips the reduced "
+        f"gradients), split the variable over another mesh axis, or {_ACCEPT}",
     ),
     Cause.GATHERS: (
         "gathers the values of all shards without a sum (a reshape to dimensions that the layout "
         "does not split, or splits otherwise, as one that sends examples to experts; a maximum "
         "over the batch; an operation of the program's own)",
-        "Keep the dimension of the batch split there (in a mixture of experts, split its groups "
-        "as the batch is split, and experts over another mesh axis: the layout rules "
-        "batch_unsplit:batch and experts:model in Mesh-TensorFlow's transformer), or " + _ACCEPT,
+        "Keep the dimension of the batch split in this operation (in a mixture of experts, "
+        "split its groups as the batch is split, and experts over another mesh axis: the layout "
+        "rules batch_unsplit:batch and experts:model in Mesh-TensorFlow's transformer), or "
+        + _ACCEPT,
     ),
     Cause.DROPS_SUM: (
-        "runs on each processor's slices alone and drops a dimension that they are split along, "
-        "so that each shard has another result, and nothing sums them",
-        "Give the result that dimension, of the size of its mesh axis, and sum over it with "
+        "runs on each processor's slices alone and drops a dimension that the slices are split "
+        "along, so that each shard has a different result, and no operation sums the results",
+        "Keep that dimension in the result, with the size of its mesh axis, and sum over it with "
         "mtf.reduce_sum",
     ),
     Cause.SPLIT: (
-        "makes what the layout splits over the mesh axis of the batch, so that a shard has a slice "
-        "of it, and what it computes from is not that shard's alone",
+        "makes a tensor that the layout splits over the mesh axis of the batch, and a shard's "
+        "slice of this tensor is not computed from that shard's data alone",
         f"Split the variable over another mesh axis, or {_ACCEPT}",
     ),
 }
@@ -434,8 +435,8 @@ class MissingSumWarnings:
                 f"unsummed {operation.name}",
                 "%s %r drops a dimension that the shards split, and nothing sums over it: each "
                 "shard has other values of %s, and the replicas of its variable differ after an "
-                "update. Give the result that dimension, of the size of its mesh axis, and sum "
-                "over it with mtf.reduce_sum.",
+                "update. Keep that dimension in the result, with the size of its mesh axis, and "
+                "sum over it with mtf.reduce_sum.",
                 type(operation).__name__,
                 operation.name,
                 gradient_name(target),

@@ -84,10 +84,10 @@ class ReduceGradients(GradientOperation):
         before = tf.nest.map_structure(lambda v: None if v is None else next(held), self._state)
         sums, after = self._strategy.reduce_gradients(mesh_impl, values, groups, before)
         name = type(self._strategy).__name__
-        _check([*sums], values, f"{name}.reduce_gradients returned sums that")
+        _check([*sums], values, f"{name}.reduce_gradients returned sums")
         tf.nest.assert_same_structure(before, after)
         new = _present(after)
-        _check(new, _present(before), f"{name}.reduce_gradients returned a state that")
+        _check(new, _present(before), f"{name}.reduce_gradients returned a state")
         shapes = [mesh_impl.slice_shape(variable.shape) for variable, _ in self.new_state]
         laid_out = [reshaped(mesh_impl, *x) for x in zip(new, shapes)]
         self.set_outputs(lowering, [*sums, *laid_out])
@@ -123,8 +123,8 @@ def _check(found: Sequence[Any], wanted: Sequence[Any], what: str) -> None:
 
     if described(found) != described(wanted):
         raise ValueError(
-            f"{what} are {described(found)}; return {described(wanted)}, the dtypes and shapes "
-            "that it was given."
+            f"{what} of {described(found)}, but has to return {described(wanted)}, the dtypes and "
+            "shapes of its arguments."
         )
 
 

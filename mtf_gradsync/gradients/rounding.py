@@ -54,7 +54,7 @@ def tell_if_nothing_is_rounded(owner: str, dtypes: Collection[Any]) -> None:
         warn_once(
             f"nothing is rounded {owner}",
             "%s: rounding='stochastic' changes nothing, as no variable and no slot is stored in "
-            "bfloat16. Store variables in it: mtf.VariableDType(tf.bfloat16, tf.bfloat16, "
+            "bfloat16. Store variables in bfloat16: mtf.VariableDType(tf.bfloat16, tf.bfloat16, "
             "tf.bfloat16).",
             owner,
         )

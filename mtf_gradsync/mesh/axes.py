@@ -153,7 +153,7 @@ class ReplicaAxes:
             except ValueError as error:
                 raise ValueError(
                     f"Batch dimension {name!r} is split over several mesh dimensions of "
-                    f"{self.mesh_shape.to_string} by {self.layout}; give it one."
+                    f"{self.mesh_shape.to_string} by {self.layout}; split it over one."
                 ) from error
             if axis is None:
                 continue
@@ -168,8 +168,9 @@ class ReplicaAxes:
         if self.batch_dims and not axes and self.mesh_shape.size > 1:
             raise ValueError(
                 f"None of the batch dimensions {self.batch_dims} is split over the mesh "
-                f"{self.mesh_shape.to_string} by {self.layout}. Name the dimensions that are in "
-                "batch_dims, or give batch_dims=() if every processor sees the whole batch."
+                f"{self.mesh_shape.to_string} by {self.layout}. Name in batch_dims the "
+                "dimensions that are split, or give batch_dims=() if every processor sees the "
+                "whole batch."
             )
         self.mesh_axes: tuple[int, ...] = tuple(axes)
         self.shard_dims: tuple[mtf.Dimension, ...] = tuple(dims)

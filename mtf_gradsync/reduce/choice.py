@@ -246,9 +246,9 @@ class BestAllReduce(Strategy):
         if has_gradient_reduction(choice.strategy):
             name = type(choice.strategy).__name__
             raise TypeError(
-                f"BestAllReduce cannot reduce by {choice.strategy!r}: its state is made when a "
-                "step is built, and BestAllReduce picks a strategy when the graph is lowered. "
-                f"Give {name}(reducer=BestAllReduce()) in its place."
+                f"BestAllReduce cannot reduce by {choice.strategy!r}: the state of this strategy "
+                "is made when a step is built, and BestAllReduce picks a strategy when the graph "
+                f"is lowered. Give {name}(reducer=BestAllReduce()) in its place."
             )
         if text not in self._logged:
             self._logged.add(text)
@@ -285,7 +285,7 @@ def _choose(
             "reducer= a strategy to choose another one.",
             error,
         )
-        choice = Choice(FusedAllReduce(), "the mesh could not be looked at")
+        choice = Choice(FusedAllReduce(), "the mesh could not be examined")
         where = "an unknown mesh"
     name = type(choice.strategy).__name__
     text = f"{name} for {describe_sizes(mesh_impl, gradients)} on {where}: {choice.why}."

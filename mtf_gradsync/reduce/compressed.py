@@ -338,8 +338,8 @@ class CompressedAllReduce(Strategy):
         if sent != wire:
             warn_once(
                 f"{wire.name} sent as {sent.name} by {type(self.reducer).__name__}",
-                "wire_dtype=%r has no effect: %s sends %s as %s on this mesh, in groups of %d. The "
-                "values are sent as they are.",
+                "wire_dtype=%r has no effect: %s sends %s as %s on this mesh, in groups of %d "
+                "processors. The values are sent as they are.",
                 wire.name,
                 type(self.reducer).__name__,
                 wire.name,

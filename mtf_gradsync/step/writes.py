@@ -243,8 +243,8 @@ class _WriteOrderLowering(ExtensionLowering):
                         warn_once(
                             "writes without an order",
                             "Variable %r is assigned by %r and by %r. In a session.run of both, "
-                            "either may come last: make one assignment of them, or make the value "
-                            "of one wait for the other by mtf.depend.",
+                            "either may write last: make one assignment of the two, or make the "
+                            "value of one wait for the other by mtf.depend.",
                             variable.name,
                             other.name,
                             one.name,
@@ -494,7 +494,7 @@ def lowerings_of(graph: tf.Graph) -> list[mtf.Lowering]:
 #: What a program has to do to get resource variables instead of ref variables, for errors.
 CURE = (
     "Call tf.compat.v1.enable_resource_variables() at the start of the program, after "
-    "tf.compat.v1.disable_v2_behavior(), which takes it back."
+    "tf.compat.v1.disable_v2_behavior(), because that function turns resource variables off."
 )
 
 

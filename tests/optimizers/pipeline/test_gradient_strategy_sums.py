@@ -201,9 +201,7 @@ def test_gradients_are_reduced_once():
 
 
 def test_sums_of_another_shape_are_an_error():
-    with pytest.raises(
-        ValueError, match=r"Flat.reduce_gradients returned sums that are .*\[12, 1\]"
-    ):
+    with pytest.raises(ValueError, match=r"Flat.reduce_gradients returned sums of .*\[12, 1\]"):
         Program("simd", "4", lambda mesh: gs.CrossShardOptimizer(sgd(), reducer=Flat(), **mesh))
 
 
