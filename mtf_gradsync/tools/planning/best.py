@@ -75,10 +75,10 @@ class Best:
       cores: the number of the topology's cores.
       budget: bytes of memory that a core may use; None for no limit.
       chosen: the division; None if none fits.
-      checked: the compiler's answer for the chosen division; None if it was not asked.
+      checked: the compiler's answer for the chosen division; None if the compiler was not asked.
       choices: all possible divisions, sorted by predicted time, the shortest first.
-      tried: the divisions that the compiler was asked about before, and that do not fit or were
-        refused, each with the compiler's answer.
+      tried: the divisions that the compiler was asked about before the chosen one, and that do not
+        fit or were refused, each with the compiler's answer.
     """
 
     machine: str

@@ -92,7 +92,8 @@ class _Reshape(NamedTuple):
 class StepCosts(NamedTuple):
     """The facts of a training step from which its cost on any mesh is predicted.
 
-    Attributes that are mappings say, for each array or product, how many equal ones the graph has.
+    An attribute that is a mapping says how many equal items the step's graph has of each item: of
+    each product, array, sum or reshape.
 
     Attributes:
       products: products of matrices in the forward and the backward pass.

@@ -98,9 +98,10 @@ class PlanRow:
       steps_per_update: the number of steps of which one makes the update; see `Built`.
       skipped_step_seconds: the predicted time of a step on which all conditions are false, links
         included; None without conditionals.
-      skipped_step_traffic: the collectives of such a step, by mesh axis.
+      skipped_step_traffic: the collectives, by mesh axis, of a step on which all conditions are
+        false.
       mean_step_seconds: the mean time over `steps_per_update` steps, of which one makes the update.
-        It is `step_seconds` if that number is 1, or if the program has no conditionals.
+        It is `step_seconds` if `steps_per_update` is 1, or if the program has no conditionals.
       estimate_source: "roofline" for the rooflines of all operations at the chip's published rates,
         "measured" for rates that were measured on this machine.
       roofline_seconds: the roofline of the whole step: `flops` at the peak or `bytes_accessed` at

@@ -130,14 +130,15 @@ class RunConfig:
       train_dataset_fn: function of sequence_length, vocabulary and dataset_split ("train") that
         returns a tf.data.Dataset of examples, repeated when it ends. A function that also takes
         `start` returns the examples from that number on, without end.
-      eval_dataset_fn: the same with dataset_split "validation", or a function that returns a list
-        of mesh_tensorflow EvalDatasets, of which the first is used; None evaluates nothing.
+      eval_dataset_fn: a function like `train_dataset_fn`, called with dataset_split "validation",
+        or a function that returns a list of mesh_tensorflow EvalDatasets, of which the first is
+        used; None evaluates nothing.
       autostack: whether Mesh-TensorFlow stacks variables of equal shape (a faster start).
       save_checkpoints_steps: a checkpoint, and an evaluation, every this many steps.
       keep_checkpoint_max: how many of the newest checkpoints to keep; None keeps all.
       batch_size: global batch size in sequences, or a (method, value) pair.
       outer_batch_size: size of an "outer_batch" dimension, for mixtures of experts.
-      train_steps: how many steps in all.
+      train_steps: how many steps the whole run makes.
       total_run_steps: length of the run as the schedule sees it; None for train_steps.
       sequence_length: an integer, or a dict from feature to integer.
       mesh_shape: for example "batch:4;model:2".
@@ -163,7 +164,7 @@ class RunConfig:
         moving averages that the optimizer keeps (`mtf_gradsync.AverageOptimizer`) in place of the
         variables. Training goes on with the variables.
       init_checkpoint: begin with the values of this checkpoint for variables and slots that have
-        the same name, shape and type there; counts, sums and averages of wrappers begin anew.
+        the same name, shape and type in it; counts, sums and averages of wrappers begin anew.
       log_steps: measurements are written every this many steps; losses, learning rates and tokens
         per second are means over the steps since the last time.
       reports: whether to measure what the optimizers report, such as norms of gradients.

@@ -106,7 +106,7 @@ def stack_of_config() -> ConfigStack:
             break
         if len(names) > 20:
             raise ConfigError(
-                f"Each wrapper of the config is around another, without end: {', '.join(names)}"
+                f"The wrappers of the config form a circle, without end: {', '.join(names)}"
             )
         wrappers.append(kind)
         _check_wrapper(kind, scope, selector)

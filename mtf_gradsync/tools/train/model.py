@@ -133,7 +133,7 @@ class MeshModel:
                 raise ConfigError(
                     f"Unitransformer.max_length = {table.size} is less than {length}, the length "
                     f'of "{feature}" in train.run.sequence_length: the model has a position for '
-                    "each token. Make one of them fit the other."
+                    "each token. Raise max_length or lower sequence_length."
                 )
 
     @property
@@ -235,8 +235,8 @@ class TrainingJob(NamedTuple):
       train_steps: see `RunConfig`.
       reports: whether the step returns what its optimizers report.
       noise_scale: whether the step estimates the gradient noise scale, in sequences.
-      examples_before: how many examples earlier steps have used; a checkpoint that has this number
-        overrides it.
+      examples_before: how many examples earlier steps of the run have used. If the run goes on from
+        a checkpoint that has this number, the checkpoint's number is used.
       data_part: the part of the data that this run learns from, if it is an island (DiLoCo).
     """
 

@@ -54,8 +54,8 @@ def adapted(start: Start, accept: bool, say: Callable[[str], None], words: str) 
     if not tf.train.load_checkpoint(start.path).has_tensor(EXAMPLES):
         counts, variables = False, [v for v in variables if v.op.name != EXAMPLES]
         say(
-            f"{start.path} does not say how many examples its steps have used; they are counted as "
-            "steps on batches of the present size"
+            f"{start.path} does not say how many examples its steps have used; each step is "
+            "counted as one batch of the present size"
         )
     # Settings of the model or the optimizer; other settings of a run do not change its variables.
     ours = ("run.", "train.run.", "sample.", "train.sample.")

@@ -391,8 +391,8 @@ class _Run:
             self._write_report(step, how)
         else:
             self._say(
-                f"nothing was trained, and the results in {self.directory} stay as they are; more "
-                "train.run.train_steps train on, and another --model_dir begins anew"
+                f"nothing was trained, and the results in {self.directory} stay as they are. A "
+                "larger train.run.train_steps trains on, and another --model_dir begins a new run"
             )
         return RunResult(step, None, held_out, evaluation.unigram)
 

@@ -115,13 +115,13 @@ class TrafficRow(NamedTuple):
     """Collectives, or copies ("transfer"), of one kind along a group of mesh axes.
 
     Attributes:
-      operation: the kind.
-      group: the mesh axes.
-      part: the part of the step; "" if unknown.
+      operation: the kind of the collectives; "transfer" for copies.
+      group: the mesh axes along which the collectives run.
+      part: the part of the training step that the collectives belong to; "" if unknown.
       on_updates: whether only update steps have these collectives.
-      operations: how many there are.
-      groups: the same, with collectives that are made together counted once.
-      bytes_per_core: what a core sends, or a device receives, in one update step.
+      operations: the number of the collectives.
+      groups: the number of the collectives, where those that are made together count as one.
+      bytes_per_core: the bytes that a core sends, or a device receives, in one update step.
     """
 
     operation: str

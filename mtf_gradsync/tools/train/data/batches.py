@@ -263,7 +263,9 @@ class TrainingBatches:
 
     def _at_the_end(self, step: int) -> str:
         if step == self._first + 1:
-            return f"{_FUNCTION}: its data set has no example for step {step}; it is empty."
+            return (
+                f"{_FUNCTION}: its data set has no example for step {step}; the data set is empty."
+            )
         return (
             f"{_FUNCTION}: its data set ended before step {step}. A data set that ends is "
             "repeated, but this one gives nothing in another pass: perhaps it is of a generator "

@@ -68,7 +68,7 @@ once = iter([GOOD] * 5)
 FAULTS = {
     # name: (the data set, the step that has no batch, what is said)
     "ends for good": (generated(lambda: once), 3, "ended before step 3.*can be read only once"),
-    "has never been": (generated(list), 1, "has no example for step 1; it is empty"),
+    "has never been": (generated(list), 1, "for step 1; the data set is empty"),
     "the generator raises": (generated(raises_in_the_sixth), 3, "step 3: .*KeyError: 'lost'"),
     "an operation raises": (fails_to_parse, 3, "step 3: InvalidArgumentError: .*one"),
     "ragged": (
