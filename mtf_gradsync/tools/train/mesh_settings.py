@@ -183,7 +183,7 @@ def _check_rules(rules: Sequence[tuple[str, str]], mesh_shape: Any) -> None:
         raise ConfigError(
             f'train.run.layout_rules maps "{tensor_dim}" to the mesh dimension "{mesh_dim}", '
             f"which the mesh does not have: train.run.mesh_shape has {names}, and no rule uses "
-            f'{idle}. Take the rule "{tensor_dim}:{mesh_dim}" out, or give it such a mesh dimension.'
+            f'{idle}. Take the rule "{tensor_dim}:{mesh_dim}" out, or give it such a dimension.'
         )
     for tensor_dim, mesh_dim in absent:
         _logger.info(
