@@ -100,8 +100,8 @@ class _Counters(NamedTuple):
 class GradientAccumulationOptimizer(ReportsSkips):
     """A wrapper that adds up several microbatch steps' gradients, and applies them once.
 
-    On microbatch steps without an update the inner optimizer does not run, variables and slots do
-    not change, and no gradients are reduced if they accumulate locally.
+    On microbatch steps without an update the inner optimizer does not run, and variables and slots
+    do not change. If gradients accumulate locally, such a step reduces no gradients.
 
     Gradients accumulate in one of three ways. "local": each shard adds up its own gradients, and
     the sums are reduced once for each update; the mesh must be known when the graph is built.

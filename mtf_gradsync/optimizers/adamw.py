@@ -44,7 +44,7 @@ class InnerOptimizer(mtf.optimize.Optimizer):
         """Sets the attributes `rounding` and `slot_dtype`; raises ValueError for wrong values.
 
         `rounding` is "nearest" or "stochastic", and `slot_dtype` is None, tf.float32 or
-        tf.bfloat16, which needs "stochastic".
+        tf.bfloat16. The slot dtype tf.bfloat16 needs the rounding "stochastic".
         """
         self.rounding = check_rounding(rounding)
         self.slot_dtype = _checked_slot_dtype(slot_dtype)
@@ -101,8 +101,8 @@ class InnerOptimizer(mtf.optimize.Optimizer):
     def _update(self, grad: mtf.Tensor, var: mtf.Variable) -> list[mtf.Operation]:
         """Returns the operations that assign new values to a variable and its slots.
 
-        A subclass defines this method. `grad` is the reduced gradient, of the variable's shape. The
-        caller makes the operations wait until all variables are read.
+        A subclass defines this method. `grad` is the reduced gradient, of the variable's shape.
+        `apply_grads` makes the returned operations wait until all variables are read.
         """
         raise NotImplementedError
 
@@ -139,7 +139,7 @@ class InnerOptimizer(mtf.optimize.Optimizer):
 class AdamWOptimizer(InnerOptimizer):
     """Adam with bias correction and decoupled weight decay, on mesh variables.
 
-    The update number t of a variable, counted from 1, computes:
+    Update number t of a variable, counted from 1, computes:
 
         m = beta_1 * m + (1 - beta_1) * gradient
         v = beta_2 * v + (1 - beta_2) * gradient^2
@@ -147,9 +147,9 @@ class AdamWOptimizer(InnerOptimizer):
         variable -= learning_rate * (step + weight_decay_rate * variable)
 
     Arguments are named as those of `mtf.optimize.AdamWeightDecayOptimizer`, which has no bias
-    correction: the first steps of that optimizer are (1 - beta_1) / sqrt(1 - beta_2) times as
-    large, 3.2 times with the default betas. `AdamWOptimizer` works inside every wrapper, and
-    without a wrapper.
+    correction: the first steps of that optimizer are (1 - beta_1) / sqrt(1 - beta_2) times as large
+    as those of `AdamWOptimizer` (3.2 times with the default betas). `AdamWOptimizer` works inside
+    every wrapper, and without a wrapper.
 
     The slots of a variable are `<variable>/adam_m` and `<variable>/adam_v`, laid out like the
     variable and at least float32 (or as `slot_dtype` says), and `<variable>/adam_t`, the int32

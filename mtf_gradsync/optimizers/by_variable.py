@@ -58,10 +58,10 @@ class ByVariable(mtf.optimize.Optimizer):
     """An optimizer that updates groups of variables by other settings or optimizers, or not at all.
 
     A variable belongs to the first group that matches it. `opt` updates variables that no group
-    matches. `ByVariable` works inside every wrapper, and without a wrapper. Put wrappers around it,
-    not into its groups. Slots have the names that each optimizer gives them, so that checkpoints
-    can be restored with other groups. Variables that no optimizer updates have no slots, and their
-    gradients are neither accumulated nor reduced.
+    matches. `ByVariable` works inside every wrapper, and without a wrapper. Put wrappers around
+    `ByVariable`, not into groups. Slots have the names that each optimizer gives them, so that
+    checkpoints can be restored with other groups. Variables that no optimizer updates have no
+    slots, and their gradients are neither accumulated nor reduced.
 
     References:
       `optax.multi_transform`; the parameter groups of `torch.optim`
@@ -254,7 +254,7 @@ class ByVariable(mtf.optimize.Optimizer):
     def _made(self, opt: Any) -> Any:
         """Returns `opt` if it is an optimizer, or the optimizer that the class or factory makes.
 
-        Raises TypeError if this optimizer is a wrapper or an optimizer of TensorFlow.
+        Raises TypeError if `opt`, or what it makes, is a wrapper or an optimizer of TensorFlow.
         """
         if not isinstance(opt, type) and hasattr(opt, "apply_grads"):
             return self._checked(opt)
@@ -278,8 +278,8 @@ class ByVariable(mtf.optimize.Optimizer):
     def _tell_of_empty_groups(self, variables: Sequence[mtf.Variable]) -> None:
         """Warns once of each group that matches none of the graph's trainable variables.
 
-        `variables` are the variables that are updated now. A group that matches one of these gets
-        no warning, either.
+        `variables` are the variables that are updated now. There is no warning of a group that
+        matches one of these, either.
         """
         known = {v.name: v for v in (*variables[0].graph.trainable_variables, *variables)}
         for group in self._groups:

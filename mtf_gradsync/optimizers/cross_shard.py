@@ -78,15 +78,15 @@ class _ReduceOverShards(Stage):
 class CrossShardOptimizer(Wrapper):
     """A wrapper that sums gradients over the shards, and applies them by another optimizer.
 
-    This wrapper is the mesh counterpart of `tf.compat.v1.tpu.CrossShardOptimizer`. A gradient may
-    be
+    This wrapper is the mesh counterpart of `tf.compat.v1.tpu.CrossShardOptimizer`. It takes three
+    kinds of gradients:
 
-    - of its variable's shape, and pending (not yet reduced, as `mtf.gradients` returns it) or
-      already reduced: all pending gradients are reduced together;
-    - per shard, of shape `[shard dims...] + var dims`: it is summed over the shard dims;
-    - of a variable that has the shard dims itself, so that each shard has its own copy: the shard
-      gets the sum over its group of shards. With `group_assignment`, a variable that all shards
-      share is a ValueError.
+    - A gradient of its variable's shape is pending (not yet reduced, as `mtf.gradients` returns it)
+      or already reduced. All pending gradients are reduced together.
+    - A gradient per shard, of shape `[shard dims...] + var dims`, is summed over the shard dims.
+    - If a variable has the shard dims itself, each shard has its own copy of the variable. For its
+      copy a shard gets the sum of the gradients in its group of shards. With `group_assignment`, a
+      variable that all shards share is a ValueError.
 
     References:
       https://www.tensorflow.org/api_docs/python/tf/compat/v1/tpu/CrossShardOptimizer

@@ -201,9 +201,9 @@ class TrainOptimizerInterface:
 
         The calls in a graph gather pairs (gradient, variable). One step for all pairs is built when
         the graph is lowered, or when the program reads an attribute that the step sets. A pair
-        begins another step, with a warning, if the first step is built already, if the pair's
-        variable has a pair in the first step, or if the pair comes in another variable scope or
-        with other arguments.
+        begins another step, with a warning, if the step before is built already, if that step has a
+        pair of the same variable, or if the pair comes in another variable scope or with other
+        arguments.
 
         Args:
           grad: a gradient, or None.
@@ -366,7 +366,7 @@ class _Pairs(DeferredUpdate):
     def add(self, grad: mtf.Tensor | None, variable: mtf.Variable) -> list[mtf.Operation]:
         """Adds a pair to the step; returns a list of the operation that stands for the whole step.
 
-        The list is empty if the gradient is None.
+        The returned list is empty if the gradient of the pair is None.
         """
         self._pairs[variable] = grad
         if grad is None:

@@ -42,10 +42,11 @@ class ScaleRule(NamedTuple):
     Attributes:
       is_dynamic: whether the scale changes at all.
       initial: the first value of the scale, or the fixed scale.
-      growth_steps: the number of updates in a row without a skipped step after which it grows.
-      multiplier: the factor by which it grows and shrinks.
-      lowest: its smallest value.
-      highest: its largest value.
+      growth_steps: the number of updates in a row without a skipped step after which the scale
+        grows.
+      multiplier: the factor by which the scale grows and shrinks.
+      lowest: the smallest value of the scale.
+      highest: the largest value of the scale.
     """
 
     is_dynamic: bool
@@ -267,7 +268,7 @@ class LossScaleOptimizer(ReportsSkips):
     def good_steps(self) -> mtf.Variable | None:
         """The number of updates in a row since the scale changed: an int32 mtf variable.
 
-        None if the scale is fixed, or before gradients were computed or applied.
+        The attribute is None if the scale is fixed, or before gradients were computed or applied.
         """
         return self.state and self.state.good_steps
 
@@ -275,7 +276,7 @@ class LossScaleOptimizer(ReportsSkips):
     def skipped(self) -> mtf.Variable | None:
         """The number of skipped steps: an int32 mtf variable.
 
-        None before gradients were computed or applied.
+        The attribute is None before gradients were computed or applied.
         """
         return self.state and self.state.skipped
 
@@ -312,8 +313,9 @@ class LossScaleOptimizer(ReportsSkips):
         """Raises ValueError if an argument for the innermost optimizer is made of the scale.
 
         `own` are the arguments that `apply_grads` passes on to the innermost optimizer. The
-        innermost optimizer gets gradients without the scale, and with such an argument would divide
-        by the scale again. A fixed scale is a number, and cannot be recognised in an argument.
+        innermost optimizer gets gradients without the scale, and with an argument made of the scale
+        it would divide by the scale again. A fixed scale is a number, and cannot be recognised in
+        an argument.
         """
         scale = self.state and self.state.scale
         for name, tensor in own.tensors():
@@ -341,7 +343,8 @@ class _SkipNotFinite(Stage):
 
     Attributes:
       wrapper: the wrapper.
-      inside: the stages inside it in a stack, also those inside optimizers of other libraries.
+      inside: the stages inside the wrapper in a stack, also those inside optimizers of other
+        libraries.
       is_told: whether a stage inside tells this stage if gradients are finite
         (`StepBuilder.tell_finite`). Such a stage skips single shards, so that a gradient that is
         not finite does not count if its shard is skipped.
@@ -356,7 +359,8 @@ class _SkipNotFinite(Stage):
     def _is_beside(self) -> bool:
         """Whether a stage inside skips gradients that are not finite.
 
-        If one does, the stage of the loss scale skips no step, and only changes the scale.
+        If a stage inside skips these, the stage of the loss scale skips no step itself, and only
+        changes the scale.
         """
         return any(stage.finite == "skips" for stage in self.inside)
 

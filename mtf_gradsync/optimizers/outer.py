@@ -160,7 +160,7 @@ class OuterOptimizer(ReportsSkips):
     not finite), with max_steps_without_update `<name>/updated_at` (the last outer step that did not
     skip all islands), and with weights `<name>/weight`, for each island and fragment.
 
-    There may be a single island. Then the inner optimizer makes its usual updates, and after every
+    If there is a single island, the inner optimizer makes its usual updates, and after every
     `inner_steps` updates an outer step sets the variables; nothing is sent between islands.
 
     Attributes:
@@ -340,7 +340,8 @@ def _islands(
 
     `axes` are all replica axes, and `names` are outer_dims (None for all batch dims). If there is
     only one island, the first result has no axes. If `axes` is None because no mesh is known, the
-    second result is None. Raises ValueError if `names` are not batch dims, or the mesh splits none.
+    second result is None. Raises ValueError if `names` are not batch dims, or if the mesh splits
+    none of them.
     """
     if axes is None:
         return ReplicaAxes(mtf.Shape([]), mtf.LayoutRules([]), ()), None

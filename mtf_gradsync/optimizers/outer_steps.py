@@ -420,9 +420,10 @@ class StepsOfIslands:
     ) -> list[mtf.Tensor]:
         """Returns the mean over the islands of `differences`, `[islands...] + owner dims`.
 
-        `count` is the number of islands that are not skipped; None for all islands. Differences of
-        skipped islands are zeros already. If islands have weights, `count` is the sum of the
-        weights, and each island's differences are multiplied by its weight already.
+        `differences` are the outer values minus the islands' values. `count` is the number of
+        islands that are not skipped; None for all islands. Differences of skipped islands are zeros
+        already. If islands have weights, `count` is the sum of the weights, and each island's
+        differences are multiplied by the island's weight already.
         """
         settings, islands = self._settings, self._islands
         if not islands.shard_dims:

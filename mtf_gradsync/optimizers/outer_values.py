@@ -224,7 +224,7 @@ def hold_by_islands(
 ) -> mtf.Variable:
     """Returns a variable `<variable>/island` with a value of `variable` for each island.
 
-    From then on the slices of `variable` are those of the returned variable, the holder, so that
+    After the call the slices of `variable` are those of the returned variable, the holder, so that
     checkpoints have each island's value. This function has to be called before `variable` is
     lowered.
 

@@ -48,7 +48,7 @@ def make_state(mesh: mtf.Mesh, name: str, shard_dims: Sequence[mtf.Dimension]) -
     `name` is the wrapper's name, and `shard_dims` are the dimensions that number the replicas. If a
     checkpoint is from another number of shards, the counts of its shards are added up or moved to
     other shards, and local_step is update_step for every replica. If a checkpoint has no counters,
-    update_step begins with its global step.
+    update_step begins with the checkpoint's global step.
     """
     of_replicas = mtf.anonymous_shape(mtf.Shape(list(shard_dims)))
     # In a run without the wrapper every step was an update.
@@ -159,7 +159,8 @@ def check_of_replicas(name: str, kind: str, value: Any, axes: ReplicaAxes) -> No
 def check_tensor_mesh(name: str, value: Any, mesh: mtf.Mesh) -> None:
     """Raises ValueError if an argument, `value`, is an mtf tensor of another mesh than `mesh`.
 
-    Any other value passes. `name` is the argument's name, for the error.
+    A value that is no mtf tensor or variable is accepted. `name` is the argument's name, for the
+    error.
     """
     if isinstance(value, (mtf.Tensor, mtf.Variable)) and value.mesh is not mesh:
         raise ValueError(
@@ -170,9 +171,10 @@ def check_tensor_mesh(name: str, value: Any, mesh: mtf.Mesh) -> None:
 def steps_of_gradients(local_steps: Any, variable: mtf.Variable, axes: ReplicaAxes) -> mtf.Tensor:
     """Returns the update step for which each replica computed its gradient.
 
-    `local_steps` is the argument of `SyncReplicasOptimizer`, a whole number for each replica. If it
-    is None, the result is the value of `variable`, the counter `ReplicaState.local_step`. The
-    result is an int32 mtf tensor of the shape of `variable`, the same on every processor.
+    `local_steps` is the argument of `SyncReplicasOptimizer`, a whole number for each replica. If
+    `local_steps` is None, the result is the value of `variable`, the counter
+    `ReplicaState.local_step`. The result is an int32 mtf tensor of the shape of `variable`, the
+    same on every processor.
     """
     if local_steps is None:
         return variable.value
@@ -306,7 +308,7 @@ class SessionInterface(ReportsSkips):
 
         Once the session exists, the hook checks that variables are initialized. On TPUs the hook
         raises `NoUpdateError` after more than max_steps_without_update steps without an update;
-        elsewhere the step or the session raises it.
+        on other devices the step or the session raises this error.
 
         Args:
           is_chief: whether this process is the chief, which checks num_tokens.

@@ -261,7 +261,8 @@ def _what_was_reduced(opt: Any, axes: ReplicaAxes | None) -> tuple[Reduced, Repl
     """Returns the first reduction over shards in the step that `opt` has built, and its axes.
 
     `axes` are the replica axes that the user gave; None takes those of the stack. Raises TypeError
-    if `opt` is no wrapper, and ValueError if the noise scale cannot be computed from that step.
+    if `opt` is no wrapper, and ValueError if its step is one from which the noise scale cannot be
+    computed.
     """
     if not isinstance(opt, Wrapper):
         raise TypeError(
@@ -349,18 +350,18 @@ def reported(opt: AppliesGradients, axes: ReplicaAxes | None = None) -> dict[str
     - `gradient_norm/applied`: norm of the reduced and clipped gradients that the innermost
       optimizer gets.
     - `gradient_norm/before_clipping`: norm of the reduced gradients before they were clipped by
-      this norm.
+      their global norm.
     - `gradient_norm/of_shards`: `[shards...]`, for each shard the norm of its term of the sum (of a
       mean over the batch, 1/num_shards of its own gradient), before clipping. For variables that
       the layout splits over a replica axis, processors exchange all shards' terms of the sums that
-      their gradients are made of. Missing, with a line in the log, if shards' terms are not
-      recoverable (experts that get the examples of all shards), or only recoverable by sending as
-      much as the gradients.
-    - `gradient_norm/of_shards_clipped`: `[shards...]`, the same after `clip_by_shard_norm`, if the
-      applied gradients come from it.
-    - `compression/rate`: bytes of the gradients, divided by those that a strategy sends in their
-      place (`QuantizedAllReduce`, `LowRankAllReduce`). `compression/whole`: the number of gradients
-      that it does not compress; the log names them.
+      the variables' gradients are made of. These norms are missing, with a line in the log, if
+      shards' terms are not recoverable (experts that get the examples of all shards), or only
+      recoverable by sending as much as the gradients.
+    - `gradient_norm/of_shards_clipped`: `[shards...]`, the norms of shards after
+      `clip_by_shard_norm`, if the applied gradients come from that function.
+    - `compression/rate`: bytes of the gradients, divided by the bytes that a strategy sends in
+      place of the gradients (`QuantizedAllReduce`, `LowRankAllReduce`). `compression/whole`: the
+      number of gradients that the strategy does not compress; the log names them.
     - `update_step`: updates made. `updates_without_data`: updates skipped because their weights
       were 0.
     - `accumulation/micro_step`: microbatch steps in the sum so far. `accumulation/skipped`:

@@ -225,7 +225,7 @@ def updates_before(steps: Sequence[Any], passes: Passes, total: int | None) -> l
     """Returns the number of updates made before each of some microbatch steps.
 
     The count is right if no microbatch step is skipped. A step is a number, an integer tf tensor,
-    or None, for which the result is None. `passes` is backward_passes_per_step; if it is a
+    or None; for None the result is None. `passes` is backward_passes_per_step; if it is a
     function, `total` must be the number of microbatch steps of the run.
     """
     if not callable(passes):

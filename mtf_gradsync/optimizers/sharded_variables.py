@@ -78,8 +78,8 @@ def shapes_of_parts(
 def share_copies(axes: ReplicaAxes) -> bool:
     """Returns whether the mesh's devices share one memory, and all replicas one copy of a variable.
 
-    On such a mesh `placement_mesh_impl` makes one update for all replicas of a variable, so that
-    splitting the update would only add operations.
+    If replicas share one copy, `placement_mesh_impl` makes one update for all replicas of a
+    variable, so that splitting the update would only add operations.
     """
     key = mesh_key(axes.mesh_shape, axes.layout)
     impls = [x for x in mesh_impls_made() if mesh_key(x.shape, x.layout_rules) == key]
@@ -144,9 +144,9 @@ def saves_tiles(full: Sequence[int], part: Sequence[int]) -> bool:
     """Returns whether a part saves over two thirds of what it would save without padding.
 
     `full` is the shape of a core's slice of a variable, and `part` the shape of the core's part of
-    that slice. Savings are counted in a TPU's tiles, which are padded if they are not full. If a
-    part leaves most of its tiles empty, it takes about as much memory and time as the full slice,
-    and the compiler copies the slice to another layout and back.
+    that slice. Savings are counted in a TPU's tiles, which are padded if they are not full. A part
+    that leaves most of its tiles empty takes about as much memory and time as the full slice, and
+    the compiler copies the slice to another layout and back.
     """
     of_full, of_part = tiles(full, part)
     numbers, numbers_of_part = math.prod(full), math.prod(part)

@@ -102,9 +102,10 @@ def says_skip(
       name: the wrapper's name, with which the names of the state's variables begin.
 
     Returns:
-      A boolean mtf scalar: whether `fn` skips the step. And a function of another such scalar,
-      whether the step is skipped in the end: other islands may skip it, too. The function returns
-      pairs of a variable and its value after the step; [] if `fn` keeps no state.
+      Two values. The first is a boolean mtf scalar: whether `fn` skips the step. The second is a
+      function. Its argument is a boolean mtf scalar, too: whether the step is skipped in the end
+      (by `fn`, or by another island). It returns pairs of a state variable and the variable's value
+      after the step; [] if `fn` keeps no state.
     """
     if hasattr(fn, "decide"):
         return fn.decide(given, received, strategy, name)

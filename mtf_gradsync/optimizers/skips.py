@@ -86,7 +86,7 @@ def waiting_state(mesh: mtf.Mesh, name: str, limit: int | None) -> mtf.Variable 
 def now_waiting(waiting: mtf.Variable, updated: mtf.Tensor) -> mtf.Tensor:
     """Returns the value of the counter `waiting` after a step, an int32 mtf scalar.
 
-    `updated` is 1 if the step made an update, else 0, also an int32 mtf scalar.
+    `updated` is an int32 mtf scalar, too: 1 if the step made an update, else 0.
     """
     return (waiting.value + 1) * (1 - on_mesh(updated, waiting.mesh))
 
@@ -117,9 +117,9 @@ class Words(NamedTuple):
 def rows_of_shards(axes: ReplicaAxes | None) -> list[str]:
     """Returns the names of the rows of flags that `Skips.report` records, for `Words.rows`.
 
-    There is a name for each shard, one for sums that are not finite though all their terms are, and
-    one for gradients of which the shards are not known. If `axes`, the replica axes, are None,
-    there is only the last of these names.
+    There is a name for each shard, one for sums that are not finite although all of their terms are
+    finite, and one for gradients of which the shards are not known. If `axes`, the replica axes,
+    are None, there is only the last of these names.
     """
     if axes is None:
         return [_OF_ONE]
@@ -147,8 +147,9 @@ def not_finite_flags(
         known (-1). If False, a reduced gradient counts as the gradient of each shard.
 
     Returns:
-      A list of two tensors: `[shards..., gradients]` for `given`, and `[gradients]` for `sums`; of
-      only the second without `axes`. A flag is greater than 0 if an entry is not finite.
+      A list of two tensors: `[shards..., gradients]` for `given`, and `[gradients]` for `sums`. If
+      `axes` is None, the list has only the second tensor. A flag is greater than 0 if an entry of
+      the gradient is not finite.
     """
     given, of_shards = given.unreduced or given, []
     if axes:
@@ -187,8 +188,8 @@ class Skips:
           waiting: a list of one variable, the number of steps in a row without an update, or of two
             variables whose difference is this number; () if nothing counts them.
           limit: max_steps_without_update, or None.
-          floor: the loss scale's variable and smallest value, which messages mention when the scale
-            is there; None without a scale.
+          floor: the loss scale's variable and smallest value. Messages mention when the scale has
+            this value. None without a scale.
           missed: a variable with the number of steps in a row that each replica has missed. The
             error then lists the replicas that missed the last step. None for no such list.
         """
@@ -213,9 +214,9 @@ class Skips:
         Args:
           found: one or two tensors of flags, `[rows..., names]`, the same on all processors. A flag
             is greater than 0 if the value is not finite, and less than 0 if that is not known. The
-            second tensor has the flags of sums over the shards. They are recorded in two more rows:
-            of sums that are not finite though each shard's gradient is, and of sums for which the
-            flags of shards are not known.
+            second tensor has the flags of sums over the shards. These are recorded in two more
+            rows: one for sums that are not finite although each shard's gradient is finite, and one
+            for sums for which the flags of shards are not known.
           now: the values after the step of `counts` and, if there is one, of the floor's variable.
         """
         found, now = ([on_mesh(x, self.mesh) for x in some] for some in (found, now))
@@ -224,7 +225,8 @@ class Skips:
     def end_of_step(self, operations: Sequence[mtf.Operation]) -> list[mtf.Operation]:
         """Returns a list of one operation, which checks the limit and reports at the end of a step.
 
-        The operation reads the counters after `operations`, all other operations of the step.
+        The operation reads the counters after `operations`, which are all other operations of the
+        step.
         """
         now = [mtf.anonymize(x) for x in values_after(self.looked_at, operations)]
         self.watched = _Check(self, [v.value for v in self.looked_at], now, operations)
@@ -432,9 +434,9 @@ class _Check(Watched):
     def _apart(self, records: Sequence[Any]) -> tuple[Any, Any, Any]:
         """Returns the flags, the loss scale, and the steps missed by each replica.
 
-        All three are in `records`: slices of the recorded variables, or these variables' values in
-        a session. The loss scale is None without a scale. The steps missed are None if there is no
-        variable `missed`.
+        The flags, the loss scale and the missed steps are in `records`: slices of the recorded
+        variables, or these variables' values in a session. The second result is None without a loss
+        scale, and the third is None if there is no variable `missed`.
         """
         skips, (found, *more) = self._skips, records
         floor = more[0] if skips.floor else None

@@ -65,8 +65,8 @@ class SlotBook:
     def variables(self) -> list[mtf.Variable]:
         """Returns all variables that updates have created, in the order of their creation.
 
-        Most of these variables are slots. A variable is no slot if its name begins with the name of
-        no updated variable, as that of a counter of steps, for example.
+        Some of these variables are no slots: an optimizer may also create a counter of steps, for
+        example, whose name does not begin with the name of an updated variable.
         """
         return list(self._variables)
 
@@ -84,7 +84,7 @@ def optimizer_of(opt: Any, variable: mtf.Variable) -> Any:
 def optimizers_of(opt: Any) -> tuple[Any, ...]:
     """Returns the optimizers that update variables: those of the groups of a `ByVariable`.
 
-    Of any other optimizer `opt` it returns the optimizer alone, in a tuple.
+    If `opt` is no `ByVariable`, the result is a tuple of `opt` alone.
     """
     return opt.optimizers if hasattr(type(opt), "optimizer_of") else (opt,)
 

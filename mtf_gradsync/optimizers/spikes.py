@@ -145,9 +145,10 @@ class skip_spikes:
           name: the wrapper's name.
 
         Returns:
-          A boolean mtf scalar: whether the step is a spike or not finite. And a function of another
-          such scalar, whether the step is skipped in the end, that returns pairs of a variable and
-          its value after the step.
+          Two values. The first is a boolean mtf scalar: whether the step is a spike or not finite.
+          The second is a function. Its argument is a boolean mtf scalar, too: whether the step is
+          skipped in the end (by this rule, or by another island). It returns pairs of a state
+          variable and the variable's value after the step.
         """
         before_clip = [unclipped(g) for g in received.present]
         is_clipped = before_clip != received.present

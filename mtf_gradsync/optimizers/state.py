@@ -351,9 +351,10 @@ def get_update_step(mesh: mtf.Mesh, name: str = "GradientAccumulationOptimizer")
 def update_counter(mesh: mtf.Mesh, name: str) -> mtf.Variable:
     """Returns the counter of updates, the variable `<name>/update_step`, made on the first call.
 
-    If the graph has the counter already, it may be on another mesh than `mesh`. The wrapper `name`
-    advances the counter. If no wrapper has this name, the first step that a wrapper builds does.
-    Lowering the graph raises an error if nothing advances the counter (`UpdateCounters.begin`).
+    If the graph has the counter already, the counter may be on another mesh than `mesh`. The
+    wrapper `name` advances the counter. If no wrapper has this name, the first step that a wrapper
+    builds does. Lowering the graph raises an error if nothing advances the counter
+    (`UpdateCounters.begin`).
     """
     # In a run without the wrapper every step was an update.
     counter = scalar_state(mesh, f"{name}/update_step", start="global_step")
@@ -520,8 +521,8 @@ class Beginnings:
 
     Attributes:
       are_equal: for each derived variable, by name, a boolean scalar: whether its master has the
-        value of the source variable's master. If so, and if no step was made, the derived variable
-        can begin anew with another value.
+        value of the source variable's master. If the values are equal and no step was made, the
+        derived variable can begin anew with another value.
     """
 
     def __init__(self, graph: tf.Graph):

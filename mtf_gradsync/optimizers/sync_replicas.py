@@ -240,7 +240,7 @@ class SyncReplicasOptimizer(SessionInterface, KeepsAverages):
     def update_step_now(self) -> mtf.Tensor | None:
         """The number of updates made, after the fetched step: an int32 mtf scalar.
 
-        None before there is a step.
+        The attribute is None before there is a step.
         """
         return self._now and self._now.update_step
 

@@ -108,10 +108,10 @@ class CommonArguments(NamedTuple):
 class Wrapper(TrainOptimizerInterface, mtf.optimize.Optimizer):
     """A Mesh-TF optimizer around another one.
 
-    A subclass calls `_wrap` in its constructor, and defines `stages`, its steps of an update
-    (reduce, clip, ...). A stage says which form of gradients it takes and gives, so that wrappers
-    in a wrong order are found. From the stages of all wrappers `StepBuilder` builds the training
-    step. The page "Write your own wrapper" has an example.
+    A subclass calls `_wrap` in its constructor, and defines the method `stages`, which returns the
+    subclass's steps of an update (reduce, clip, ...). A stage says which form of gradients it takes
+    and gives, so that wrappers in a wrong order are found. From the stages of all wrappers
+    `StepBuilder` builds the training step. The page "Write your own wrapper" has an example.
 
     Attributes:
       shown: pairs of a name and the name of a value in `reported`: training shows the value next
@@ -120,8 +120,9 @@ class Wrapper(TrainOptimizerInterface, mtf.optimize.Optimizer):
       axes: the replica axes, `ReplicaAxes`; None if no mesh was given.
       reducer: the reduction strategy.
       name: name of the wrapper, a prefix of names of its variables and operations.
-      step: the step that was built last, by the outermost wrapper of the stack; None before.
-      times_applied: how many times it has applied gradients in the graph of that step.
+      step: the step that was built last, by the outermost wrapper of the stack; None before any
+        step was built.
+      times_applied: how many times the wrapper has applied gradients in the graph of `step`.
     """
 
     shown: Sequence[tuple[str, str]] = ()
@@ -404,9 +405,9 @@ class Wrapper(TrainOptimizerInterface, mtf.optimize.Optimizer):
         """Returns this wrapper's place in the stack, given what is around it.
 
         Args:
-          islands: the islands of an `OuterOptimizer` around it; None if there is none. If the
-            wrapper was given axes between islands, its axes in the place are those inside.
-          around: the wrappers around it, the outermost first.
+          islands: the islands of an `OuterOptimizer` around the wrapper; None if there is none. If
+            the wrapper was given axes between islands, the place has the axes inside an island.
+          around: the wrappers around the wrapper, the outermost first.
           program: what is known of the program; None while no gradients are applied.
         """
         axes = self._given_axes
@@ -605,7 +606,8 @@ def _warn_of_positional_rate(opt: Any) -> None:
 def _of_graphs(held: Any) -> Iterator[Any]:
     """Yields the objects of a tf or mtf graph in `held`: tensors, variables, operations and others.
 
-    `held` is an object of a graph, or a dict, list, tuple or set, which may contain further ones.
+    `held` is an object of a graph, or a dict, list, tuple or set. Such a container may have further
+    containers inside.
     """
     todo, seen = [held], {}
     while todo:

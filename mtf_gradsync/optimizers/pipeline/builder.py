@@ -133,7 +133,7 @@ class StepConditions:
     def gate(self, tensors: Sequence[mtf.Tensor]) -> Gate | None:
         """Returns a gate, which holds back writes until `tensors` exist and all variables are read.
 
-        While a branch is open the result is None, because a branch waits as a whole.
+        While a branch of the step is open, the result is None, because a branch waits as a whole.
         """
         return None if self.plan.is_in_branch else Gate(self.plan, tensors)
 
@@ -153,7 +153,7 @@ class StepBuilder(StepConditions):
       passed_on: the gradients that each wrapper passed on, in the same order.
       per_shard: per-shard gradients that a stage has recovered; None if there are none.
       stack: the stack that the step is made of.
-      reduced_first: the first reduction of gradients in the step; None before it.
+      reduced_first: the first reduction of gradients in the step; None before any reduction.
       compressions: the reports of compressing strategies on the bytes that they save.
       counts_without_data: the variable that counts updates that were skipped because their weights
         were 0; None without weights.
@@ -375,8 +375,9 @@ class StepBuilder(StepConditions):
     def agreed(self, holds: mtf.Tensor, by_any: bool = False) -> mtf.Tensor:
         """Returns whether a boolean scalar is true on all islands; with `by_any`, on any island.
 
-        Stages use it for decisions that depend on gradients, because inside `OuterOptimizer` each
-        island has gradients of its own. Without islands the result is `holds`.
+        Stages use this method for decisions that depend on gradients, because inside
+        `OuterOptimizer` each island has gradients of its own. Without islands the result is
+        `holds`, the boolean scalar that the method was given.
         """
         return holds if self._islands is None else self._islands.agree(holds, by_any)
 
@@ -406,10 +407,10 @@ class StepBuilder(StepConditions):
     ) -> GradientSet:
         """Returns gradients that are reduced over the mesh, divided by their divisor, and cast.
 
-        `reduction` has the settings of the reduction. With a `partition`, its strategy and axes are
-        used instead, and each replica gets its part of a gradient. Without a partition, gradients
-        that are parts already are divided and then gathered. For other values than the gradients of
-        the step, use `reduce_now`.
+        `reduction` has the settings of the reduction. If `partition` is given, the strategy and
+        axes of `partition` are used instead, and each replica gets its part of a gradient. Without
+        a partition, gradients that are parts already are divided and then gathered. For other
+        values than the gradients of the step, use `reduce_now`.
         """
         given, unreduced = gradients.present, gradients
         if gradients.form is Form.PART:

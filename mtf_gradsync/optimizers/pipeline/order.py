@@ -22,8 +22,8 @@ def reduces(stages: Stages) -> bool:
 def needs_shards(stages: Stages) -> PerShard | None:
     """Returns the request of one of these stages for gradients that nothing has reduced before.
 
-    If stages have such a request (`PerShard`), no wrapper around them may reduce gradients. The
-    result is None if they have no request, or also take reduced gradients.
+    If stages have such a request (`PerShard`), no wrapper around the stages may reduce gradients.
+    The result is None if the stages have no request, or also take reduced gradients.
     """
     requests = [s.takes for s in stages if isinstance(s.takes, PerShard)]
     return next((r for r in requests if r.or_else is not None), None)
@@ -42,7 +42,8 @@ def skips_not_finite(stages: Stages) -> bool:
 def needs_not_finite(stages: Stages) -> bool:
     """Returns whether these stages must get gradients that are not finite.
 
-    The stage of a loss scale must: it lowers the scale when it finds such gradients.
+    The stage of a loss scale must get gradients that are not finite: it lowers the scale when it
+    finds them.
     """
     return any(s.finite == "needs" for s in stages)
 
@@ -60,8 +61,8 @@ def averages(stages: Stages) -> bool:
 def keeps_outer_values(stages: Stages) -> bool:
     """Returns whether these stages train copies of variables apart from the values programs see.
 
-    The stages of `OuterOptimizer` do: islands train their own values, and programs see the outer
-    values.
+    The stages of `OuterOptimizer` are an example: islands train their own values, and programs see
+    the outer values.
     """
     return any(s._keeps_outer_values for s in stages)
 

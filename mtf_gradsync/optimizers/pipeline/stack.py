@@ -5,8 +5,8 @@ and whether all that comes after them runs in some steps only. Passes, pure func
 stack. `StepBuilder` makes the operations of the result in the order in which it is read, and
 `mtf_gradsync.describe` prints the same value. The passes:
 
-1. From the outermost wrapper to the innermost, each gives its stages for its place (`Place`: the
-   replica axes, and the islands and stages around it).
+1. From the outermost wrapper to the innermost, each wrapper gives its stages for its place (`Place`
+   has the replica axes, and the islands and stages around the wrapper).
 2. Each stage gets to know the stages inside it, because the work of some stages depends on these
    (as that of a loss scale does).
 3. If a stage takes another form of gradients than the stage before it gives, a converting stage is

@@ -274,7 +274,8 @@ def reduce_by_strategy(
     The result also has the new values of the strategy's state, which the caller writes.
 
     On a mesh of one shard all gradients pass through the strategy, although there is nothing to
-    reduce: its state then exists there, too, and checkpoints can be moved to such a mesh and back.
+    reduce: the strategy's state then exists on such a mesh, too, and checkpoints can be moved to it
+    and back.
 
     Args:
       gradients: the gradients, not reduced yet.

@@ -59,7 +59,8 @@ class WeightsOfGradients(PlanExtension):
         """Returns, for each of `grads`, the records of the gradients from which it was computed.
 
         A clipped gradient, for example, was computed from the gradient before the clip. Records of
-        the same weights are listed once. The list is empty if no such gradient has a record.
+        the same weights are listed once. The list for a gradient is empty if nothing from which it
+        was computed has a record.
         """
         found: list[list[Recorded]] = [[] for _ in grads]
         if not self._given or not grads:
@@ -216,9 +217,9 @@ def _by_shard(weights: mtf.Tensor, axes: ReplicaAxes) -> mtf.Tensor:
     """Returns the weight of each shard, `[shard dims...]`, from a tensor with some shard dims.
 
     If `weights` is longer than the number of shards along a dimension, it has one weight for each
-    example, and those of a shard are added up. A weight that several shards have in common, because
-    `weights` lacks a shard dim, is divided among them. Raises ValueError if a length is no multiple
-    of the number of shards.
+    example, and the weights of a shard's examples are added up. A weight that several shards have
+    in common, because `weights` lacks a shard dim, is divided among these shards. Raises ValueError
+    if a length is no multiple of the number of shards.
     """
     by_name = {d.name: d for d in weights.shape.dims}
     kept = [d for d in axes.shard_dims if d.name in by_name]
@@ -357,8 +358,8 @@ def weighted_shards(
 def with_weights(stack: Stack, axes: ReplicaAxes | None, slots: SlotBook) -> Stack:
     """Returns a copy of `stack` with two more stages, which gradients with weights need.
 
-    The first stage of the step fits the gradients of shards to their weights. The last stage before
-    the update skips the update if the weights are 0.
+    The first stage of the step fits the gradients of shards to the shards' weights (see
+    `weighted_shards`). The last stage before the update skips the update if the weights are 0.
 
     Args:
       stack: a completed stack.

@@ -57,8 +57,8 @@ def over(axes: ReplicaAxes | None) -> str:
 def told(value: Any) -> str:
     """Returns the value of a setting as text for a line of `describe`.
 
-    The text of None, a boolean, a string or a number is the value itself, such as "0.1". For a
-    tensor or variable the text names it: "the value of learning_rate".
+    The text of None, a boolean, a string or a number is the value itself, such as "0.1". The text
+    of a tensor or variable has its name: "the value of learning_rate".
     """
     if value is None or isinstance(value, (bool, str)):
         return str(value)
@@ -70,7 +70,7 @@ def told(value: Any) -> str:
 def strategy_told(strategy: Any) -> str:
     """Returns a reduction strategy as text: "fused" for `FusedAllReduce`, for example.
 
-    A strategy for which there is no such word is told by its class name: "by MyStrategy".
+    The text of a strategy without a word of its own has the name of its class: "by MyStrategy".
     """
     name, inner = type(strategy).__name__, getattr(strategy, "reducer", None)
     narrow = getattr(strategy, "compressed_dtype", None)
