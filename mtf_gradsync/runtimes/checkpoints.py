@@ -186,9 +186,9 @@ class Saved:
         """The graph's slots that the checkpoint lacks, by name; {} if the checkpoint has no slots.
 
         A checkpoint that has only some of the graph's slots is from a run in which other
-        optimizers, or none, updated some variables. The result has the slots of variables of which
-        the checkpoint has no slot: if it has one slot of a variable, the variable's other slots
-        must not begin anew beside that one.
+        optimizers, or none, updated some variables. The result has the slots of those variables of
+        which the checkpoint has no slot at all: if it has one slot of a variable, the variable's
+        other slots must not begin anew beside that slot.
         """
         own: list[StateNote] = self._graph.get_collection(STATE_COLLECTION)
         state, held = {note.name for note in own}, {n.name: n.held for n in own if n.held}

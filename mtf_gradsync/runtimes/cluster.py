@@ -95,9 +95,9 @@ def task_of_spec(
 ) -> Task:
     """Returns the task of a cluster that this process is, or raises a ValueError if it is none.
 
-    `cluster_spec` lists the addresses "host:port" of each job's tasks. It is a dictionary from job
-    to addresses, such a dictionary as JSON, or text like "worker=host1:2222,host2:2222" with ";"
-    between jobs.
+    `cluster_spec` has the addresses "host:port" of each job's tasks. `cluster_spec` is a dictionary
+    from job to addresses, such a dictionary as JSON, or text like "worker=host1:2222,host2:2222"
+    with ";" between jobs.
     """
     spec = _parsed(cluster_spec) if isinstance(cluster_spec, str) else cluster_spec
     if not isinstance(spec, Mapping) or not spec:
@@ -138,8 +138,8 @@ def task_of_spec(
 def task_of_environment() -> Task | None:
     """Returns the task that the environment variable TF_CONFIG describes, as Estimator reads it.
 
-    Returns None if TF_CONFIG has no cluster; raises ValueError for a cluster that `task_of_spec`
-    refuses.
+    The result is None if the environment variable TF_CONFIG describes no cluster. Raises ValueError
+    for a cluster that `task_of_spec` refuses.
     """
     text = os.environ.get("TF_CONFIG") or "{}"
     try:

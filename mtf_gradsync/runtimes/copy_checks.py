@@ -284,8 +284,9 @@ def _different(
 ) -> tuple[str, str]:
     """Returns the variable's name, and a sentence on where two copies of a slice differ.
 
-    `values` are the values of all copies, and `one` and `other` the indices of the two. If the
-    variable is a stack, the name is that of the first stacked variable that differs.
+    `values` are the values of all copies, and `one` and `other` are the indices of the two copies
+    to compare. If the variable is a stack, the name is that of the first stacked variable that
+    differs.
     """
     value = values[one]
     numbers = np.flatnonzero((_bits(value) != _bits(values[other])).any(1))

@@ -89,10 +89,10 @@ def initialize_from(init_checkpoint: str, variables: Sequence[Any]) -> str:
     """Replaces variables' initial values by a checkpoint's, if shapes and types agree.
 
     Variables that the checkpoint lacks, or has in another shape or type, and the state of wrappers
-    keep their own initial values. Returns text for the log that names the variables with replaced
-    initial values, and the others. `init_checkpoint` may be a directory, which stands for the
-    newest checkpoint in it. Raises a ConfigError if the checkpoint is damaged or missing, or has no
-    value for any of the variables.
+    keep their own initial values. Returns text for the log that names the variables whose initial
+    values are replaced, and the variables that keep their own. `init_checkpoint` may be a
+    directory, which stands for the newest checkpoint in it. Raises a ConfigError if the checkpoint
+    is damaged or missing, or has no value for any of the variables.
     """
     try:
         path = init_checkpoint
@@ -147,8 +147,8 @@ def initialize_from(init_checkpoint: str, variables: Sequence[Any]) -> str:
 def _initialize_counts(saved: Saved, chosen: Collection[str]) -> list[str]:
     """Lets update counters that a checkpoint lacks begin with the checkpoint's number of updates.
 
-    Only counters that belong to slots in `chosen` are changed; `chosen` are the names of variables
-    that begin as in the checkpoint. Returns the names of the changed counters.
+    Only update counters that belong to slots in `chosen` are changed; `chosen` are the names of
+    variables that begin as in the checkpoint. Returns the names of the changed counters.
     """
     found = []
     for variable in tf.global_variables():

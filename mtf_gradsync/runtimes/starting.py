@@ -392,8 +392,8 @@ def remove_leftovers(model_dir: str) -> None:
 def only_run_in(model_dir: str) -> Iterator[None]:
     """Makes a directory, and locks it inside the block, so that no other run uses it.
 
-    Raises a ConfigError if another run has the lock, the directory cannot be written to, or its
-    name has "://" or a wildcard.
+    Raises a ConfigError if another run has the lock, the directory cannot be written to, or the
+    directory's name has "://" or a wildcard.
     """
     if "://" in model_dir:
         raise ConfigError(f"--model_dir={model_dir} must be a directory of this machine")

@@ -276,8 +276,8 @@ def meet(
 
     Process 0 gets a connection to every other process. Each other process gets a connection to
     process 0, whose address is `place`. `names` are the names of all processes in their order.
-    `facts` are settings that have to be equal in all processes, by the names that users know.
-    `timeout` is in seconds.
+    `facts` are settings that have to be equal in all processes; the keys are the names by which
+    users know these settings. `timeout` is in seconds.
 
     Raises:
       ProcessesError: when the time is up, the port is taken, or the settings or numbers of the

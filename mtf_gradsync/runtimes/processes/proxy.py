@@ -4,7 +4,8 @@ The proxy runs as a script in a process of its own: TensorFlow's bridge to XLA k
 lock of the parent's Python for as long as it lowers a program, seconds or minutes, and the
 watchdog's thread needs that lock to send a heartbeat.
 
-usage: proxy.py PID SECONDS SOCKET...
+The command line is ``proxy.py PID SECONDS SOCKET...``: the process id of the parent process, the
+  seconds between two heartbeats, and the file descriptors of the sockets.
 """
 
 from __future__ import annotations

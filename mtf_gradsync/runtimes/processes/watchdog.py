@@ -357,8 +357,8 @@ def note(begun: str) -> None:
 def _write_last(text: str) -> None:
     """Writes a text to standard error, and drops all that this process writes afterwards.
 
-    Later output is dropped because jax's threads report a lost process at the same moment as the
-    watchdog, perhaps after the watchdog's text.
+    Later output of this process is dropped because jax's threads report a lost process at the same
+    moment as the watchdog, perhaps after the watchdog's text.
     """
     errors = os.dup(2)
     nowhere = os.open(os.devnull, os.O_WRONLY)

@@ -153,9 +153,9 @@ def _functions_with_collectives(functions: dict[str, tf.NodeDef]) -> dict[str, s
 class Meeting(NamedTuple):
     """An operation that all cores of a group have to reach together.
 
-    Such an operation is a collective, or a write to a variable that all cores share. `name` is the
-    operation's name, `groups` are the groups of core numbers, and `context` is the loops and
-    branches around the operation.
+    An operation that cores have to reach together is a collective, or a write to a variable that
+    all cores share. `name` is the operation's name, `groups` are the groups of core numbers, and
+    `context` is the loops and branches around the operation.
     """
 
     name: str
@@ -168,8 +168,8 @@ def find_meetings(
 ) -> list[Meeting]:
     """Returns the operations that several cores of a program have to reach together.
 
-    These operations are `collectives`, and the writes to shared variables that `effects` names.
-    Both arguments belong to the graph that `facts` describes.
+    Cores have to reach `collectives` together, and the writes to shared variables that `effects`
+    names. Both arguments belong to the graph that `facts` describes.
     """
     meetings = [Meeting(c.name, c.groups, c.context) for c in collectives.values()]
     for name in facts.order:
@@ -214,8 +214,8 @@ class Agreement(NamedTuple):
 def find_agreements(facts: GraphFacts, meetings: Iterable[Meeting]) -> dict[str, list[Agreement]]:
     """Returns, by predicate, the groups of cores on which the predicate must have one value.
 
-    The cores of a group meet in one of `meetings` inside a branch or loop that the predicate
-    controls.
+    The cores of each returned group meet in one of `meetings` inside a branch or loop that the
+    predicate controls.
     """
     found: dict[tuple[str, tuple[int, ...]], Agreement] = {}
     for meeting in meetings:
@@ -241,6 +241,7 @@ def values_name(check: str) -> str:
     """Returns the name of the operation that reads the values which a check compared last.
 
     `check` is the name of the operation that compares a predicate over a group of cores. The
-    operation's result is a boolean vector in the order of the group's cores.
+    returned name is that of an operation whose result is a boolean vector, in the order of the
+    group's cores.
     """
     return check + "/last_values"

@@ -233,7 +233,7 @@ _wanted: contextvars.ContextVar[bool] = contextvars.ContextVar("compiled_only", 
 def compiled_only() -> Iterator[None]:
     """Makes programs that are opened inside smaller: they can be compiled, but not run.
 
-    All cores of a program that is compiled only share one core's variables.
+    In a program that can be compiled but not run, all cores share one core's variables.
     """
     token = _wanted.set(True)
     try:

@@ -64,8 +64,9 @@ class StatelessDraws:
     def rewrite(self, copy: tf.NodeDef, original: str, core: int) -> None:
         """Makes a copy of a random operation stateless.
 
-        `copy` is the copy's node in the rewritten graph, which is changed in place. `original` is
-        the operation's name in the user's graph, and `core` the core on which the copy runs.
+        `copy` is the node of the copy in the rewritten graph; this node is changed in place.
+        `original` is the operation's name in the user's graph, and `core` is the core on which the
+        copy runs.
         """
         near = split_input(copy.input[0])[0]
         seeds = copy.attr["seed"].i, copy.attr["seed2"].i

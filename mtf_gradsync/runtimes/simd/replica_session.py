@@ -355,7 +355,7 @@ def copied(value: Any) -> Any:
     """Returns a copy of an array, safe to feed; returns values of other types unchanged.
 
     TensorFlow uses the memory of an aligned array that is fed. If a variable is set to a fed array,
-    or to a part of it, later updates of the variable write into the array.
+    or to a part of it, later updates of the variable write into this array.
     """
     return np.array(value) if hasattr(value, "__array__") else value
 

@@ -111,7 +111,8 @@ def _check_pairs(node: object, pairs: tuple[tuple[int, int], ...], cores: int) -
 def connected(groups: Iterable[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
     """Returns the sets of cores that groups make if overlapping groups are joined into one set.
 
-    The sets are disjoint. Each is a sorted tuple of core numbers, and the result is sorted.
+    The returned sets of cores are disjoint. Each set is a sorted tuple of core numbers, and the
+    result is sorted.
     """
     set_of: dict[int, set[int]] = {}
     for group in groups:
