@@ -66,8 +66,8 @@ class Array(NamedTuple):
 class _Product(NamedTuple):
     """A product of matrices.
 
-    `dims` are the names and sizes of all dimensions of the two matrices, each dimension once.
-    `arrays` are the two matrices, followed by their product.
+    `dims` are the names and sizes of all dimensions of the multiplied arrays, each dimension once.
+    `arrays` are the multiplied arrays, followed by their product.
     """
 
     dims: tuple[tuple[str, int], ...]
@@ -444,7 +444,8 @@ class Predictor:
     def _model_collectives(self, steps: int) -> Iterator[float]:
         """Yields the seconds of the collectives that the model needs in a microbatch step.
 
-        The reduction of gradients over the replica axes is left out: the wrappers decide it.
+        The reduction of gradients over the replica axes is left out, because the wrappers decide
+        how gradients are reduced.
 
         Args:
           steps: the number of microbatch steps that the batch of an update is divided into.
@@ -466,7 +467,7 @@ class Predictor:
     def _split(self, array: Array) -> dict[str, str]:
         """Returns a dictionary from each mesh axis that splits the array to the split dimension.
 
-        Axes and dimensions are given by name.
+        The dictionary has names of mesh axes as keys, and names of dimensions as values.
         """
         return {self._axis[name]: name for name, _ in array.dims if name in self._axis}
 

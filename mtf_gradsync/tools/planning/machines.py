@@ -213,7 +213,8 @@ class Machine(Protocol):
     def seconds(self, operation: str, groups: Sequence[Sequence[int]], size: float) -> float:
         """Returns the seconds that a collective takes on the links; see `Torus.seconds`.
 
-        The planner adds these seconds to the estimated time of the step's operations.
+        The planner adds the seconds of the collectives to the estimated time of the step's
+        operations.
 
         Args:
           operation: HLO's name of the collective, such as "all-reduce".

@@ -8,7 +8,7 @@ which module calls which, from the command to a training step:
         run         checks, trains, evaluates, writes the report
           config, mesh_settings, model    bindings of train.run, checked: a `TrainingJob`
           data.batches                    one batch for each step
-          runner                          the runtime: sessions, steps and checkpoints there
+          runner                          a runtime's sessions, steps and checkpoints
             train_graph, learning_rate    the graph of a step
           resuming                        what differs from the run that goes on
           loop                            steps, checkpoints, when to stop; `metrics` shows them

@@ -162,7 +162,7 @@ def as_text(comparison: WrapperComparison, rows: bool = False) -> str:
     for title, step in zip(_TITLES, (bare, wrapped)):
         head.append(f"{title:8} {' > '.join(step.optimizers)}")
     if bare is wrapped:
-        head.append("The optimizer of this config has no wrapper, so both are the same.")
+        head.append("The optimizer of this config has no wrapper, so both steps are the same.")
     blocks = ["\n".join(head)]
     blocks += ["What the optimizer does", wrapped.description.as_text(_WIDTH)]
     blocks += ["Collectives of the SIMD (TPU) program in one step"]
@@ -175,10 +175,10 @@ def as_text(comparison: WrapperComparison, rows: bool = False) -> str:
         blocks += ["Transfers between the devices of a placement mesh in one step"]
         blocks += [_totals([_by_label(bare.transfers, {}), _by_label(wrapped.transfers, {})])]
     blocks += [
-        "ops: collectives or transfers. groups: those that are made together, which the\n"
-        "compilers of TPUs and GPUs combine. bytes: what one core puts into a collective,\n"
-        "or a device receives, on average. share: of the bytes of an update step, which\n"
-        "takes every branch."
+        '"ops" counts collectives or transfers; "groups" counts those that are made together,\n'
+        'and that the compilers of TPUs and GPUs combine, as one. "bytes" is what one core\n'
+        'puts into collectives, or a device receives, on average. "share" is the share of the\n'
+        "bytes of an update step, which takes every branch."
     ]
     if rows:
         for title, step in zip(_TITLES, (bare, wrapped)):

@@ -134,7 +134,7 @@ class RunConfig:
         or a function that returns a list of mesh_tensorflow EvalDatasets, of which the first is
         used; None evaluates nothing.
       autostack: whether Mesh-TensorFlow stacks variables of equal shape (a faster start).
-      save_checkpoints_steps: a checkpoint, and an evaluation, every this many steps.
+      save_checkpoints_steps: save and evaluate a checkpoint every this many steps.
       keep_checkpoint_max: how many of the newest checkpoints to keep; None keeps all.
       batch_size: global batch size in sequences, or a (method, value) pair.
       outer_batch_size: size of an "outer_batch" dimension, for mixtures of experts.

@@ -95,7 +95,7 @@ class Progress:
     def pause(self) -> None:
         """Excludes the time until the next step from the rate of tokens.
 
-        This method is called when an evaluation or the writing of a checkpoint begins.
+        The training loop calls `pause` when an evaluation or the writing of a checkpoint begins.
         """
         self._rate.pause()
 
@@ -343,9 +343,9 @@ class MetricsRecorder:
     def leave_means(self, step: int, means: StepMeans) -> None:
         """Writes what is summed up so far for the means over steps of the next line.
 
-        This method is called when a checkpoint of `step` is saved. A session that goes on from the
-        checkpoint reads the sums and adds to them, so that the means in its first line are equal to
-        those of a run that was not stopped.
+        The training loop calls `leave_means` when it saves a checkpoint of `step`. A session that
+        goes on from the checkpoint reads the sums and adds to them, so that the means in the
+        session's first line are equal to those of a run that was not stopped.
         """
         state = means.state()
         if state is not None:

@@ -36,7 +36,7 @@ class Ended(NamedTuple):
 def check_pages_installed() -> None:
     """Raises a ConfigError if a library that pages need is missing.
 
-    This function is called before a run begins, so that the run does not fail at its end.
+    A run calls `check_pages_installed` before it begins, so that it does not fail at its end.
     """
     check_library("jinja2", f"writing {REPORT_FILE}")
     check_library("matplotlib", "drawing pictures")

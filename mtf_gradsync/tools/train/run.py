@@ -226,8 +226,7 @@ class _Run:
     def _train(self, start: Start) -> LoopResult:
         """Builds the training graph and makes the steps that follow the checkpoint of `start`.
 
-        If the run has made all its steps already, this method neither builds a graph nor makes
-        steps.
+        If the run has made all its steps already, no graph is built, and no step is made.
         """
         config, directory, say = self._config, self.directory, self._say
         accept, step = self._accepted.differences, start.step

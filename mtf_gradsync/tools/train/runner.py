@@ -263,7 +263,7 @@ class Runner(abc.ABC):
     def check_copies(self) -> None:
         """Raises CopiesError unless all copies of each variable, one on each core, are equal.
 
-        This method first waits for the steps that were dispatched.
+        Before copies are compared, the steps that were dispatched are waited for.
         """
         if self._copies:
             self._raw(self._copies.check)

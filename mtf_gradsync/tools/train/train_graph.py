@@ -145,7 +145,7 @@ def is_last_step() -> tf.Tensor:
 
     With ``GradientAccumulationOptimizer.flush = @is_last_step`` the last step of a run makes an
     update from the gradients accumulated so far, also if some of its microbatch steps are missing.
-    If the run is made longer afterwards, it keeps that update.
+    A run that is made longer after its last step keeps this update.
 
     Returns:
       A boolean tf scalar: true on step `RunConfig.train_steps`.

@@ -212,10 +212,10 @@ class TrainingBatches:
     def first_examples(self) -> list[str]:
         """Returns short hashes of the first few examples of the data set.
 
-        If this method is called before the session has drawn a batch, it draws the first examples
-        and returns their hashes. If it is called later, it returns the hashes of the session's
-        first batch, if this was also the first batch of the run. Otherwise, and if examples cannot
-        be drawn, the list is empty.
+        Before the session has drawn a batch, `first_examples` draws the data set's first examples
+        and returns their hashes. After that it returns hashes of the session's first batch, if this
+        was also the first batch of the run. In other cases, and if examples cannot be drawn, the
+        list is empty.
         """
         if not self._first_examples and not self._begun:
             examples, self._examples = self._examples, 0

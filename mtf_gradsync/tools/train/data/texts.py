@@ -1,6 +1,6 @@
 """Texts to train on: where they come from, and which part of them is held out.
 
-This module does not import TensorFlow, so that ``mtf-gradsync init`` answers at once.
+The module `texts` does not import TensorFlow, so that ``mtf-gradsync init`` answers at once.
 """
 
 from __future__ import annotations
