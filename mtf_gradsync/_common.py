@@ -38,7 +38,7 @@ def some_lines(lines: Sequence[str], most: int = 3) -> str:
     """Returns the first `most` of `lines` as one text, which ends with how many others there are.
 
     Each of `lines` has to begin with a line break. The last line of the text is one such as
-    "  and 31 more", and is left out if there are no other lines.
+    "  and 31 more", and is left out if `lines` has at most `most` lines.
     """
     more = [f"\n  and {len(lines) - most} more"] if len(lines) > most else []
     return "".join([*lines[:most], *more])

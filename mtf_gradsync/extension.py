@@ -2,8 +2,8 @@
 
 Import-linter checks that runtimes and tools use no other name of the core. The page
 ``docs/guides/own_wrapper.md`` says which names are for whom. Each name loads its module when it is
-first used. So the command can read its arguments, and processes can watch each other, without
-TensorFlow.
+first used. So this package's command can read its arguments, and processes can watch each other,
+without loading TensorFlow.
 """
 
 from __future__ import annotations

@@ -216,9 +216,9 @@ class LoopPart(NamedTuple):
 
     Attributes:
       inputs: the tensors that stand for the loop's variables inside of it.
-      operations: the loop's own list of its operations, which are in no graph's list.
-      outputs: the returned tensors. Those after the first `len(inputs)` are accumulators, which are
-        summed over the iterations.
+      operations: the operations of the loop, in a list of the loop; they are in no graph's list.
+      outputs: the tensors that the condition or the body returns. The outputs after the first
+        `len(inputs)` are accumulators, which are summed over the iterations.
     """
 
     inputs: list[mtf.Tensor]

@@ -198,7 +198,8 @@ class TracedFunction(NamedTuple):
     Attributes:
       operations: all operations in the order in which they were made, placeholders included.
       inputs: the placeholder of each argument.
-      captures: pairs of a tensor from outside that the function uses, and its placeholder.
+      captures: pairs of a tensor that the function uses but neither makes nor gets as an argument,
+        and the placeholder for this tensor.
       outputs: the function's results, flattened; each may be a placeholder.
     """
 
@@ -211,9 +212,9 @@ class TracedFunction(NamedTuple):
 def trace_function(tf_fn: Callable[..., Any], input_specs: Sequence[Any]) -> TracedFunction:
     """Returns the operations that a function makes for arguments of the given specs.
 
-    The function is called in a graph of its own. Nothing is added to the current graph, even if the
-    function uses tensors of it; only variables that the function makes are added to the current
-    graph's collections. Conditionals and loops are of control flow v2.
+    The function is called in a graph of its own. No operation is added to the current graph, even
+    if the function uses tensors of the current graph; only variables that the function makes are
+    added to the current graph's collections. Conditionals and loops are of control flow v2.
     """
     from tensorflow.python.framework import func_graph
 
@@ -247,7 +248,7 @@ def collective_sum(
 
     `tensor` is the member's own value. All members have the same shape and dtype: float32, float64,
     int32 or int64. `group_key` identifies the group of devices, and `instance_key` this sum. With
-    a timeout of 0, a member waits for the others for ever.
+    a timeout of 0, a member waits for the other members for ever.
     """
     from tensorflow.python.ops import collective_ops
 

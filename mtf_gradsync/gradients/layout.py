@@ -329,8 +329,8 @@ def split_of_inputs(
 
     The inputs are those that `targets` (gradients) depend on, and the losses are the losses of each
     example. If there are mesh axes that split both an input and a loss, only dimensions split over
-    these axes are returned. Dimensions that a variable also has are returned only if there are no
-    others. `axis_of` is as in `Layout`.
+    these axes are returned. Dimensions that a variable also has are returned only if no other
+    dimensions are found. `axis_of` is as in `Layout`.
     """
     weights = {
         dim.name for v in graph.trainable_variables if v.mesh is mesh for dim in v.shape.dims

@@ -57,7 +57,7 @@ class GradientOperation(mtf.Operation):
         """Adds the operation to the graph of its inputs.
 
         Args:
-          inputs: the tensors that it reads.
+          inputs: the tensors that the operation reads.
           shapes: the shape of each output.
           name: the name of the operation.
           dtypes: the dtype of each output. None gives an output the dtype of the input at the same

@@ -37,7 +37,7 @@ class Bucket(NamedTuple):
     Attributes:
       strategy: the reduction strategy of the sums.
       by_program: whether only the program itself uses the sums, and no wrapper. The program may use
-        them on some steps only.
+        such sums on some steps only.
     """
 
     strategy: Strategy
@@ -65,7 +65,8 @@ class PendingLowering(ExtensionLowering):
           flow: the forecast of which operations keep sums pending.
           buckets: the sums that are reduced together, each with its bucket. The dictionary is
             changed during the lowering.
-          missing: warns of operations that leave out a sum; None if none is suspected.
+          missing: the object that warns of operations that leave out a sum; None if no operation is
+            suspected of it.
         """
         self.flow = flow
         self._lowering = lowering

@@ -352,8 +352,8 @@ def check_recoverable(
 def check_addable(grads: MaybeGradients, axes: ReplicaAxes, names: Sequence[str]) -> None:
     """Raises ValueError unless all gradients are sums of one term per shard.
 
-    `names` has the name of each gradient's variable, for the error. `mixed_gradients` says what
-    such a sum is, and has the same `grads` and `axes`.
+    `names` has the name of each gradient's variable, for the error. `grads` and `axes` are as for
+    `mixed_gradients`, which also says what counts as a sum of one term per shard.
     """
     mixed = mixed_gradients(grads, axes)
     if mixed:

@@ -112,7 +112,8 @@ def _present(state: State) -> list[Any]:
 def _check(found: Sequence[Any], wanted: Sequence[Any], what: str) -> None:
     """Raises ValueError unless `found` has the dtypes and slice shapes of `wanted`, in order.
 
-    Both are lists of `LaidOutTensor`. The error begins with `what`, the words for `found`.
+    `found` and `wanted` are lists of `LaidOutTensor`. The error begins with `what`, the words for
+    `found`.
     """
 
     def described(values: Sequence[Any]) -> list[str]:
@@ -162,8 +163,9 @@ class ScatterGradients(GradientOperation):
         Args:
           grads: gradients of one mesh, pending, reduced or per shard.
           variables: the variable of each gradient.
-          shapes: the shape of each output. If it is not the shape of the variable, some dimensions
-            have another name, which the layout splits, and the gradient is cut along them.
+          shapes: the shape of each output. If an output's shape is not the shape of the variable,
+            some dimensions of the output have other names, which the layout splits, and the
+            gradient is cut along these dimensions.
           axes: the replica axes.
           strategy: the strategy that reduces.
         """

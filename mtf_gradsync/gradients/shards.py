@@ -104,8 +104,8 @@ class SumGradients(GradientOperation):
 
         Args:
           grads: gradients of one mesh.
-          sum_dims: the dims of each gradient to sum over (shard dims). A gradient without such dims
-            is reduced if it is pending.
+          sum_dims: for each gradient, the dims to sum over (shard dims). A gradient without such
+            dims is reduced if it is pending.
           strategy: the strategy that reduces.
           batch_dims: the names of the dimensions that the batch is split along; None finds them in
             the graph.
@@ -317,7 +317,7 @@ def check_groups_cover(group_assignment: list[list[int]], num_shards: int) -> in
 class SumCopies(GradientOperation):
     """A sum over the shards of each group; each shard gets the sum of its group.
 
-    Such sums are for variables of which every shard has its own copy.
+    The operation sums values of variables of which every shard has its own copy.
     """
 
     def __init__(
@@ -332,7 +332,7 @@ class SumCopies(GradientOperation):
         Args:
           grads: tensors of one mesh, with shard dims.
           shard_dims: the shard dims of each tensor. Shards are numbered in row-major order of these
-            dims, whatever their positions in the tensor.
+            dims, whatever the positions of the dims in the tensor are.
           groups: lists of shard numbers; None makes all shards one group.
           strategy: the strategy that reduces.
         """
@@ -417,11 +417,11 @@ def _sum_several_a_processor(
 
     Args:
       mesh_impl: the mesh.
-      mesh_axes: the mesh axis that splits each of `dims`; None if no axis splits it.
+      mesh_axes: for each of `dims`, the mesh axis that splits it, or None if no axis splits it.
       dims: the shard dims, which all of `grads` have.
       groups: lists of shard numbers.
       grads: the tensors to sum.
-      values: the `LaidOutTensor` of each.
+      values: the `LaidOutTensor` of each of `grads`.
       strategy: the strategy that reduces.
 
     Returns:

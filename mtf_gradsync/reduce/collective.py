@@ -32,7 +32,7 @@ _DTYPES = (tf.float32, tf.float64, tf.int32, tf.int64)
 def _instance_keys_of_a_client() -> Iterator[int]:
     """Yields numbers for collectives (instance keys): consecutive ones from a random first one.
 
-    It is improbable that another program has used the same numbers on the same workers.
+    Another program is unlikely to have used the same numbers on the same workers.
     """
     # A worker refuses a second collective with the same key, even after the client that used the
     # key has ended. The first key is random, without the program's seed, because two runs of a
@@ -53,7 +53,7 @@ class CollectiveAllReduce(OneLevel):
     processes wait for each other for ever, without a message.
 
     Two devices that start two collectives in different orders can wait for each other for ever. So
-    all collectives of a graph (or of one branch, or loop, of it) run one after the other, in the
+    all collectives of a graph (or of one branch or loop of a graph) run one after the other, in the
     order in which they were built, and an operation that reads a sum waits until all members of the
     group have the sum. A session that fetches one sum therefore also runs all sums that were built
     before this one.
@@ -79,7 +79,7 @@ class CollectiveAllReduce(OneLevel):
           merge_scope: the largest number of tensors (of one dtype) that are summed by one
             collective; 1 merges nothing.
           timeout_seconds: the seconds of waiting after which a collective fails with
-            DeadlineExceededError; 0 waits for ever. Use it to find out what hangs, not to train:
+            DeadlineExceededError; 0 waits for ever. Use a timeout to find what hangs, not to train:
             TensorFlow starts two threads for each member of each collective. These threads sleep
             for that time in any case, so that a training soon has more threads than the system
             allows.

@@ -375,7 +375,7 @@ def say_where_sums_overflow(
 
     Args:
       mesh_impl: a placement mesh, or another mesh that has the attribute `devices`.
-      values: the values before they were rounded. They are read only if a sum is not finite.
+      values: the values before rounding. These values are read only if a sum is not finite.
       sums: the sum of each value over each group, in the wire dtype.
       results: what the caller returns for each value; each of them waits for the check.
       groups: the groups of processors that summed with each other.

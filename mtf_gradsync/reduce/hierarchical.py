@@ -148,8 +148,8 @@ def placement_two_levels(
 
     The returned function sums within each inner group by `inner_sum`, and adds up these sums over
     the inner groups by `outer_sum`. Only one member of each inner group takes part in the outer
-    sum. The other members read the outer sum from this one. `outer_axes` sets the inner groups, as
-    in `inner_groups`.
+    sum. All other members read the outer sum from this member. `outer_axes` sets the inner groups,
+    as in `inner_groups`.
     """
 
     def sum_group(value: Any, group: list[int], turn: int) -> list[Any]:
@@ -313,7 +313,7 @@ class HierarchicalAllReduce(Strategy):
     If the mesh's devices are in several processes, the processors of each process are an inner
     group. Otherwise, the processors that differ only along mesh axes with fast links are an inner
     group (see `outer_axes`). On a placement mesh only one member of each inner group sends and
-    receives over the slow links; the other members read the sum from this one.
+    receives over the slow links; all other members read the sum from this member.
 
     A SIMD mesh has only the algorithm of its compiler, and all cores take part in the outer sum.
     All tensors of a range of sizes are summed at one level before the next level begins. The sums

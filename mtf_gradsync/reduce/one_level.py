@@ -71,7 +71,7 @@ class OneLevel(Strategy):
 class AllReduce(OneLevel):
     """A strategy that sums packs of tensors by one algorithm.
 
-    On a placement mesh the algorithms are "add_n" (one device adds up a pack and the others read
+    On a placement mesh the algorithms are "add_n" (one device adds up a pack, and all others read
     the sum; the devices take turns) and "ring" (Mesh-TF's). A SIMD mesh always uses the all-reduce
     of its compiler, with packs, or in one group without packs (see `FusedAllReduce`); a warning
     says so if an algorithm was given.
@@ -282,7 +282,7 @@ class FusedAllReduce(OneLevel):
 
         The arguments and the result are those of `Strategy.reduce_scatter`. If all devices of a
         placement mesh share one memory, one device makes the whole sum and cuts it. Otherwise each
-        device adds up its own part of each bucket. These buckets hold up to `bucket_bytes`, and
+        device adds up its own part of each bucket. The buckets then hold up to `bucket_bytes`, and
         `packed_bytes` does not limit the tensors in them.
         """
         self.check(mesh_impl, groups)
@@ -300,8 +300,8 @@ def plan_small_groups(num_bytes: Sequence[int], max_bytes: int, max_group: int) 
     """Returns groups of tensors, as lists of indices, of up to `max_group` tensors each.
 
     `num_bytes` has the size of each tensor. A tensor of more than `max_bytes` is alone in its
-    group. All other tensors fill one group after the other. If `max_bytes` or `max_group` is 0,
-    each tensor is alone.
+    group. All other tensors fill one group after another, in order. If `max_bytes` or `max_group`
+    is 0, each tensor is alone in its group.
     """
     groups: list[list[int]] = []
     filling: list[int] = []
@@ -319,8 +319,8 @@ def plan_small_groups(num_bytes: Sequence[int], max_bytes: int, max_group: int) 
 def plan_packs(sizes: Sequence[int], num_packs: int) -> Packs:
     """Returns a plan that cuts all tensors, laid end to end, into `num_packs` equal packs.
 
-    `sizes` has the number of elements of each tensor. The last pack takes the rest. If there are
-    fewer elements than packs, there is one pack.
+    `sizes` has the number of elements of each tensor. The last pack takes the elements that are
+    left over. If there are fewer elements than packs, there is one pack.
     """
     return split_pack([Piece(index, 0, size) for index, size in enumerate(sizes)], num_packs)
 
@@ -328,8 +328,9 @@ def plan_packs(sizes: Sequence[int], num_packs: int) -> Packs:
 def split_pack(pack: Sequence[Piece], parts: int) -> Packs:
     """Returns the pack `pack` as several packs of equal numbers of elements, `parts` at most.
 
-    The pack's pieces are laid end to end and cut where necessary. The last pack takes the rest. A
-    pack of fewer elements than `parts` stays whole, as in TensorFlow 1.
+    The pieces of `pack` are laid end to end and cut where necessary. The last of the new packs
+    takes the elements that are left over. A pack of fewer elements than `parts` stays whole, as in
+    TensorFlow 1.
     """
     share = sum(piece.stop - piece.start for piece in pack) // parts
     parts = parts if share else 1

@@ -145,9 +145,9 @@ def _slice(mesh_impl: Any, value: Any, cuts: Cuts, processor: int) -> tf.Tensor:
 def buckets(tensors: Sequence[Any], cuts: Sequence[Cuts], bucket_bytes: int) -> list[list[int]]:
     """Returns a list for each bucket: the positions in `tensors` of the bucket's tensors.
 
-    `tensors` are `LaidOutTensor`s, and `cuts` has the cuts of each. The tensors of a bucket have
-    one dtype, and are cut along the same mesh axes. A bucket of several tensors has at most
-    `bucket_bytes` on each processor; 0 makes a bucket for each tensor.
+    `tensors` are `LaidOutTensor`s, and `cuts` has the cuts of each tensor. The tensors of a bucket
+    have one dtype, and are cut along the same mesh axes. A bucket of several tensors has at most
+    `bucket_bytes` on each processor; a `bucket_bytes` of 0 makes a bucket for each tensor.
     """
     alike: dict[tuple[Any, ...], list[int]] = {}
     for index, tensor in enumerate(tensors):
@@ -177,7 +177,7 @@ def _split_axes(mesh_impl: Any, shape: Sequence[int], cuts: Cuts) -> tuple[list[
 
     In the longer form two axes stand for each axis that is cut: the first one has a place for each
     part, and the second one has the size of a part. The order is a list of all axes of the longer
-    form: first those with a place for each part, sorted by mesh axis, and then the others.
+    form: first the axes with a place for each part, sorted by mesh axis, and then all other axes.
     """
     mesh_axis = {cut.tensor_axis: cut.mesh_axis for cut in cuts}
     split: list[int] = []
@@ -340,7 +340,7 @@ def _sharing(
       part_shapes: the shape of a core's part of each tensor.
       cuts: the cuts of each tensor.
       least: the number of elements from which on a part counts as large. If parts are on more than
-        `_SCATTERED_AT_ONCE` cores, `_ALONE_AMONG_MANY` is used in its place.
+        `_SCATTERED_AT_ONCE` cores, `_ALONE_AMONG_MANY` is used in place of `least`.
     """
     sharing: dict[tuple[Any, ...], list[int]] = collections.defaultdict(list)
     for index, (tensor, shape) in enumerate(zip(tensors, part_shapes)):

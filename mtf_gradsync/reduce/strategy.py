@@ -175,7 +175,7 @@ class Strategy(abc.ABC):
 
         Args:
           gradients: gradients of one optimizer that are reduced over the same mesh axes.
-          maker: makes variables.
+          maker: the object that makes the variables.
 
         Returns:
           The variables, a `State`; none in this base class.
@@ -194,7 +194,7 @@ class Strategy(abc.ABC):
         Args:
           mesh_impl: as for `all_reduce`.
           values: each core's terms of the gradients that `gradient_state` was given, in order.
-            Inside `CompressedAllReduce` they have a narrower dtype.
+            Inside `CompressedAllReduce` these terms have a narrower dtype.
           groups: the processors that sum with each other, along mesh axes. On a mesh of one shard,
             each group has one processor.
           state: the structure that `gradient_state` returned, with `LaidOutTensor`s of each core's
@@ -255,8 +255,8 @@ class Strategy(abc.ABC):
             destinations there must be one group.
 
         Returns:
-          A `LaidOutTensor` if destinations is one, else a dictionary from device to the result
-          there, in the order of destinations.
+          A `LaidOutTensor` if destinations is one, else a dictionary from each device to the
+          result on this device, in the order of destinations.
 
         Raises:
           TypeError: mesh_impl is not a mesh, or groups is not a `ProcessorGroups`.
@@ -324,7 +324,7 @@ class Strategy(abc.ABC):
           destinations: as for `reduce`.
 
         Returns:
-          A `LaidOutTensor` if destinations is one, else a dictionary from device to copy.
+          A `LaidOutTensor` if destinations is one, else a dictionary from each device to its copy.
 
         Raises:
           TypeError: mesh_impl is not a mesh.

@@ -22,8 +22,8 @@ from mtf_gradsync.mesh.devices import first_alike, slicewise
 def check_values(values: Sequence[Any]) -> None:
     """Raises ValueError unless `values` are `LaidOutTensor`s of slices that can be summed.
 
-    The slices of each value have to be dense tf tensors of a numeric dtype, and all of one dtype
-    and one known shape.
+    The slices of each value have to be dense tf tensors of a numeric dtype. All slices of a value
+    must have one dtype and one shape, which is known.
     """
     for index, value in enumerate(values):
         slices = getattr(value, "tensor_list", None)
@@ -331,8 +331,8 @@ def plan_buckets(
 def packs_of_groups(groups: Sequence[Sequence[int]], sizes: Sequence[int]) -> Packs:
     """Returns a plan with one pack for each group of tensors.
 
-    Each group is a list of tensors' indices, and its pack has all elements of these tensors.
-    `sizes` has the number of elements of each tensor.
+    Each group is a list of tensors' indices, and the group's pack has all elements of these
+    tensors. `sizes` has the number of elements of each tensor.
     """
     return [[Piece(i, 0, sizes[i]) for i in group] for group in groups]
 

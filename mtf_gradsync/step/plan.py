@@ -124,8 +124,8 @@ class ExtensionLowering:
     def lower(self, operation: mtf.Operation) -> bool:
         """Lowers an operation in the extension's own way, and returns True.
 
-        A subclass that leaves the operation to others does nothing, and returns False. The plan
-        calls this for every operation, also inside of loops.
+        A subclass that leaves the operation to other extensions, or to the plan, does nothing and
+        returns False. The plan calls this method for every operation, also inside of loops.
         """
         del operation
         return False
@@ -133,7 +133,8 @@ class ExtensionLowering:
     def lower_variable(self, variable: mtf.Variable) -> bool:
         """Lowers a variable in the extension's own way, and returns True.
 
-        A subclass that leaves the variable to others does nothing, and returns False.
+        A subclass that leaves the variable to other extensions, or to the plan, does nothing and
+        returns False.
         """
         del variable
         return False
@@ -161,7 +162,7 @@ class PlanExtension:
     def begin(self, lowering: mtf.Lowering) -> ExtensionLowering:
         """Returns the extension's `ExtensionLowering` for a lowering that begins.
 
-        The graph then has all of its operations.
+        When a lowering begins, the graph has all of its operations.
         """
         del lowering
         return ExtensionLowering()
@@ -367,9 +368,9 @@ class StepPlan:
     def state(self, owner: Any, name: str, make: Callable[[], Any]) -> Any:
         """Returns the state that a wrapper keeps in this graph, any object that `make` returns.
 
-        `make` is called on the first call. `owner` is the wrapper, and `name` its name, which is
-        the prefix of its variables' names. Raises a ValueError if another wrapper of this name has
-        state in this graph.
+        `make` is called only on the first call for a wrapper. `owner` is the wrapper, and `name` is
+        the wrapper's name, with which the names of its variables begin. Raises a ValueError if
+        another wrapper of this name has state in the graph.
         """
         other, state = self._states.get(name, (lambda: None, None))
         if other() is owner:
@@ -397,8 +398,8 @@ class StepPlan:
     def undone_on_error(self) -> Iterator[None]:
         """Returns a context; if an error leaves it, changes of the mtf graph and plan are undone.
 
-        Operations that were added to the TensorFlow graph stay in it, but no mesh operation uses
-        them.
+        Operations that were added to the TensorFlow graph before the error stay in this graph, but
+        no mesh operation uses them.
         """
         graph = self.graph
         lists = (graph.operations, graph.all_variables, graph.trainable_variables)
@@ -608,7 +609,8 @@ def pending_sums_outside(lowering: mtf.Lowering) -> Iterator[None]:
 def scope_around(operation: mtf.Operation) -> str:
     """Returns the name of the scope around the scope of `operation`; "" if there is none.
 
-    Call it while Mesh-TF lowers the operation: Mesh-TF has then opened the operation's own scope.
+    Call this function while Mesh-TF lowers the operation: Mesh-TF has then opened the operation's
+    own scope.
     """
     inner = tf.get_default_graph().get_name_scope().split("/")
     # A name with slashes opens nested scopes, of which the last may have a number added.

@@ -132,15 +132,15 @@ def write_slices(
     Args:
       lowering: the lowering.
       variables: variables of one mesh.
-      write: a function that is called once for each processor that writes slices (of those that
-        share a slice, one writes it). Its arguments are the positions of the variables whose slices
-        the processor writes, these slices, and the processor's item of each of `values`. It returns
-        a tensor for each of the slices.
+      write: a function that is called once for each processor that writes slices (of the processors
+        that share a slice, one writes the slice). Its arguments are the positions of the variables
+        whose slices the processor writes, these slices, and the processor's item of each of
+        `values`. The function returns a tensor for each of the slices.
       values: lists with one item for each processor.
 
     Returns:
       For each variable a `LaidOutTensor` of the tensors that `write` returned. Processors that
-      share a slice have the tensor of the one that wrote it.
+      share a slice have the tensor of the processor that wrote the slice.
     """
     mesh_impl = lowering.mesh_impl(variables[0])
     laid_out = [lowering.variables[v] for v in variables]
@@ -171,7 +171,7 @@ _COMMUTING = {mtf.assign_add_slice: tf.assign_add, mtf.assign_sub_slice: tf.assi
 class WriteOrder(PlanExtension):
     """A graph's record of the order of operations that write the same variable.
 
-    A warning is logged of writes of a variable that have no order.
+    If two writes of a variable have no order, a warning is logged.
     """
 
     def __init__(self) -> None:
