@@ -238,8 +238,8 @@ class AdamWOptimizer(InnerOptimizer):
 def _weight(beta: float, count: mtf.Tensor, dtype: tf.DType) -> mtf.Tensor:
     """Returns 1 - beta^count: a moving average that began with zeros is divided by it.
 
-    `count` is the number of values in the average, an integer mtf scalar. The result is an mtf
-    scalar of `dtype`.
+    `count` is the number of values in the moving average, an integer mtf scalar, and `beta` is the
+    decay of the average. The result is an mtf scalar of `dtype`.
     """
     log_beta = math.log(beta) if beta else -math.inf
     # Not 1 - beta^count, which for a beta near 1 has few correct digits.

@@ -193,8 +193,8 @@ def _lines(opt: Any, mesh: Any, variables: Sequence[mtf.Variable]) -> list[_Told
 def _with_times(told: Sequence[_Told]) -> list[DescribedLine]:
     """Returns the lines of a description, in the order in which the work of the step is done.
 
-    `told` are lines in the order of stages. In the result, a line for the same steps as the line
-    before it has the `when` "".
+    `told` has lines in the order of stages. In the result, `when` is "" for a line that is for the
+    same steps as the line before it.
     """
     first = [x for x in told if x.line.first]
     after = [x for x in reversed(told) if x.line.after]

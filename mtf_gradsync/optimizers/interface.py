@@ -377,7 +377,8 @@ class _Pairs(DeferredUpdate):
     def build_if_here(self) -> None:
         """Builds the step if its pairs were given in the tf graph and branch that are open now.
 
-        If another tf graph or branch is open, or if the step is built already, nothing happens.
+        If another tf graph or branch is open, or if the step is built already, the method does
+        nothing.
         """
         if self.is_waiting and self._where == self._here():
             self.build()

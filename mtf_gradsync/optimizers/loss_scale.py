@@ -359,8 +359,8 @@ class _SkipNotFinite(Stage):
     def _is_beside(self) -> bool:
         """Whether a stage inside skips gradients that are not finite.
 
-        If a stage inside skips these, the stage of the loss scale skips no step itself, and only
-        changes the scale.
+        If a stage inside skips gradients that are not finite, the stage of the loss scale skips no
+        step, and only changes the scale.
         """
         return any(stage.finite == "skips" for stage in self.inside)
 

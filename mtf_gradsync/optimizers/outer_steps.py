@@ -233,8 +233,8 @@ class StepsOfIslands:
     ) -> list[mtf.Operation]:
         """Makes the outer steps, which run in a branch after `updates` when they are due.
 
-        `updates` are the operations of the inner optimizer's update. Each fragment has its outer
-        step in every `inner_steps`-th update, and no two fragments have theirs in the same update.
+        `updates` are the operations of the inner optimizer's update. Each fragment has an outer
+        step in every `inner_steps`-th update, and no two fragments have one in the same update.
         This method also gives slots a value for each island, and counts the update. All operations
         are added to `step`, so that the returned list is empty.
         """

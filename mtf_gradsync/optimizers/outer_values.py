@@ -282,7 +282,7 @@ class LossesOfPeriod:
 
     Attributes:
       variable: `<owner>/bad_loss`, int32 `[islands...]`: for each island the number of the last
-        period in which it had such a loss; 0 if it had none.
+        period in which it had a loss that is not finite; 0 if it had none.
       last: the value of the variable after the step.
     """
 

@@ -361,7 +361,8 @@ def reported(opt: AppliesGradients, axes: ReplicaAxes | None = None) -> dict[str
       `clip_by_shard_norm`, if the applied gradients come from that function.
     - `compression/rate`: bytes of the gradients, divided by the bytes that a strategy sends in
       place of the gradients (`QuantizedAllReduce`, `LowRankAllReduce`). `compression/whole`: the
-      number of gradients that the strategy does not compress; the log names them.
+      number of gradients that the strategy does not compress; the log names these
+      gradients.
     - `update_step`: updates made. `updates_without_data`: updates skipped because their weights
       were 0.
     - `accumulation/micro_step`: microbatch steps in the sum so far. `accumulation/skipped`:

@@ -184,7 +184,7 @@ class SlotShapes(NamedTuple):
 
     The first of the smaller dimensions has the size of the mesh axis that splits the slot's
     dimension, and is split over that axis. There follows one dimension for each replica axis, and
-    the last has the remaining size. Reshaping the slot to such a shape moves no data.
+    the last has the remaining size. Reshaping the slot to one of the two shapes moves no data.
 
     Attributes:
       full: the shape in which the dimensions for replica axes are not split.

@@ -125,8 +125,8 @@ class SlotOwners(PlanExtension):
     ) -> None:
         """Records the keeper of slots; raises ValueError if a slot has another keeper already.
 
-        If neither of the two keepers has a wrapper of this package around it, there is a warning in
-        place of the error.
+        If a slot has another keeper already, but neither of the two keepers has a wrapper of this
+        package around it, there is a warning in place of the error.
 
         Args:
           keeper: the optimizer or wrapper that writes the slots.

@@ -353,7 +353,7 @@ def update_counter(mesh: mtf.Mesh, name: str) -> mtf.Variable:
 
     If the graph has the counter already, the counter may be on another mesh than `mesh`. The
     wrapper `name` advances the counter. If no wrapper has this name, the first step that a wrapper
-    builds does. Lowering the graph raises an error if nothing advances the counter
+    builds advances it. Lowering the graph raises an error if nothing advances the counter
     (`UpdateCounters.begin`).
     """
     # In a run without the wrapper every step was an update.

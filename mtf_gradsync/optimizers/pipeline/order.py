@@ -22,8 +22,9 @@ def reduces(stages: Stages) -> bool:
 def needs_shards(stages: Stages) -> PerShard | None:
     """Returns the request of one of these stages for gradients that nothing has reduced before.
 
-    If stages have such a request (`PerShard`), no wrapper around the stages may reduce gradients.
-    The result is None if the stages have no request, or also take reduced gradients.
+    If stages request gradients that nothing has reduced (`PerShard`), no wrapper around the stages
+    may reduce gradients. The result is None if the stages have no such request, or also take
+    reduced gradients.
     """
     requests = [s.takes for s in stages if isinstance(s.takes, PerShard)]
     return next((r for r in requests if r.or_else is not None), None)
