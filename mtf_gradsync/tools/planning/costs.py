@@ -474,9 +474,9 @@ class Predictor:
     def _is_renamed(self, one: _Reshape, axis: str) -> bool:
         """Returns whether a reshape needs no exchange of data along a mesh axis.
 
-        This is so if the dimension that the axis splits is at the same place before and after the
-        reshape and all sizes are equal, so that the dimension is only renamed. `one` is the
-        reshape, and `axis` the name of the mesh axis.
+        `one` is the reshape, and `axis` is the name of the mesh axis. The reshape needs no exchange
+        if the dimension that the axis splits is at the same place before and after the reshape, and
+        all sizes stay equal. Then the dimension is only renamed.
         """
         places, sizes = [], []
         for array in (one.before, one.after):

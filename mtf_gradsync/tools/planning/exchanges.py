@@ -54,7 +54,7 @@ def exchanges_of(
         the axis's name, or to several names joined by "+", as `groups_by_axes` returns it.
       cores: the number of cores.
       conditions: whether all conditions of the program are true, as in a step with the update.
-      slices: the number of slices that a data center network joins, along the first mesh axis.
+      slices: the number of TPU slices that a data center network joins, along the first mesh axis.
     """
     of_slice = cores // slices
     everyone = (tuple(range(of_slice)),)

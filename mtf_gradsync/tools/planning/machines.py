@@ -232,7 +232,7 @@ class TpuMachine:
         """Makes the machine of a topology; the TPU compiler tells where its cores are.
 
         Args:
-          topology: the slice, such as "v5e:4x4"; "2xv5e:4x4" for two slices.
+          topology: the TPU slice, such as "v5e:4x4"; "2xv5e:4x4" for two TPU slices.
           dcn_bytes_per_second: the bytes per second that a chip sends over the data center network;
             needed for several slices.
           by_branches: whether a program with one conditional is compiled once in place of three
@@ -300,8 +300,8 @@ class TpuMachine:
         Args:
           operation: HLO's name of the collective, such as "all-reduce".
           groups: the numbers of the cores in each group that exchanges data. Each group lies in one
-            slice, or consists of the cores at the same place of several slices. In the second case
-            the cores of a chip share its rate over the network.
+            TPU slice, or consists of the cores at the same place of several slices. In the second
+            case the cores of a chip share the chip's rate over the network.
           size: the bytes that each core gives to the collective.
         """
         if any(group[0] // self._of_slice != group[-1] // self._of_slice for group in groups):
@@ -374,9 +374,9 @@ def shapes_of(cores: int, axes: Sequence[str], slices: int) -> list[str]:
     can be divided by the number of slices, with this axis first.
 
     Args:
-      cores: the number of the machine's cores, of all slices together.
+      cores: the number of the machine's cores, of all TPU slices together.
       axes: names of the mesh axes.
-      slices: the number of slices that the data center network joins.
+      slices: the number of TPU slices that the data center network joins.
     """
     found = []
     for shape in factorizations(cores, axes):

@@ -45,11 +45,11 @@ def plan(
         with a mesh shape ("batch:4;model:2") and a layout, in a new graph. If the mesh is not
         possible, it raises ValueError, whose message becomes the reason in the plan.
       topologies: as for `xla.compile_for_tpu`, such as "v5e:4x4,v5p:4x4x8" or "v4-8"; "2xv5e:4x4"
-        for two slices that a data center network joins.
+        for two TPU slices that a data center network joins.
       layouts: Mesh-TF's layout rules ("batch:batch;heads:model"), or several of them.
       mesh_shapes: the mesh shapes to plan; None for all factorizations of a topology's cores over
-        `axes`. With several slices, the first axis of a mesh shape crosses the data center network;
-        by default each axis whose size the number of slices divides comes first once.
+        `axes`. With several TPU slices, the first axis of a mesh shape crosses the data center
+        network; by default each axis whose size the number of slices divides comes first once.
       axes: names of the mesh axes; None for those that the first layout names, in its order.
       jobs: the number of compilers that run at once. Each takes a CPU of this computer, and memory.
       progress: whether to show a progress bar on terminals.
@@ -57,9 +57,11 @@ def plan(
       price: dollars for an hour of one chip: one number for all topologies, or a dictionary with
         one for each generation, such as ``{"v5e": 1.2, "v5p": 4.2}``. There is no default, as
         prices depend on where you rent.
-      dcn_bandwidth: GB/s that a chip sends over the data center network; needed for several slices.
-      inner_steps: numbers of steps. For several slices and each number, the plan says how long a
-        step takes if slices exchange values only once in so many steps (`PlanRow.fewer_messages`).
+      dcn_bandwidth: GB/s that a chip sends over the data center network; needed for several TPU
+        slices.
+      inner_steps: numbers of steps. For several TPU slices and each number, the plan says how long
+        a step takes if slices exchange values only once in so many steps
+        (`PlanRow.fewer_messages`).
 
     Returns:
       The plan, sorted by predicted speed. If Ctrl-C or SIGTERM stops the planning, the plan has the

@@ -233,8 +233,8 @@ class _Loop:
     def save(self) -> None:
         """Begins to save a checkpoint of the last step, unless that step has one already.
 
-        A checkpoint is written while the next steps run. If the checkpoint will be evaluated, it is
-        written before the next step begins.
+        The checkpoint is written while the next steps run. If the run evaluates its checkpoints,
+        the checkpoint is written before the next step begins.
         """
         began = time.monotonic()
         self._look_at_all()
