@@ -161,7 +161,7 @@ class Stage:
 
 
 class Program(NamedTuple):
-    """What has to be known of the program that applies gradients, to complete a stack for it.
+    """The parts of the program that applies gradients, by which a stack is completed for it.
 
     Attributes:
       find_axes: a function of names of batch dims that returns the replica axes; None if they are

@@ -26,7 +26,7 @@ class Line(NamedTuple):
 
 
 class About(NamedTuple):
-    """What a description of a stack can tell of the program.
+    """The facts of the program that lines of a description name, such as numbers of shards.
 
     Attributes:
       axes: the replica axes of the stage; None if they are not known.

@@ -31,7 +31,7 @@ def narrow_dtypes(losses: Sequence[mtf.Tensor]) -> list[str]:
 
 
 class _Flow(NamedTuple):
-    """What is known of a tensor in the forward pass.
+    """The dependence of a tensor of the forward pass on a sum over the batch and on a variable.
 
     Attributes:
       is_summed: whether the tensor depends on a sum over the batch.
@@ -185,7 +185,7 @@ def name_of_factor(factor: float, numbers: Mapping[str, float]) -> str:
 
 
 class DifferenceFacts(NamedTuple):
-    """What `cause_of` has to know of a difference from the reference to find its cause.
+    """The facts of a difference from the reference, by which `cause_of` finds its cause.
 
     Attributes:
       what: the kind of value that differs first: see `DivisionResult.what`.
