@@ -52,7 +52,7 @@ class Sampling:
       max_tokens: how many tokens the model writes after them. When the model's sequence is full,
         the model goes on with the later half of the sequence as context.
       temperature: 0 takes the most likely token, 1 draws from the model's distribution.
-      keep_top_k: draw from this many most likely tokens only; 0 for all.
+      keep_top_k: how many of the most likely tokens to choose from; 0 for all.
       seed: seed of the random numbers by which tokens are chosen.
     """
 

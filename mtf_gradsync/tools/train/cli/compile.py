@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--topology",
         default="v3:2x2",
         metavar="NAME",
-        help="TPU generation and chips, or a slice as in v4-8 (default: v3:2x2, which has 8 cores)",
+        help="TPU generation and chips, or a TPU slice as in v4-8 (default: v3:2x2, of 8 cores)",
     )
     add_json_argument(parser, "write the result as JSON, too")
     parser.add_argument(
@@ -56,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--save_hlo",
         metavar="DIR",
-        help="write the program before and after optimization there, as HLO text",
+        help="write the program before and after optimization to this folder, as HLO text",
     )
 
 

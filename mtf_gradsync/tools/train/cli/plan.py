@@ -72,26 +72,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--dcn_bandwidth",
         type=number,
         metavar="GB/S",
-        help="what a chip sends over the data center network between slices, needed for topologies "
-        "of several, as in 2xv5e:4x4",
+        help="GB/s that a chip sends over the data center network between TPU slices; needed for "
+        "topologies of several slices, as in 2xv5e:4x4",
     )
     parser.add_argument(
         "--inner_steps",
         type=_whole_numbers,
         metavar="H[,H...]",
-        help="steps after which slices would exchange values, to say when fewer messages pay "
-        "(default: 10,36,100)",
+        help="numbers of steps after which TPU slices would exchange values; the plan says whether "
+        "this saves time (default: 10,36,100)",
     )
     parser.add_argument(
         "--price",
         type=_price,
         metavar="CHIP_HOUR",
         help="dollars for an hour of a chip, one number or one for each generation, as in "
-        "v5e:1.2,v5p:4.2: adds what a billion tokens cost (default: no price)",
+        "v5e:1.2,v5p:4.2: the plan then says what a billion tokens cost (default: no price)",
     )
     best = parser.add_argument_group("find the best division")
     best.add_argument(
-        "--best", action="store_true", help="find the division with the shortest predicted update"
+        "--best",
+        action="store_true",
+        help="find the division of the training with the shortest predicted update",
     )
     best.add_argument(
         "--chips", metavar="NAME:COUNT", help="chips to use, as in v5e:256; with --best"
@@ -101,7 +103,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--budget-bytes",
         type=number,
         metavar="BYTES",
-        help="memory of a chip that the program may use (default: all that it may)",
+        help="memory of a chip that the program may use (default: what the compiler allows)",
     )
     best.add_argument(
         "--most_steps",

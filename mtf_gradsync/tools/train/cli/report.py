@@ -30,7 +30,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of ``mtf-gradsync report`` to its parser."""
     add_gin_arguments(parser)
     parser.add_argument(
-        "--rows", action="store_true", help="print every collective and transfer, one a line"
+        "--rows",
+        action="store_true",
+        help="print every collective and transfer, each in a line of its own",
     )
     add_output_arguments(
         parser, "write all rows and totals as JSON", picture="draw both steps side by side"

@@ -40,14 +40,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model_dir", required=True, metavar="DIR", help="the run's directory")
     parser.add_argument("--prompt", required=True, metavar="TEXT", help="what the text begins with")
     parser.add_argument(
-        "--num_samples", type=whole_number(), default=1, metavar="N", help="default: 1"
+        "--num_samples",
+        type=whole_number(),
+        default=1,
+        metavar="N",
+        help="how many texts (default: 1)",
     )
     parser.add_argument(
         "--max_tokens",
         type=whole_number(),
         default=160,
         metavar="N",
-        help="how long (default: 160)",
+        help="how many tokens the model writes (default: 160)",
     )
     parser.add_argument(
         "--temperature",
@@ -61,14 +65,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=whole_number(0),
         default=0,
         metavar="K",
-        help="draw from this many most likely tokens (default: 0, from all)",
+        help="choose only among this many most likely tokens (default: 0, among all)",
     )
     parser.add_argument(
         "--seed",
         type=whole_number(0, 1 << 32),
         default=0,
         metavar="N",
-        help="of the draws; default: 0",
+        help="seed of the random numbers (default: 0)",
     )
     add_json_argument(parser, "write the samples as JSON, too, with all characters")
     add_gin_arguments(parser)

@@ -55,8 +55,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         ACCEPT_FLAG,
         action="store_true",
-        help="take a checkpoint of another configuration: what only one of them has is dropped, or "
-        "begins as in a new run",
+        help="take a checkpoint of another configuration: a variable of the checkpoint alone "
+        "is dropped, and one of the run alone begins as in a new run",
     )
     parser.add_argument(
         "--steps",
@@ -70,22 +70,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=whole_number(),
         default=5,
         metavar="N",
-        help="steps before those, which compile and fill caches (default: 5)",
+        help="steps to make before the recorded ones, which compile and fill caches (default: 5)",
     )
     parser.add_argument(
         "--trace",
         default="timeline.trace.json.gz",
         metavar="FILE",
-        help="where the trace goes, at most 20 MB (default: timeline.trace.json.gz)",
+        help="file for the trace, at most 20 MB (default: timeline.trace.json.gz)",
     )
     add_json_argument(parser, "write the table as JSON, too")
-    parser.add_argument("--part", metavar="FILE", help="write what this process recorded, too")
+    parser.add_argument("--part", metavar="FILE", help="write what this process has recorded, too")
     parser.add_argument(
         "--merge",
         action="append",
         default=[],
         metavar="FILE",
-        help="make no steps, but put files of --part together; given once for each",
+        help="make no steps, but put files of --part together; give the flag once for each file",
     )
     add_cluster_arguments(parser)
 

@@ -38,18 +38,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model_dir",
         metavar="DIR",
-        help="where checkpoints and results go (default: runs/ and the name of the last gin file)",
+        help="folder of checkpoints and results (default: runs/ and the last gin file's name)",
     )
     parser.add_argument(
         ACCEPT_FLAG,
         action="store_true",
-        help="go on from a checkpoint of another configuration, or with other data: what only one "
-        "of them has is dropped, or begins as in a new run",
+        help="go on from a checkpoint of another configuration, or with other data: a variable "
+        "of the checkpoint alone is dropped, and one of the run alone begins as in a new run",
     )
     parser.add_argument(
         SKIP_FLAG,
         action="store_true",
-        help="where the newest checkpoint is damaged, put it aside and go on from an older one",
+        help="if the newest checkpoint is damaged, put it aside and go on from an older checkpoint",
     )
     add_cluster_arguments(parser)
 

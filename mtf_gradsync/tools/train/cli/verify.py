@@ -65,7 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--own_values",
         action="store_true",
-        help="begin with the config's own first values, and not with values moved a little",
+        help="begin with the config's own initial values; by default they are moved a little",
     )
     add_output_arguments(
         parser, "write all errors as JSON, too", picture="draw the error of each variable"
