@@ -83,7 +83,9 @@ _WHAT = {
     SYNCED: "add up the sums",
     SHARDED: "add up each replica's part of the sums",
 }
-_SYNCED_INSTEAD = "Accumulate reduced gradients, by accumulate='synced', for one update of all"
+_SYNCED_INSTEAD = (
+    "Accumulate reduced gradients, by accumulate='synced', for one update of all variables"
+)
 
 
 class _Counters(NamedTuple):
@@ -380,7 +382,7 @@ class GradientAccumulationOptimizer(ReportsSkips):
 
 _MIXED_WARNING = (
     "%s: the program itself needs the sums of the gradients of %s on every micro step (for "
-    "%s), so they are reduced on each of them, and their sums are added up. Do that after "
+    "%s), so gradients are reduced on each micro step, and their sums are added up. Do that after "
     "accumulation: ClipByGlobalNormOptimizer inside it clips the sum."
 )
 
@@ -653,7 +655,10 @@ def _why_synced(place: Place, is_known: bool) -> str:
         return f", because {outer} around it does so: turn them round, to reduce once an update"
     assert place.program is not None
     if place.program.num_meshes > 1:
-        return ", because they are on several meshes: use one for each, to reduce once an update"
+        return (
+            ", because variables are on several meshes: use a wrapper for each mesh, to reduce "
+            "once an update"
+        )
     if is_known or len(meshes_made()) == 1:
         return ""
     what = "several meshes" if meshes_made() else "no mesh yet"

@@ -198,7 +198,7 @@ class MoveAverages(Stage):
             return []
         averages = [moving_average(variable) for variable in variables]
         self.slots.record(averages, variables)
-        cure = "Keep its average in one of them: a variable has one, in any scope"
+        cure = "Average it in one of the two: a variable has one average, in any scope"
         step.plan.extension(SlotOwners).check(self.slots, averages, variables, cure)
         values = step.value_after(variables, updates)
         weight = self._weight(step.received[0].mesh)

@@ -95,7 +95,7 @@ class OrderRule(NamedTuple):
 RULES = (
     OrderRule(
         lambda outer, inner: keeps_outer_values(outer) and keeps_outer_values(inner),
-        "{inner} inside {outer} would make islands of islands; use one.",
+        "{inner} inside {outer} would make islands of islands; use one of the two.",
     ),
     OrderRule(
         lambda outer, inner: (
@@ -118,20 +118,21 @@ RULES = (
     ),
     OrderRule(
         lambda outer, inner: averages(outer) and averages(inner),
-        "{outer} and {inner} would update the same averages of variables twice; use one.",
+        "{outer} and {inner} would update the same averages of variables twice; use one of the "
+        "two.",
     ),
     OrderRule(
         lambda outer, inner: shards_updates(outer) and shards_updates(inner),
-        "{inner} inside {outer} would shard updates that are sharded already; use one.",
+        "{inner} inside {outer} would shard updates that are sharded already; use one of the two.",
     ),
     OrderRule(
         lambda outer, inner: needs_not_finite(outer) and needs_not_finite(inner),
-        "A {inner} inside a {outer} would scale the loss twice; use one.",
+        "A {inner} inside a {outer} would scale the loss twice; use one of the two.",
     ),
     OrderRule(
         lambda outer, inner: schedules_updates(outer) and schedules_updates(inner),
         "{inner} cannot be inside {outer}: each decides by itself when there is an update, so "
-        "that {inner} would count the updates of {outer} as steps. Use one: "
+        "that {inner} would count the updates of {outer} as steps. Use one of the two: "
         "GradientAccumulationOptimizer with the product of both backward_passes_per_step, or "
         "SyncReplicasOptimizer with replicas_to_aggregate=K * num_shards.",
     ),

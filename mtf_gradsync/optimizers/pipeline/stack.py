@@ -465,7 +465,7 @@ def in_blocks(stack: Stack) -> tuple[Block, ...]:
 
 
 #: The remedy in errors about gradients of several meshes.
-ONE_FOR_EACH_MESH = "Make one for the variables of each mesh, each with a name= of its own"
+ONE_FOR_EACH_MESH = "Make one wrapper for the variables of each mesh, with a name= of its own"
 
 
 def check_meshes(

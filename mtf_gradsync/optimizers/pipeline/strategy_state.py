@@ -301,7 +301,7 @@ def reduce_by_strategy(
         raise ValueError(
             f"{type(strategy).__name__} keeps state for the cores of one mesh, but the variables "
             f"{', '.join(first.values())} are on different meshes: make a {reduction.name} for the "
-            "variables of each mesh, each with a name= of its own, or give reducer= a strategy "
+            "variables of each mesh, with a name= of its own, or give reducer= a strategy "
             "without state."
         )
     if axes is None:
