@@ -75,7 +75,7 @@ INT32_MAX = 2**31 - 1
 def is_whole_number(value: Any, least: int = 1, most: int | None = None) -> TypeGuard[int]:
     """Returns whether a value is an integer of Python or numpy, from `least` to `most`.
 
-    A bool is no integer here. None for `most` is no limit.
+    A bool does not count as an integer. If `most` is None, there is no upper limit.
     """
     return (
         isinstance(value, numbers.Integral)
@@ -90,8 +90,9 @@ def check_whole_number(
 ) -> int:
     """Returns the value of a user's argument as a Python int, after a check.
 
-    Raises ValueError unless `value` is a whole number from `least` to `most`; None for `most` is
-    no limit. The error calls the argument `name`, and ends with the sentence `more`.
+    Raises ValueError unless `value` is a whole number from `least` to `most`, or of at least
+    `least` if `most` is None. The error calls the argument `name`, and ends with the sentence
+    `more`.
     """
     if not is_whole_number(value, least):
         what = f"{name} must be a whole number of {least} or more, got {value!r}."
@@ -263,7 +264,7 @@ def by_key(keys: Sequence[_K], make: Callable[[_K, list[int]], Sequence[Any]]) -
     """Returns a list with a result for each of `keys`; equal keys get their results together.
 
     `make(key, positions)` is called once for each different key, where `positions` are the indices
-    at which `keys` has that key. It returns a result for each of these positions, in their order.
+    at which `keys` has that key. `make` returns a result for each of these positions, in order.
     """
     positions: dict[_K, list[int]] = {}
     for position, key in enumerate(keys):

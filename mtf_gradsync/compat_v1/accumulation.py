@@ -157,7 +157,8 @@ class GradientAccumulationOptimizer(OffMesh, tf.train.Optimizer):
     def described(self) -> list[tuple[str, Any]]:
         """Returns the optimizer's work for `mtf_gradsync.describe`.
 
-        The result is a list of pairs: a text, and the number of steps in which that is done once.
+        The result is a list of pairs: a text that says what is done, and the number of steps in
+        which it is done once.
         """
         reduces = ["call allreduce_fn"] * (self._allreduce is not None)
         if self._passes == 1:
@@ -312,7 +313,8 @@ class CrossShardOptimizer(OffMesh, tf.tpu.CrossShardOptimizer):
     def described(self) -> list[tuple[str, Any]]:
         """Returns the optimizer's work for `mtf_gradsync.describe`.
 
-        The result is a list of pairs: a text, and the number of steps in which that is done once.
+        The result is a list of pairs: a text that says what is done, and the number of steps in
+        which it is done once.
         """
         return [("sum over the shards of a TPU program, if this is one", 1)]
 

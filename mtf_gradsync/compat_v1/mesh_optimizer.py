@@ -83,7 +83,8 @@ class MeshOptimizer(mtf.optimize.Optimizer):
             not lost.
 
         Raises:
-          TypeError: opt is no such optimizer, class or factory; the error lists the classes.
+          TypeError: opt is no optimizer, class or factory that `MeshOptimizer` takes; the error
+            lists the classes.
           ValueError: learning_rate is missing, or opt has a learning rate already, or rounding is
             neither "nearest" nor "stochastic".
         """

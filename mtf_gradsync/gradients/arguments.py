@@ -217,7 +217,8 @@ def check_pairs(grads_and_vars: Any) -> GradsAndVars:
 def check_step(global_step: Any) -> None:
     """Checks that `global_step` is None, or a scalar variable of Mesh-TF or TensorFlow.
 
-    Raises TypeError for anything else, and ValueError for a variable that is no scalar.
+    Raises TypeError if `global_step` is neither None nor a variable, and ValueError if it is a
+    variable but no scalar.
     """
     if global_step is None:
         return
@@ -377,7 +378,7 @@ def check_rate(rate: Any) -> Any:
     Mesh-TF or TensorFlow.
 
     Raises:
-      TypeError: the rate is neither a number nor such a scalar.
+      TypeError: the rate is neither a number nor a scalar of a floating dtype.
       ValueError: the rate is a number below 0, or not finite.
     """
     if is_number(rate):

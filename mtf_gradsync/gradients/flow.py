@@ -299,8 +299,8 @@ class Flow:
         """Returns the pending sums that have to be reduced before `targets` can be used.
 
         Each sum is listed once. If `reduced` is true, the tensors `targets` are needed reduced. If
-        it is false, the targets may stay pending, and the only sums returned are those that some
-        operation before a target needs reduced.
+        `reduced` is false, the targets may stay pending, and the only sums returned are those that
+        some operation before a target needs reduced.
         """
         found: dict[mtf.Tensor, None] = {}
         seen: set[tuple[mtf.Tensor, bool]] = set()
@@ -366,8 +366,8 @@ class Flow:
     def _gathers(self, tensor: mtf.Tensor) -> bool:
         """Returns whether a tensor has values of all shards that were gathered and not summed.
 
-        The operation that makes such a tensor has inputs that are split by shard, and the tensor
-        itself is not split by shard.
+        The operation that makes a gathered tensor has inputs that are split by shard, and the
+        tensor itself is not split by shard.
         """
         operation = tensor.operation
         is_loop = isinstance(operation, mtf.WhileLoopOperation)

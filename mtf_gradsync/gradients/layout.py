@@ -310,7 +310,7 @@ def _better(
 def missing_names(graph: mtf.Graph, mesh: mtf.Mesh | None, names: Sequence[str]) -> list[str]:
     """Returns those of `names` that are not a dimension of any tensor on `mesh`.
 
-    If `mesh` is None, the tensors of all meshes are looked at.
+    If `mesh` is None, the names are looked for among the dimensions of the tensors of all meshes.
     """
     known = {
         dim.name

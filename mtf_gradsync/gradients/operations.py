@@ -40,7 +40,7 @@ class GradientOperation(mtf.Operation):
         Inputs that the operation declared by `PendingSums.want` with `reduced=True` are reduced all
         the same. If `takes_pending` is false, all pending inputs are reduced, unless the operation
         is linear in them.
-      is_linear: whether its outputs are linear in all of its inputs together.
+      is_linear: whether the operation's outputs are linear in all of its inputs together.
     """
 
     takes_pending = False
@@ -212,8 +212,9 @@ class PendingSum(mtf.LazyAllreduceSum):
           mesh_impl: as the attribute.
           mesh_axes: as the attribute.
           slice_shape: the shape of a processor's part, and of a slice of the sum.
-          make_part: returns the `LaidOutTensor` of the parts.
-          make_reduced: is called with this object; it makes the sum and calls `set_reduced`.
+          make_part: a function that returns the `LaidOutTensor` of the parts.
+          make_reduced: a function that is called with this object, makes the sum, and calls
+            `set_reduced`.
           add_counter_fn: as the attribute.
           sources: the lowered tensors that the sum is computed from, if it is computed from reduced
             tensors and not by a reduction of the parts.

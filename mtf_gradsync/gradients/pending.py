@@ -201,7 +201,7 @@ class PendingLowering(ExtensionLowering):
     def _reduce_captured(self, loop: mtf.WhileLoopOperation) -> None:
         """Reduces, outside of a loop, the pending sums that the loop reads.
 
-        The reduced sums can then be read outside of the loop, too.
+        The reduced sums that a loop reads can also be read outside of the loop.
         """
         inner = flat([*loop_condition(loop).operations, *loop_body(loop).operations])
         for tensor in dict.fromkeys(t for op in inner for t in op.inputs):

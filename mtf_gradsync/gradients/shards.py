@@ -269,7 +269,7 @@ GroupAssignment = Sequence[Sequence[int]]
 def check_group_assignment(group_assignment: Any) -> list[list[int]] | None:
     """Returns groups of shards as lists of shard numbers; None if None or [] was given.
 
-    Raises ValueError if `group_assignment` is neither these nor a list of lists of shard numbers.
+    Raises ValueError if `group_assignment` is not None, and no list of lists of shard numbers.
     """
     if group_assignment is None:
         return None
@@ -425,7 +425,7 @@ def _sum_several_a_processor(
       strategy: the strategy that reduces.
 
     Returns:
-      A `LaidOutTensor` for each of `grads`, of its shape.
+      A `LaidOutTensor` for each of `grads`, with the shape of this tensor.
     """
     group_of = np.empty([d.size for d in dims], np.int32)
     for number, group in enumerate(groups):

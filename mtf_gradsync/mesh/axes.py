@@ -57,8 +57,8 @@ def as_dim_names(dims: str | Sequence[str], argument: str = "batch_dims") -> tup
 def as_mesh_shape(mesh_shape: MeshShapeLike) -> mtf.Shape:
     """Returns a mesh shape, in any of the forms of `MeshShapeLike`, as `mtf.Shape`.
 
-    Raises ValueError for other values, for a dimension without a size or with a size below 1, and
-    for a name that is given twice.
+    Raises ValueError if `mesh_shape` is in none of the forms of `MeshShapeLike`, if a dimension has
+    no size or a size below 1, or if a name is given twice.
     """
     cause: Exception | None = None
     try:
@@ -82,7 +82,7 @@ def as_mesh_shape(mesh_shape: MeshShapeLike) -> mtf.Shape:
 def as_layout(layout: Any) -> mtf.LayoutRules:
     """Returns a layout, in any of the forms of `LayoutLike`, as `mtf.LayoutRules`.
 
-    Raises ValueError for other values.
+    Raises ValueError if `layout` is in none of the forms of `LayoutLike`.
     """
     try:
         if not isinstance(layout, (str, mtf.LayoutRules)):

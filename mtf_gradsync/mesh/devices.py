@@ -244,7 +244,7 @@ class SharedVariable:
 def writers_of(laid_out_variable: Any) -> list[int]:
     """Returns for each processor the number of the processor that writes its slice of a variable.
 
-    If processors share no slices, each processor writes its own. The argument is the lowered
+    If processors share no slices, each processor writes its own slice. The argument is the lowered
     variable, `lowering.variables[variable]`.
     """
     shared = getattr(laid_out_variable, "writers", None)

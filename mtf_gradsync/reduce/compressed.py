@@ -109,7 +109,8 @@ def plus_errors(mesh_impl: Any, values: Sequence[Any], errors: Sequence[Any]) ->
 def no_errors(mesh_impl: Any, errors: Sequence[Any]) -> list[Any]:
     """Returns a `LaidOutTensor` of zeros in place of each compression error.
 
-    The zeros have the shape and dtype of the error. Where `errors` has None, the result has None.
+    Each result has the shape and dtype of the compression error at the same position in `errors`.
+    Where `errors` has None, the result has None.
     """
     return [None if e is None else mesh_impl.slicewise(tf.zeros_like, e) for e in errors]
 

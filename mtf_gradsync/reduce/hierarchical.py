@@ -177,8 +177,8 @@ def placement_two_levels(
 def _hand_out(total: tf.Tensor, device: str, size: int) -> list[tf.Tensor]:
     """Returns a list with `size` times the same tensor: the tensor `total`, copied to `device`.
 
-    The list has one entry for each member of an inner group. All members read this one copy, so
-    that `total` crosses the slow link once. If `size` is 1, no copy is made.
+    The list has one entry for each member of an inner group. All members read the same copy of
+    `total`, so that `total` crosses the slow link once. If `size` is 1, no copy is made.
     """
     if size > 1:
         with tf.device(device):
@@ -197,8 +197,8 @@ def simd_two_levels(
       mesh_impl: the SIMD mesh.
       outer_axes: names or numbers of mesh axes with slow links; None for the default of
         `inner_groups`.
-      scatter: whether each core sums only its part of a tensor over the outer axes. A third sum,
-        along the inner axes, then puts the parts together. Tensors with fewer elements than an
+      scatter: whether each core sums only its part of a tensor over the outer axes. If so, a third
+        sum, along the inner axes, puts the parts together. Tensors with fewer elements than an
         inner group has cores are summed whole.
       one_group: whether the sums of a level are marked as one group for the compiler.
     """
@@ -352,7 +352,7 @@ class HierarchicalAllReduce(Strategy):
             whose limit it does not exceed. A single tuple, or the name of an algorithm, stands for
             a list of one entry. Shards default to 1 and limits to -1. For example,
             [("ring", 1, 1024), ("add_n/add_n", 2, -1)] sums tensors of up to 1 KiB by Mesh-TF's
-            ring. It cuts larger tensors in halves, and sums them in two levels.
+            ring. Larger tensors are cut in halves, and summed in two levels.
           num_packs: as for `AllReduce`, within each range of sizes.
           agg_small_grads_max_bytes: as for `AllReduce`, within each range of sizes.
           agg_small_grads_max_group: as for `AllReduce`, within each range of sizes.
@@ -361,7 +361,7 @@ class HierarchicalAllReduce(Strategy):
             that a sum over several axes runs along.
 
         Raises:
-          ValueError: spec is not such a list, or a number is negative or not whole.
+          ValueError: spec has none of these forms, or a number is negative or not whole.
         """
         self.spec = check_spec(spec)
         self.packer = Packer(num_packs, agg_small_grads_max_bytes, agg_small_grads_max_group)

@@ -27,7 +27,7 @@ _SMALLEST = 2.0**-100
 def split_of(shape: Sequence[int]) -> int:
     """Returns how many leading dimensions of a shape make the rows of a nearly square matrix.
 
-    All dimensions after these leading ones make the columns. Of all ways to split the shape, the
+    All dimensions after the leading ones make the columns. Of all ways to split the shape, the
     result gives the smallest sum of the numbers of rows and columns; low-rank factors send numbers
     in proportion to this sum.
 
@@ -431,9 +431,9 @@ class LowRankAllReduce(GradientStrategy):
 def _factor_shape(gradient: GradientOfCores, matrix: _Matrix) -> mtf.Shape:
     """Returns the shape of the variable that keeps a gradient's factors Q, transposed.
 
-    The last dimensions of this shape are the rank and the gradient's dimensions that make the
-    matrix's columns. If the layout splits dimensions that make the rows, there are dimensions
-    before these, which number the slices: each of these slices has its own Q.
+    The last dimensions of the variable are the rank and the gradient's dimensions that make the
+    columns of the matrix. If the layout splits dimensions that make the rows, the variable's first
+    dimensions number the slices of the gradient: each slice has its own Q.
     """
     slices = [
         mtf.Dimension(dim.name, dim.size // size)

@@ -62,15 +62,15 @@ def placement_mesh_impl(
 class PlacementMeshImpl(mtf.placement_mesh_impl.PlacementMeshImpl):
     """Mesh-TF's placement mesh with collectives that use shared memory.
 
-    Mesh-TF passes tensors around rings. CPU devices of one process share a memory, in which this
-    mesh computes a result once for all of them.
+    The collectives of Mesh-TF's placement mesh pass tensors around rings of devices. CPU devices of
+    one process share a memory, in which this mesh computes a result once for all of these devices.
 
     - Sums are made by the strategy. This package's strategies sum bfloat16 and float16 in float32.
     - MAX, MIN and allconcat are computed once in each memory; the devices that share it take turns.
       Groups of devices that share no memory keep Mesh-TF's ring.
     - alltoall sends directly from each processor to each other one.
     - Coordinates of processors are Python numbers.
-    - For copies of slices see `share_copies`.
+    - If `share_copies` is true, processors share copies of equal slices.
 
     All other methods are those of Mesh-TF's placement mesh. See `placement_mesh_impl` for the
     arguments of the constructor.

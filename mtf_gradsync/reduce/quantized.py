@@ -256,9 +256,9 @@ class QuantizedAllReduce(GradientStrategy):
     the log has the names of the gradients that are not quantized.
 
     On XLA devices the messages are an all-to-all and an all-gather of int8 and bfloat16. Programs
-    for TPUs by TensorFlow have no all-gather and use an all-to-all of the same bytes.
-    `ShardedUpdateOptimizer` cuts each replica's part from the sums. float64 is sent with float32's
-    precision.
+    that TensorFlow itself makes for TPUs have no all-gather, and send the same bytes by a second
+    all-to-all. `ShardedUpdateOptimizer` cuts each replica's part from the sums. float64 is sent
+    with float32's precision.
 
     The state is kept in variables `<variable>/quantization_error`, with a value for each core.
 

@@ -490,7 +490,8 @@ def check_value(mesh_impl: Any, value: Any) -> Any:
 def as_pairs(pairs: Any) -> list[tuple[Any, Any]]:
     """Returns a list or tuple of pairs (value, destinations) as a list.
 
-    Raises ValueError if `pairs` is anything else. The elements of a pair are not checked.
+    Raises ValueError if `pairs` is no list or tuple of tuples of two elements. The elements of a
+    pair are not checked.
     """
     if not isinstance(pairs, (list, tuple)):
         raise ValueError(

@@ -79,7 +79,7 @@ _ELSEWHERE = {
 def ordered_add_n(inputs: Sequence[tf.Tensor]) -> tf.Tensor:
     """Returns `tf.add_n(inputs)`, marked so that it adds in the order of the inputs in each run.
 
-    A marked operation takes no longer than one without the mark.
+    An `AddN` with this mark takes no longer than one without the mark.
     """
     return add_in_order(tf.add_n(list(inputs)))
 
@@ -230,8 +230,8 @@ def in_groups(
     """Returns a `LaidOutTensor` of the slices that `compute` returns for the members of each group.
 
     `compute` gets the group's number and its members (processor numbers), reads their slices of
-    `value`, and returns a slice for each member. It is called only once for groups whose slices of
-    `value` are the same tensors in the same memories, as on a mesh that shares copies.
+    `value`, and returns a slice for each member. `compute` is called only once for groups whose
+    slices of `value` are the same tensors in the same memories, as on a mesh that shares copies.
     """
     result: list[Any] = [None] * mesh_impl.size
     first = first_alike(mesh_impl, value.tensor_list, groups.groups)
@@ -253,7 +253,7 @@ def physical_groups(mesh_impl: Any, groups: ProcessorGroups) -> list[list[int]]:
 def positions(mesh_impl: Any, groups: ProcessorGroups) -> Any:
     """Returns each processor's position in its group as a `LaidOutTensor` of scalars.
 
-    The scalars are Python integers on a placement mesh, and int32 tensors on a SIMD mesh.
+    Positions are Python integers on a placement mesh, and int32 tensors on a SIMD mesh.
     """
     at = [0] * mesh_impl.size
     for group in groups.groups:

@@ -21,10 +21,10 @@ _NOT_INLINED = {"_noinline": True}
 def can_call(lowering: mtf.Lowering) -> bool:
     """Returns whether branches of a lowering can be built as one call of a tf function each.
 
-    A branch cannot be such a call on SIMD meshes (a TPU program has no such calls), on meshes over
-    several processes, with ref variables, or with TensorFlow 2.12, which inlines every function. In
-    these cases the branch's operations are part of the graph itself, so that steps that skip the
-    branch are slower.
+    A branch cannot be a call of a tf function on SIMD meshes (a TPU program has no such calls), on
+    meshes over several processes, with ref variables, or with TensorFlow 2.12, which inlines every
+    function. In these cases the branch's operations are part of the graph itself, so that steps
+    that skip the branch are slower.
     """
     processes = set()
     for mesh_impl in lowering.mesh_to_impl.values():
@@ -97,7 +97,7 @@ def _copy_handles_and_constants(graph: tf.Graph) -> None:
 class Branch:
     """A set of operations that a `Conditional` runs on some steps only.
 
-    Functions that are called with an open branch make the operations.
+    The operations of a branch are made by functions that are called while the branch is open.
 
     Attributes:
       plan: the plan of the graph.
@@ -245,7 +245,7 @@ class DeferredUpdate:
     def make(self) -> list[mtf.Operation]:
         """Makes and returns the mtf operations of the update; subclasses define it.
 
-        `build` calls it once, or again if an error has undone the operations.
+        `build` calls this method once, or again if an error has undone the operations.
         """
         raise NotImplementedError
 

@@ -5,13 +5,13 @@ in place, and which operations some steps skip. When the graph is lowered, the p
 operation (see `Planned`). No other code changes how operations are lowered, rearranges the graph's
 list of operations, or keeps registries by graph.
 
-The rules:
+The plan follows these rules:
 
 - All variables are lowered first. Each variable is read at this point, once for the whole step, and
   all later operations use the value that was read. There are two exceptions: variables that a
   wrapper writes in place, and variables that the program's own operations assign. Each operation
   that uses such a variable reads it again, as in Mesh-TF without this package.
-- An operation that waits for others is lowered under control dependencies.
+- An operation that waits for others is lowered with control dependencies on their tf operations.
 - The operations of a branch keep their positions in the graph's list, but are not lowered at these
   positions: the conditional of the branch lowers them, in order.
 - Extensions (`PlanExtension`) may lower operations in their own way.

@@ -181,8 +181,8 @@ class WriteOrder(PlanExtension):
     def put_after(self, operation: mtf.Operation, before: Sequence[mtf.Operation]) -> None:
         """Makes an operation run after the operations `before`.
 
-        The operations `before` then run whenever the operation runs, and they have to be lowered
-        before it.
+        The operations `before` then run whenever the operation runs, and have to be lowered before
+        the operation is lowered.
         """
         self._after = {**self._after, operation: (*self._after.get(operation, ()), *before)}
 
