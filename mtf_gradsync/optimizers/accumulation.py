@@ -382,8 +382,9 @@ class GradientAccumulationOptimizer(ReportsSkips):
 
 _MIXED_WARNING = (
     "%s: the program itself needs the sums of the gradients of %s on every micro step (for "
-    "%s), so gradients are reduced on each micro step, and their sums are added up. Do that after "
-    "accumulation: ClipByGlobalNormOptimizer inside it clips the sum."
+    "%s), so gradients are reduced on each micro step, and their sums are added up. To reduce "
+    "them once an update, put what needs the sums inside the wrapper that accumulates, as "
+    "ClipByGlobalNormOptimizer, which then clips the accumulated gradients."
 )
 
 

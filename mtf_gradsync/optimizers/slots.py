@@ -145,8 +145,8 @@ class SlotOwners(PlanExtension):
                 continue
             text = (
                 f"Two optimizers of one graph update {owner!r} and would share its slot "
-                f"{slot.name!r}, which is found by its name, so that each would train on the "
-                f"other's values. {cure}."
+                f"{slot.name!r}, because slots are found by their names. Each optimizer would "
+                f"train on the other's values. {cure}."
             )
             if not (is_bare and other.is_bare):
                 raise ValueError(text)

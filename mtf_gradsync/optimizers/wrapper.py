@@ -594,7 +594,7 @@ def _warn_of_positional_rate(opt: Any) -> None:
     if not isinstance(given, (bool, np.bool_)):
         warn_once(
             f"positional rate {type(opt).__name__} {given!r}",
-            "%s has multiply_by_parameter_scale=%r, which is no boolean: that is its first "
+            "%s has multiply_by_parameter_scale=%r, which is no boolean: this is the first "
             "argument, so a learning rate given by position has no effect. Give "
             "%s(learning_rate=...).",
             type(opt).__name__,
