@@ -283,7 +283,7 @@ def mesh_key(shape: mtf.Shape, layout: mtf.LayoutRules) -> tuple[str, frozenset]
 def lowered_on(lowering: mtf.Lowering, x: mtf.Tensor, mesh: mtf.Mesh) -> Any:
     """Returns the lowered value of `x` as a `LaidOutTensor` on `mesh`, and reduces a pending one.
 
-    The mesh of `x` must not split `x`, unless it is the mesh `mesh`.
+    If `x` is on another mesh than `mesh`, that other mesh must not split `x`.
     """
     value = lowering.tensors[x].to_laid_out_tensor()
     if x.mesh is mesh:

@@ -333,8 +333,9 @@ class _OwnFlags:
 def check_imported_shapes() -> None:
     """Makes a step fail if an imported tf tensor has another shape than its mtf tensor.
 
-    If TensorFlow does not know the shape when the step is built, a mesh would otherwise take only
-    as much of the input as the mtf tensor holds, and train on a part of the batch.
+    If TensorFlow does not know the shape of an imported tensor when the step is built, a mesh
+    without this patch takes only as much of the input as the mtf tensor holds, and so trains on a
+    part of the batch.
     """
 
     def with_checked_shape(init: Any) -> Any:

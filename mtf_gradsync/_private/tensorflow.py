@@ -179,7 +179,7 @@ def variables_written(operation: tf.Operation) -> list[str]:
 def _handle_behind(handle: tf.Tensor) -> tf.Tensor:
     """Returns the original handle of a variable that `handle` is a copy of.
 
-    Identities and the like make copies, and so do functions that capture a handle.
+    Operations such as `Identity` make copies of a handle, and so do functions that capture it.
     """
     while True:
         captures = getattr(handle.graph, "captures", ())  # of a function
@@ -233,8 +233,8 @@ _NEVER_FORWARD = -2
 def write_to_own_memory(operation: tf.Operation) -> None:
     """Makes an operation write its output into new memory, not into that of an input.
 
-    An `AddN` that writes into new memory adds up its inputs in their order. Any other `AddN` begins
-    with the input whose memory it reuses, which can differ from run to run. The attribute
+    An `AddN` that writes into new memory adds up its inputs in their order. An `AddN` that reuses
+    the memory of an input begins with this input, which can differ from run to run. The attribute
     ``_forward_input`` holds pairs of an input and the output that may use the input's memory.
     """
     pairs = tf.AttrValue.ListValue(i=[_NEVER_FORWARD, 0])

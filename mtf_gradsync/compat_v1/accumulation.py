@@ -234,10 +234,10 @@ class GradientAccumulationOptimizer(OffMesh, tf.train.Optimizer):
     ) -> tf.Operation:
         """Returns the operation by which the inner optimizer applies sums of gradients.
 
-        Before that, `allreduce_fn` is called, and sums are divided if averages are wanted. `grads`
-        are the gradients of this microbatch step, one or None for each variable; they only tell
-        which variables have sums, and which dtypes the inner optimizer gets. `global_step` is the
-        variable to add one to, or None.
+        Before the inner optimizer is called, `allreduce_fn` is called, and sums are divided if
+        averages are wanted. `grads` are the gradients of this microbatch step, one or None for each
+        variable; they only tell which variables have sums, and which dtypes the inner optimizer
+        gets. `global_step` is the variable to add one to, or None.
         """
         present = [s for s in sums if s is not None]
         owners = [v for g, v in zip(grads, variables) if g is not None]

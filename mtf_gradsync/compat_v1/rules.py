@@ -141,8 +141,8 @@ def _refuse_keras(opt: Any, wrapper: str) -> None:
 class OffMesh:
     """A mixin for optimizers of tf.compat.v1 that raises TypeError for mesh tensors and variables.
 
-    A subclass lists it before TensorFlow's class among its bases, so that the methods of this mixin
-    check arguments before they call TensorFlow's methods.
+    A subclass lists this mixin before TensorFlow's class among its bases, so that the methods of
+    the mixin check arguments before they call TensorFlow's methods.
     """
 
     def compute_gradients(self, loss: Any, *args: Any, **kwargs: Any) -> list[Any]:

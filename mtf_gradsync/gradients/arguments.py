@@ -144,7 +144,8 @@ def check_one_mesh(grads: MaybeGradients, what: str) -> None:
 class OwnArguments(NamedTuple):
     """The arguments of `apply_grads` after gradients and variables.
 
-    Wrappers pass these further arguments of `apply_grads` on to the innermost optimizer.
+    All arguments of `apply_grads` but gradients and variables are passed on by wrappers to the
+    innermost optimizer.
     """
 
     positional: tuple[Any, ...] = ()

@@ -84,8 +84,8 @@ class ScaleGradients(GradientOperation):
 def check_clip_norm(clip_norm: Any) -> None:
     """Checks that clip_norm is a number above 0, or a scalar tensor or variable (tf or mtf).
 
-    Raises ValueError for other numbers and for tensors with dimensions, and TypeError for other
-    types.
+    Raises ValueError for numbers that are not above 0 and for tensors with dimensions, and
+    TypeError for values of other types.
     """
     if is_number(clip_norm):
         # A number too large for float32 limits nothing; one too small would make every gradient 0.

@@ -288,7 +288,7 @@ class Flow:
     def is_derived(self, tensor: mtf.Tensor) -> bool:
         """Returns whether a pending tensor is reduced by way of other sums.
 
-        For such a tensor, the pending sums that it is computed from are reduced, and the reduced
+        For a derived tensor, the pending sums that it is computed from are reduced, and the reduced
         tensor is computed from the reduced sums. For any other pending tensor, the parts of the
         tensor itself are added up.
         """

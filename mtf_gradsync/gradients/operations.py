@@ -91,7 +91,8 @@ class _OnMesh(GradientOperation):
 def on_mesh(x: mtf.Tensor, mesh: mtf.Mesh) -> mtf.Tensor:
     """Returns a tensor on `mesh`: the tensor itself, or a copy if it is on another mesh.
 
-    The tensor is a scalar, or has dimensions that neither mesh splits. Nothing is reduced.
+    The tensor must be a scalar, or have only dimensions that neither mesh splits. Nothing is
+    reduced.
     """
     return x if x.mesh is mesh else _OnMesh(x, mesh).outputs[0]
 

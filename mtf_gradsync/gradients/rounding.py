@@ -33,8 +33,8 @@ def check_rounding(rounding: Any) -> str:
 def check_rounded(owner: str, variable: mtf.Variable) -> None:
     """Raises ValueError if a variable is stored or read in float16.
 
-    New values of such a variable cannot be rounded by chance. `owner` is the name of the optimizer,
-    for the error.
+    New values of variables that are stored or read in float16 cannot be rounded by chance. `owner`
+    is the name of the optimizer, for the error.
     """
     if tf.float16 in (variable.slice_dtype, variable.activation_dtype):
         raise ValueError(
@@ -207,9 +207,9 @@ def _word(number: int) -> tf.Tensor:
 def round_by_bits(x: tf.Tensor, bits: tf.Tensor) -> tf.Tensor:
     """Rounds a float32 tensor to bfloat16 up or down, depending on random bits.
 
-    The nearer the next larger bfloat16 number is (in magnitude), the more values of `bits` round up
-    to it. NaN and infinity are kept. Values beyond the largest bfloat16 number are rounded to
-    nearest: to this number or to infinity.
+    The nearer an element of `x` is to the next larger bfloat16 number (in magnitude), the more
+    values of `bits` round it up to this number. NaN and infinity are kept. Values beyond the
+    largest bfloat16 number are rounded to nearest: to this number or to infinity.
 
     Args:
       x: the tensor.

@@ -355,7 +355,7 @@ class SumCopies(GradientOperation):
     ) -> list[Any]:
         """Returns a `LaidOutTensor` of the groups' sums for each of the inputs at positions `some`.
 
-        The inputs at these positions have the shard dims `dims`. `all_values` are the lowered
+        The inputs at the positions `some` have the shard dims `dims`. `all_values` are the lowered
         values of all inputs.
         """
         grads, values = [self.inputs[i] for i in some], [all_values[i] for i in some]

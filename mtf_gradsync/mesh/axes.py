@@ -230,8 +230,8 @@ def resolve_axes(
     """Returns the replica axes for a caller's arguments: `axes`, or those of the other arguments.
 
     `mesh_shape`, `layout` and `batch_dims` are as for `ReplicaAxes`. Returns None if neither `axes`
-    nor mesh_shape and layout are given. Raises ValueError if both are given, or only one of
-    mesh_shape and layout.
+    nor mesh_shape and layout are given. Raises ValueError if `axes` is given together with
+    mesh_shape or layout, or if only one of mesh_shape and layout is given.
     """
     if axes is not None:
         check_axes(axes)
@@ -255,9 +255,9 @@ def resolve_axes(
 def axes_by_names(names: Sequence[str], mesh: Any = None) -> ReplicaAxes | None:
     """Returns the replica axes that split the batch dimensions `names`; None if none does.
 
-    `mesh` is a pair of a mesh shape (`mtf.Shape`) and a layout (`mtf.LayoutRules`). If it is None,
-    the mesh that the program has made in TensorFlow's default graph is taken, and the result is
-    None if there is no such mesh or several.
+    `mesh` is a pair of a mesh shape (`mtf.Shape`) and a layout (`mtf.LayoutRules`). If `mesh` is
+    None, the mesh that the program has made in TensorFlow's default graph is taken, and the result
+    is None if there is no such mesh or several.
     """
     meshes = meshes_made() if mesh is None else [mesh]
     if len(meshes) != 1:

@@ -110,8 +110,8 @@ _REPEATABLE = ("ReadVariableOp", "VarHandleOp")
 def slicewise(mesh_impl: Any, fn: Callable[..., Any], inputs: Sequence[Any]) -> list[Any]:
     """Returns the results of `fn` for each processor, in a list in the order of the processors.
 
-    `inputs` has for each argument of `fn` a list of its values for all processors. The function is
-    called only once for all processors that share a memory and have the same values (the same
+    `inputs` has for each argument of `fn` a list of the argument's values for all processors. `fn`
+    is called only once for all processors that share a memory and have the same values (the same
     objects). If `fn` makes operations with state, such as those of random numbers, it is called for
     each processor.
     """

@@ -251,9 +251,10 @@ class CompressedAllReduce(Strategy):
     ) -> list[Any]:
         """Returns `values` (`LaidOutTensor`s) as they are sent: scaled, and cast to the wire dtype.
 
-        A value that would not be sent in fewer bits is returned itself, so that the caller can
-        find the compressed ones by `is not`: values of other dtypes than float32 and float64, empty
-        ones, and all values if groups have one processor or `reducer` would not send that dtype.
+        A value that would not be sent in fewer bits is returned itself, so that the caller can find
+        the compressed ones by `is not`: values of other dtypes than float32 and float64, empty
+        ones, and all values if groups have one processor or `reducer` would not send the wire
+        dtype.
         """
         self.check(mesh_impl, groups)
         values = list(values)

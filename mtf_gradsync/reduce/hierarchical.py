@@ -66,10 +66,10 @@ def inner_groups(
     """Splits a group of processor numbers into inner groups, whose members have fast links.
 
     Members of an inner group have the same coordinates along `outer_axes`. If `outer_axes` is None,
-    a group on a mesh over several processes is split by process. On other meshes it is split by
-    the coordinate along the first mesh axis over which the group extends, as Mesh-TF's first axes
-    have the slowest links. If the group extends over a single axis, it stays one inner group. Each
-    inner group keeps the order of `group`.
+    a group on a mesh over several processes is split by process. On other meshes a group is split
+    by the coordinate along the first mesh axis over which the group extends, as Mesh-TF's first
+    axes have the slowest links. If the group extends over a single axis, it stays one inner group.
+    Each inner group keeps the order of `group`.
     """
     key = _place(mesh_impl, group, outer_axes)
     inner: dict[Any, list[int]] = {}
@@ -319,8 +319,9 @@ class HierarchicalAllReduce(Strategy):
     All tensors of a range of sizes are summed at one level before the next level begins. The sums
     of a level are one group (see `FusedAllReduce`), unless packs are asked for. With shards > 1
     each core of an inner group sums only a part of the tensor over the outer axes. The parts are
-    then put together by another sum along the inner axes. This pays if the outer axes are slower.
-    The number of parts is then the number of cores in an inner group, whatever shards is.
+    then put together by another sum along the inner axes. This pays if the outer axes are slower
+    than the inner ones. The number of parts is then the number of cores in an inner group, whatever
+    shards is.
 
     On a placement mesh bfloat16 and float16 are summed in float32 on each level, and the sum of
     each level is rounded.
@@ -444,7 +445,7 @@ def check_spec(spec: Any) -> tuple[AllReduceSpec, ...]:
     """Returns the entries of `HierarchicalAllReduce`'s `spec`, one for each range of sizes.
 
     Missing shards become 1, and a missing limit or None becomes -1. Raises ValueError if an entry
-    is invalid, or if the limits do not rise to a last one of -1.
+    is invalid, or if the limits do not rise from entry to entry and end with -1.
     """
     entries = spec if isinstance(spec, list) else [spec]
     if not entries:

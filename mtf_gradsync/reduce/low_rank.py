@@ -47,7 +47,7 @@ def random_factors(
 ) -> tuple[tf.Tensor, ...]:
     """Returns a random float32 matrix `[size, rank]` for each size in `columns`, in this order.
 
-    `step` is the number of the reduction, an integer scalar: other numbers give other matrices. The
+    `step` is the number of the reduction, an integer scalar: each number gives other matrices. The
     matrices of one step are the same on all processors and in every run.
     """
     raw, made = tf.raw_ops, []

@@ -388,7 +388,7 @@ def check_strategy(reducer: Any) -> Any:
 def check_aggregation(aggregation: Any) -> bool:
     """Returns whether an aggregation is a mean: `tf.VariableAggregation.MEAN`, and not `.SUM`.
 
-    Raises ValueError if `aggregation` is neither of these two values.
+    Raises ValueError if `aggregation` is neither MEAN nor SUM.
     """
     if aggregation == tf.VariableAggregation.MEAN:
         return True

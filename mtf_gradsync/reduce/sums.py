@@ -205,9 +205,10 @@ def simd_all_reduce(
 def in_turns(mesh_impl: Any, sum_group: Callable[[Any, list[int], int], Sequence[Any]]) -> SumFn:
     """Returns a function that sums values over groups on a placement mesh.
 
-    `sum_group` sums one value over one group. It gets the value (a `LaidOutTensor`), the processor
-    numbers of the group's members, and a number that counts up from group to group, by which it
-    chooses the device that adds up. It returns the sum for each member, as a list of tf tensors.
+    `sum_group` sums one value over one group. `sum_group` gets the value (a `LaidOutTensor`), the
+    processor numbers of the group's members, and a number that counts up from group to group, by
+    which it chooses the device that adds up. It returns the sum for each member, as a list of tf
+    tensors.
     """
 
     def sum_one(value: Any, groups: ProcessorGroups, turn: int) -> Any:

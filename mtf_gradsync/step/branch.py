@@ -215,7 +215,7 @@ def _read_inside(lowering: mtf.Lowering, updates: Sequence[mtf.Operation]) -> It
 def _no_summaries() -> Iterator[None]:
     """Returns a context; scalar summaries made inside are removed, with a warning.
 
-    A branch's summaries have no value on steps that skip it.
+    The summaries of a branch have no value on steps that skip the branch.
     """
     summaries = tf.get_collection_ref(mtf.utils.SCALAR_SUMMARIES_COLLECTION_KEY)
     before = len(summaries)
@@ -253,8 +253,8 @@ class DeferredUpdate:
         """Returns the mtf operations of the update; the first call makes them.
 
         The operations are put in the graph's list of operations at the position of the last
-        stand-in (what callers got in place of the operations), or right after all operations that
-        they are computed from, if these end later.
+        stand-in (what callers got in place of the operations), but in any case after all operations
+        that they are computed from.
         """
         # An error may have undone the operations, together with what was being built around them.
         if self._operations is None or self in self.plan.deferred:

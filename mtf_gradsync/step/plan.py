@@ -308,7 +308,8 @@ class StepPlan:
     def surroundings(self) -> tuple[Any, bool]:
         """The open branch (or None), and whether operations built now wait for a gate.
 
-        Operations that are built while this value is the same run under the same conditions.
+        Operations for which this property had equal values when they were built run under the same
+        conditions.
         """
         return self.open_branch, self._is_gating
 
@@ -546,7 +547,8 @@ class StepPlan:
     def _assigned_elsewhere(self, lowered: Lowered) -> set[mtf.Variable]:
         """Returns the variables that are assigned by an operation which waits for nothing.
 
-        The assignments of the program's own code are of this kind. Assignments in a branch are not.
+        The assignments that wait for nothing are those of the program's own code. Assignments in a
+        branch do not count.
         """
         waiting = {operation for extension in lowered.extensions for operation in extension.waits}
         return {

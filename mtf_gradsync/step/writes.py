@@ -62,7 +62,7 @@ def gated_update(
     """Builds an update that writes only when all gradients exist and all variables are read.
 
     `make_update` makes the mtf operations of the update and returns those that write. The writing
-    operations are returned, and wait for the gradients `grads` and the reads. Inside another such
+    operations are returned, and wait for the gradients `grads` and the reads. Inside another gated
     update, or inside a branch, they need not wait themselves, because the operations around them
     wait. If all gradients are None, the writing operations wait for nothing. `make_update` may
     create variables (slots).
