@@ -187,7 +187,7 @@ class LowRankAllReduce(GradientStrategy):
 
     So rank * (rows + columns) numbers are sent in place of rows * columns. There are two
     reductions: one of all P's and of the gradients that are not compressed, and one of all Q's.
-    With the full rank the sum is exact.
+    If the factors have the full rank of the matrix, the sum is exact.
 
     **Error feedback.** A core keeps the error of compression: M minus what the core has added to
     the result. The core adds this error to its next gradient, so that all gradients are applied in

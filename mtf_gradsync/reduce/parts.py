@@ -45,7 +45,7 @@ def mesh_axes_of(cuts: Cuts) -> tuple[int, ...]:
 def part_shape(mesh_impl: Any, shape: Sequence[int], cuts: Cuts) -> list[int]:
     """Returns the shape of one part of a slice that has the shape `shape` and is cut by `cuts`.
 
-    Each axis of the slice that is cut is divided by the size of its mesh axis.
+    The size of each axis of the slice that is cut is divided by the size of the cut's mesh axis.
     """
     result = list(shape)
     for axis, tensor_axis in cuts:

@@ -108,7 +108,7 @@ def out_of_blocks(
 ) -> tuple[tf.Tensor, ...]:
     """Returns the tensors that `in_blocks` turned into the tensor `x` of blocks.
 
-    `shapes` are the shapes of these tensors, in the same order.
+    `shapes` are the shapes of the returned tensors, in the same order.
     """
     flat, start, values = tf.reshape(x, [-1]), 0, []
     for shape in shapes:
@@ -166,8 +166,8 @@ def all_to_all(mesh_impl: Any, value: Any, groups: ProcessorGroups) -> Any:
     """Exchanges rows of slices among the processors of each group.
 
     `value` and the result are `LaidOutTensor`s with slices of shape ``[size of a group, ...]``. Row
-    i of a processor's slice is sent to member i of its group. Row i of its result is the row that
-    it received from member i.
+    i of a processor's slice is sent to member i of its group. Row i of the processor's result is
+    the row that it received from member i.
     """
     if is_simd(mesh_impl):
         physical = physical_groups(mesh_impl, groups)
