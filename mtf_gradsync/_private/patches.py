@@ -171,10 +171,10 @@ def _refuse(x: Any, dtype: Any = None, name: Any = None, as_ref: bool = False) -
     raise TypeError(
         f"An operation of TensorFlow cannot take {x!r}, which belongs to Mesh-TensorFlow: it has "
         "no value before it is lowered. Use what does the same on the mesh: mtf.reduce_sum and "
-        "the like for operations, gs.clip_by_global_norm in place of tf.clip_by_global_norm, of "
-        "a list of one gradient in place of tf.clip_by_norm, and gs.MeshOptimizer(optimizer) in "
-        "place of an optimizer of tf.compat.v1.train. After the lowering, its value is "
-        "lowering.export_to_tf_tensor(tensor)."
+        "the like for operations, gs.clip_by_global_norm in place of tf.clip_by_global_norm (with "
+        "a list of one gradient, also in place of tf.clip_by_norm), and "
+        "gs.MeshOptimizer(optimizer) in place of an optimizer of tf.compat.v1.train. After the "
+        "lowering, the value of a tensor is lowering.export_to_tf_tensor(tensor)."
     )
 
 

@@ -71,8 +71,8 @@ class GradientAccumulationOptimizer(OffMesh, tf.train.Optimizer):
         if callable(backward_passes_per_step):
             raise TypeError(
                 "backward_passes_per_step must be a whole number with a tf.compat.v1 optimizer, "
-                f"got {backward_passes_per_step!r}: its counters are local variables, so that a "
-                "schedule would begin anew with every session."
+                f"got {backward_passes_per_step!r}: counters of steps are local variables with "
+                "such an optimizer, so that a schedule would begin anew with every session."
             )
         passes = check_whole_number("backward_passes_per_step", backward_passes_per_step)
         if any(isinstance(o, tf.train.SyncReplicasOptimizer) for o in optimizers_inside(opt)):
@@ -371,9 +371,9 @@ class SyncReplicasOptimizer(OffMesh, tf.train.SyncReplicasOptimizer):
         if any(isinstance(o, GradientAccumulationOptimizer) for o in optimizers_inside(opt)):
             raise ValueError(
                 "SyncReplicasOptimizer updates on the parameter server, where sums of "
-                "GradientAccumulationOptimizer would begin anew with every worker that starts. It "
-                "adds up gradients itself: give it the inner optimizer, and multiply "
-                "replicas_to_aggregate by backward_passes_per_step."
+                "GradientAccumulationOptimizer would begin anew with every worker that starts. "
+                "SyncReplicasOptimizer adds up gradients itself: give it the inner optimizer, and "
+                "multiply replicas_to_aggregate by backward_passes_per_step."
             )
         replicas_to_aggregate = check_whole_number("replicas_to_aggregate", replicas_to_aggregate)
         if total_num_replicas is not None:

@@ -136,8 +136,8 @@ def check_one_mesh(grads: MaybeGradients, what: str) -> None:
     if len(first) > 1:
         raise ValueError(
             f"{what} needs gradients of one mesh, because shards are of one mesh, but "
-            f"{' and '.join(map(repr, first.values()))} are on different ones: call it once "
-            "for the gradients of each mesh."
+            f"{' and '.join(map(repr, first.values()))} are on different meshes: call "
+            f"{what} once for the gradients of each mesh."
         )
 
 

@@ -119,8 +119,8 @@ def unscaled_gradients(
         _, other = scaled.scales.get(seed, (None, owner))
         if other != owner:
             raise ValueError(
-                f"{owner} and {other} would both scale one loss; give all of its "
-                "gradients to one LossScaleOptimizer."
+                f"{owner} and {other} would both scale one loss; give all gradients of this "
+                "loss to one LossScaleOptimizer."
             )
     if not raw:
         return list(grads)
@@ -230,8 +230,8 @@ class _ScaleInGradient(NamedTuple):
             raise ValueError(
                 f"{owner} scales the loss, but {kind} {self.not_linear.name!r} has changed the "
                 f"gradient of {name!r} in a way that is not linear (a clip, say) before the scale "
-                "was taken out. Compute gradients with opt.compute_gradients(loss), which takes it "
-                "out, or clip inside, by ClipByGlobalNormOptimizer."
+                "was taken out. Compute gradients with opt.compute_gradients(loss), which takes "
+                "the scale out, or clip inside the optimizer, by ClipByGlobalNormOptimizer."
             )
 
 

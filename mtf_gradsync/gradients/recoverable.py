@@ -379,8 +379,9 @@ def _refuse(
                 axes.layout.tensor_layout(tensor.shape, axes.mesh_shape)
             except ValueError as error:
                 raise ValueError(
-                    f"{str(error).strip()}: it is the shape of {tensor.name!r}. Split one of the "
-                    "two over another mesh dimension, or rename it (mtf.rename_dimension)."
+                    f"{str(error).strip()}: this is the shape of {tensor.name!r}. Split one of the "
+                    "two dimensions over another mesh dimension, or rename one of them "
+                    "(mtf.rename_dimension)."
                 ) from error
     paragraphs = []
     for cause in dict.fromkeys(mixing.cause for mixing in mixed.values()):
@@ -394,7 +395,7 @@ def _refuse(
         paragraphs.append(f"an operation {what}:{some_lines(lines)}\n{cure}.")
     raise ValueError(
         "Per-shard gradients are not recoverable from some gradients, because "
-        + "\nThey are not recoverable from others, because ".join(paragraphs)
+        + "\nThey are not recoverable from other gradients, because ".join(paragraphs)
     )
 
 

@@ -40,7 +40,7 @@ def check_rounded(owner: str, variable: mtf.Variable) -> None:
         raise ValueError(
             f'{owner}: rounding="stochastic" is for variables in bfloat16 or wider, and '
             f"{variable.name!r} is stored in {variable.slice_dtype.name} and read in "
-            f"{variable.activation_dtype.name}: store it in bfloat16, or in float32."
+            f"{variable.activation_dtype.name}: store the variable in bfloat16 or float32."
         )
 
 

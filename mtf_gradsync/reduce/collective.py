@@ -196,7 +196,7 @@ def _check_devices(mesh_impl: Any, groups: ProcessorGroups) -> None:
         if len({kind_of(device) for device in devices}) > 1:
             raise ValueError(
                 "CollectiveAllReduce needs devices of one kind in each group, because TensorFlow's "
-                f"collectives are of one kind; got {devices}. FusedAllReduce sums over any."
+                f"collectives are of one kind; got {devices}. FusedAllReduce sums over all kinds."
             )
 
 
