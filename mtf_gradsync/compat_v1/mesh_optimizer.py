@@ -73,9 +73,9 @@ class MeshOptimizer(mtf.optimize.Optimizer):
         """Wraps an optimizer.
 
         Args:
-          opt: an optimizer of one of the seven classes that the docstring of `MeshOptimizer` lists;
-            or one of these classes, or a factory of such an optimizer. A class or factory is called
-            with `learning_rate=learning_rate`.
+          opt: an optimizer of one of the seven classes that `MeshOptimizer` takes; or one of these
+            classes, or a factory of such an optimizer. A class or factory is called with
+            `learning_rate=learning_rate`.
           learning_rate: the learning rate that a class or factory is called with; only if opt is a
             class or factory.
           rounding: how new values of variables and slots in bfloat16 are rounded: "nearest", or
