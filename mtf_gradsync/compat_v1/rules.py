@@ -1,4 +1,4 @@
-"""Checks of the argument `opt` of wrappers, and what optimizers of `tf.compat.v1` need there."""
+"""Checks of the argument `opt` of wrappers, also for optimizers of `tf.compat.v1`."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ class Layout(NamedTuple):
         return bool(replica_axes) and self.split_over_shards(tensor).issuperset(replica_axes)
 
     def order(self, shape: mtf.Shape, mesh: mtf.Mesh) -> dict[int, int]:
-        """Returns the mesh axes that split a shape, each with a number that says where it does.
+        """Returns the mesh axes that split a shape, each with a number for the dimension it splits.
 
         The number of a mesh axis is the product of the sizes of all dimensions before the dimension
         that the axis splits. A reshape that changes none of these numbers moves no data between

@@ -130,7 +130,7 @@ def reduced_values(lowering: mtf.Lowering, tensors: Sequence[mtf.Tensor]) -> lis
 
 @contextlib.contextmanager
 def in_place_of(lowering: mtf.Lowering, values: Mapping[mtf.Tensor, Any]) -> Iterator[None]:
-    """Returns a context in which the tensors in `values` have the lowered values given there.
+    """Returns a context in which tensors have the lowered values that `values` maps them to.
 
     When the context ends, the tensors have their earlier lowered values again.
     """

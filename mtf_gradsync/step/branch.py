@@ -1,4 +1,4 @@
-"""Branches of operations that some steps skip, operations that are built late, and reads after."""
+"""Branches of operations that some steps skip, updates that are built late, and later reads."""
 
 from __future__ import annotations
 
