@@ -196,12 +196,20 @@ class Lease:
         if term and holder and self._lives(term, holder):
             return f"process {holder.pid} on {holder.host.split(' ')[0]}"
         number = term.number + 1 if term else 1
-        if term and holder == self._own:  # an earlier call created it, but got no answer
+        is_created = bool(term) and holder == self._own  # by an earlier call, which got no answer
+        if term and is_created:
             number = term.number
-        elif not self._folder.create_json(self._object(number, "json"), self._own):
+        # Before the object exists, because another thread of this process may read it at once.
+        _HELD.add(self._own.id)
+        try:
+            name = self._object(number, "json")
+            is_created = is_created or self._folder.create_json(name, self._own)
+        finally:
+            if not is_created:
+                _HELD.discard(self._own.id)
+        if not is_created:
             return "another process"
         self.term = number
-        _HELD.add(self._own.id)
         self.beat()
         # The thread has only a weak reference to the lease, so that it ends with the lease.
         threading.Thread(

@@ -449,3 +449,16 @@ def test_what_lasts_is_said_at_growing_intervals(caplog):
     assert said == [
         *(f"it waits (for {n} s now)" for n in (10, 70, 210, 630)), "Over after 999 s: it waits",
     ]  # fmt: skip
+
+
+def test_a_lease_is_held_as_soon_as_another_thread_can_see_it(folder):
+    found = []
+
+    class Slow(Folder):
+        def create_json(self, name, content):
+            is_created = super().create_json(name, content)
+            found.append(leases.Lease(Folder(str(folder)), "merger").take())
+            return is_created
+
+    assert leases.Lease(Slow(str(folder)), "merger").take() == ""
+    assert found == [f"process {os.getpid()} on {leases._host().split(' ')[0]}"]
