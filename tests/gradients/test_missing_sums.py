@@ -136,7 +136,7 @@ def test_errors_say_what_the_operation_does_and_what_to_do(what):
     mesh = mtf.Mesh(mtf.Graph(), "mesh")
     inputs = {k: tf.constant(v) for k, v in FEED.items()}
     opt = gs.SyncReplicasOptimizer(mtf.optimize.SgdOptimizer(0.25), 2, axes=AXES)
-    with pytest.raises(ValueError, match="nothing sums") as error:
+    with pytest.raises(ValueError, match="drops a dimension that the slices are split") as error:
         opt.apply_grads(*gradients_on(mesh, inputs, GRADIENTS[what]))
     text = str(error.value)
     assert "variable 'table'" in text

@@ -207,7 +207,7 @@ def test_narrow_slots_of_tensorflows_optimizers_are_told(caplog):
     """In bfloat16 a mean of squares with a decay of 0.999 cannot shrink: 0.999 x is x."""
     run("simd", ["master"], lambda: gs.MeshOptimizer(tf.train.AdamOptimizer(0.01)), GRADS[:1])
     (line,) = [x.getMessage() for x in caplog.records if "slots" in x.getMessage()]
-    assert line.startswith("MeshOptimizer(AdamOptimizer): the slots of master are bfloat16, as ")
+    assert line.startswith("MeshOptimizer(AdamOptimizer): the slots of master are bfloat16, the ")
     caplog.clear()
     run("simd", ["slices"], lambda: gs.MeshOptimizer(tf.train.AdamOptimizer(0.01)), GRADS[:1])
     assert not [x for x in caplog.records if "slots" in x.getMessage()]

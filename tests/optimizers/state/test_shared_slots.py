@@ -107,7 +107,9 @@ def test_a_variable_has_one_average(variables):
     )
     for second in (gs.AverageOptimizer(sgd(), 0.9, name="b"), replicas):
         with tf.variable_scope("second"):
-            with pytest.raises(ValueError, match=r"'w/ExponentialMovingAverage'.*average in one"):
+            with pytest.raises(
+                ValueError, match=r"'w/ExponentialMovingAverage'.*Average it in one"
+            ):
                 apply(second, w)
     apply(gs.AverageOptimizer(sgd(), 0.9, name="c"), other)
 
