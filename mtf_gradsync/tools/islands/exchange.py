@@ -240,12 +240,23 @@ class Exchange:
           tensors: a dictionary from the names of variables to their values.
         """
         name = offer_object(self._island)
-        _, data = tensor_object(facts, tensors)
+        refused = name.removesuffix(SUFFIX) + REFUSED
+        checksum, data = tensor_object(facts, tensors)
+
+        def is_there() -> bool:
+            try:
+                found = self.folder.load(name, expected=checksum, kind=ContributionFacts)
+            except DamagedObjectError:
+                return False
+            return found is not None
 
         def work() -> None:
-            if not self.folder.create(name, data):
+            # A good offer stays: the merger may just have decided on it, and the folder may fail
+            # before it has the offer again.
+            is_refused = self.folder.read(refused) is not None
+            if not self.folder.create(name, data) and (is_refused or not is_there()):
                 self.folder.set_aside(name)
-                self.folder.remove(name.removesuffix(SUFFIX) + REFUSED)
+                self.folder.remove(refused)
                 self.folder.create(name, data)
 
         if time.monotonic() > self._looked_for_sent + _LOOK_SECONDS:

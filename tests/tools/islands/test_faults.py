@@ -462,3 +462,17 @@ def test_a_lease_is_held_as_soon_as_another_thread_can_see_it(folder):
 
     assert leases.Lease(Slow(str(folder)), "merger").take() == ""
     assert found == [f"process {os.getpid()} on {leases._host().split(' ')[0]}"]
+
+
+def test_a_good_offer_is_never_away(folder, monkeypatch):
+    """The merger may have decided on it, and a folder that fails then has it no more."""
+    offered = folder / "offers" / "one.safetensors"
+    toy = Toy(folder, "one", 1, begin_seconds=0.0)
+    with pytest.raises(IslandError, match="has no version"):
+        toy.begin()
+    before = offered.read_bytes()
+    again = Toy(folder, "one", 1, begin_seconds=0.0)
+    monkeypatch.setattr(Folder, "set_aside", lambda self, name: pytest.fail(name))
+    with pytest.raises(IslandError, match="has no version"):
+        again.begin()
+    assert offered.read_bytes() == before
