@@ -157,7 +157,7 @@ def test_two_dims_of_a_tensor_on_one_mesh_axis_are_told_first():
         loss = squared(mesh, x) + mean_square(both)
         grads = mtf.gradients([loss], [v.value for v in graph.trainable_variables])
         opt = mtf.optimize.SgdOptimizer(0.1)
-        told = r"Two Tensor Dimensions may not map .*batch=4, copies=2.* it is the shape of '"
+        told = r"Two Tensor Dimensions may not map .*batch=4, copies=2.* this is the shape of '"
         for apply in (
             gs.SyncReplicasOptimizer(opt, 2, axes=AXES).apply_grads,
             lambda grads, _: gs.per_shard(grads, AXES),
