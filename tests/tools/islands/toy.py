@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from typing import Any, Mapping
 
 import numpy as np
@@ -125,8 +126,13 @@ def merge(folder, versions, settings=PLAIN, waiting=None, **arguments):
         folder if isinstance(folder, Folder) else Folder(str(folder)), settings, waiting,
         poll_seconds=1e-9, clock=lambda: next(seconds), **arguments,
     )  # fmt: skip
-    made = []
-    merger.run(lambda: len(made) >= versions, made.append, sleep=lambda seconds: None)
+    made, end = [], time.monotonic() + 120.0
+
+    def is_done() -> bool:
+        assert time.monotonic() < end, f"no version came: {merger.says()}"
+        return len(made) >= versions
+
+    merger.run(is_done, made.append, sleep=lambda seconds: None)
     return made
 
 
