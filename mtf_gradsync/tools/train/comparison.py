@@ -175,10 +175,10 @@ def as_text(comparison: WrapperComparison, rows: bool = False) -> str:
         blocks += ["Transfers between the devices of a placement mesh in one step"]
         blocks += [_totals([_by_label(bare.transfers, {}), _by_label(wrapped.transfers, {})])]
     blocks += [
-        '"ops" counts collectives or transfers; "groups" counts those that are made together,\n'
-        'and that the compilers of TPUs and GPUs combine, as one. "bytes" is what one core\n'
-        'puts into collectives, or a device receives, on average. "share" is the share of the\n'
-        "bytes of an update step, which takes every branch."
+        '"ops" counts collectives or transfers. "groups" counts those that are made\n'
+        'together, and that the compilers of TPUs and GPUs combine, as one. "bytes" is\n'
+        'what one core puts into collectives, or a device receives, on average. "share"\n'
+        "is the share of the bytes of an update step, which takes every branch."
     ]
     if rows:
         for title, step in zip(_TITLES, (bare, wrapped)):

@@ -160,7 +160,7 @@ class BadAtWords(ByteVocabulary):
 @pytest.mark.slow
 def test_what_fails_after_the_last_step_loses_nothing(train, tmp_path):
     bindings = ["train.run.vocabulary = @BadAtWords()", "train.run.train_steps = 2"]
-    message = r"All 2 steps were made and saved; .* KeyError: .*no such word.*evaluates again"
+    message = r"All 2 steps were made and saved, .* KeyError: .*no such word.*evaluates again"
     with pytest.raises(TrainingError, match=message):
         train(*bindings)
     result = json.loads((tmp_path / "run" / run_files.RESULT_FILE).read_text())
