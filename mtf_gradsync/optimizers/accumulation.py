@@ -209,6 +209,8 @@ class GradientAccumulationOptimizer(ReportsSkips):
           reduce_dtype: the dtype that gradients are sent in, by `CompressedAllReduce`: "bfloat16",
             "float16" or the tf dtype. Accumulators keep their dtype, and each processor's sum is
             rounded once. None sends the accumulators' dtype. Sharded updates use their own reducer.
+            If a wrapper around this one reduces the gradients, its reducer sends them, in its own
+            dtype; but sharded sums are always sent by this wrapper's reducer, in reduce_dtype.
           max_steps_without_update: the largest number of microbatch steps in a row without an
             update, because should_skip_update_fn skips them or their weights are 0. One more raises
             an error that names variables and shards (see `NoUpdateError`). None for no limit.
