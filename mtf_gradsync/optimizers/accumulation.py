@@ -333,12 +333,20 @@ class GradientAccumulationOptimizer(ReportsSkips):
 
     @property
     def update_step_now(self) -> mtf.Tensor | None:
-        """The value of `update_step` after the step that fetches it; None if every step updates."""
+        """The number of updates made, including the current step's: an int32 mtf scalar.
+
+        It is to be fetched together with the step. None before gradients were applied, or if every
+        step updates.
+        """
         return self._now and self._now.update_step
 
     @property
     def in_sums_now(self) -> mtf.Tensor | None:
-        """The value of `mini_step` after the step that fetches it; None if every step updates."""
+        """The number of microbatch steps in the sums after the current step: an int32 mtf scalar.
+
+        It is to be fetched together with the step, and is 0 if the step makes an update. None
+        before gradients were applied, or if every step updates.
+        """
         return self._now and self._now.mini_step
 
     @property
@@ -367,9 +375,11 @@ class GradientAccumulationOptimizer(ReportsSkips):
             )
 
     def _dtype_of_products(self) -> tf.DType | None:
-        """Returns the dtype for sums of gradients times weights: float32 instead of float16.
+        """Returns the dtype in which gradients times weights are added up.
 
-        The result None stands for each gradient's own dtype, but at least float32.
+        The dtype is accumulator_dtype, but float32 in place of float16, with a warning. If
+        accumulator_dtype was not given, the result is None, which stands for each gradient's own
+        dtype, but at least float32.
         """
         if self._dtype != tf.float16:
             return self._dtype

@@ -41,10 +41,11 @@ class InnerOptimizer(mtf.optimize.Optimizer):
     slot_dtype: tf.DType | None = None
 
     def _round(self, rounding: Any, slot_dtype: Any) -> None:
-        """Sets the attributes `rounding` and `slot_dtype`; raises ValueError for wrong values.
+        """Sets the attributes `rounding` and `slot_dtype`, for the constructor of a subclass.
 
-        `rounding` is "nearest" or "stochastic", and `slot_dtype` is None, tf.float32 or
-        tf.bfloat16. The slot dtype tf.bfloat16 needs the rounding "stochastic".
+        Raises ValueError for wrong values: `rounding` must be "nearest" or "stochastic", and
+        `slot_dtype` None, tf.float32 or tf.bfloat16. The slot dtype tf.bfloat16 needs the rounding
+        "stochastic".
         """
         self.rounding = check_rounding(rounding)
         self.slot_dtype = _checked_slot_dtype(slot_dtype)

@@ -247,7 +247,7 @@ class MoveAverages(Stage):
 
 
 def _debiased(decay: float, count: tf.Tensor) -> tf.Tensor:
-    """Returns the weight of the newest value in a moving average that has no initial value.
+    """Returns the weight of the newest value in a moving average that leaves out the initial value.
 
     `decay` is the decay of the average, and `count` is the number of values so far, the newest one
     included: a float32 tf scalar. The returned weight is a float32 tf scalar, too; for the first

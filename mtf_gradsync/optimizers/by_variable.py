@@ -214,7 +214,7 @@ class ByVariable(mtf.optimize.Optimizer):
         return _Group(which, made, clip_norm, told)
 
     def _with(self, changes: dict[str, Any], make: Any, opt: Any, which: Which) -> Any:
-        """Returns a group's own optimizer, made from its dictionary of arguments.
+        """Makes the optimizer of a group that is given by a dictionary of arguments.
 
         Args:
           changes: the group's arguments, without "clip_norm" and "optimizer".
@@ -252,7 +252,7 @@ class ByVariable(mtf.optimize.Optimizer):
         return self._checked(made)
 
     def _made(self, opt: Any) -> Any:
-        """Returns `opt` if it is an optimizer, or the optimizer that the class or factory makes.
+        """Returns `opt` if it is an optimizer; makes one if it is a class or factory.
 
         Raises TypeError if `opt`, or what it makes, is a wrapper or an optimizer of TensorFlow.
         """
@@ -276,10 +276,10 @@ class ByVariable(mtf.optimize.Optimizer):
         return given_optimizer(opt, NOT_GIVEN, self.name)
 
     def _tell_of_empty_groups(self, variables: Sequence[mtf.Variable]) -> None:
-        """Warns once of each group that matches none of the graph's trainable variables.
+        """Warns once of each group to which no variable belongs.
 
-        `variables` are the variables that are updated now. There is no warning of a group that
-        matches one of these, either.
+        All trainable variables of the graph are considered, and `variables`, those that are updated
+        now.
         """
         known = {v.name: v for v in (*variables[0].graph.trainable_variables, *variables)}
         for group in self._groups:

@@ -77,8 +77,8 @@ class Description(NamedTuple):
     def to_json(self) -> str:
         """Returns the lines as JSON text: a list of objects with `when`, `what` and `wrapper`.
 
-        Each object has `when`, also where the table leaves it out because the line before is for
-        the same steps.
+        Every object has its `when`; in the table a line leaves it out if it is the same as that of
+        the line before.
         """
         when, rows = "", []
         for line in self.lines:
@@ -129,10 +129,10 @@ def describe(
 
 
 class _Told(NamedTuple):
-    """A line on its way into a description.
+    """A line of `describe`, with the wrapper that it is about.
 
     Attributes:
-      line: the line of a stage.
+      line: the line, as a stage returns it.
       wrapper: the name of the stage's wrapper; "" for the innermost optimizer.
       when: the steps on which the stage runs; "" for the same steps as the line before.
     """
@@ -143,7 +143,7 @@ class _Told(NamedTuple):
 
 
 def _lines(opt: Any, mesh: Any, variables: Sequence[mtf.Variable]) -> list[_Told]:
-    """Returns the lines of a stack, in the order of its stages.
+    """Returns the lines of `describe` for a stack, in the order of its stages.
 
     Args:
       opt: the outermost optimizer of the stack.
@@ -191,7 +191,7 @@ def _lines(opt: Any, mesh: Any, variables: Sequence[mtf.Variable]) -> list[_Told
 
 
 def _with_times(told: Sequence[_Told]) -> list[DescribedLine]:
-    """Returns the lines of a description, in the order in which the work of the step is done.
+    """Puts lines into the order in which the step does the work, and adds when it is done.
 
     `told` has lines in the order of stages. In the result, `when` is "" for a line that is for the
     same steps as the line before it.
@@ -212,7 +212,7 @@ def _with_times(told: Sequence[_Told]) -> list[DescribedLine]:
 
 
 def _updates(opt: Any, variables: Sequence[mtf.Variable], when: str = "") -> list[_Told]:
-    """Returns the lines on the update that `opt` makes; more than one if it is a `ByVariable`.
+    """Returns the lines on the update that `opt` makes: a `ByVariable` has one for each group.
 
     The lines say how many of `variables` each optimizer updates. `when` says on which steps there
     is an update; "" stands for the same steps as the line before.

@@ -48,7 +48,10 @@ class TrainOptimizerInterface:
     _stack_shard_names: Callable[[], tuple[str, ...]]
 
     def _check_variables(self, variables: Sequence[mtf.Variable]) -> None:
-        """Raises ValueError for variables that the wrapper cannot update; here, for none."""
+        """Raises ValueError for variables that the wrapper cannot update.
+
+        This base class accepts all variables.
+        """
 
     def _check_step(self, global_step: Any, name: Any) -> None:
         """Raises TypeError or ValueError for a wrong argument of `apply_gradients`.
@@ -398,11 +401,11 @@ class _Pairs(DeferredUpdate):
 
 
 def _identities(own: OwnArguments) -> dict[Any, Any]:
-    """Returns a dictionary by which the arguments of two calls can be compared.
+    """Returns a dictionary by which the arguments of two calls can be compared with ==.
 
-    The dictionaries of two calls are equal if each argument is the same object, an equal string or
-    an equal number of the same type. The ``__eq__`` of other arguments, such as tensors, is not
-    called.
+    `own` are the arguments of one call. The dictionaries of two calls are equal if each argument is
+    the same object, an equal string or an equal number of the same type. The ``__eq__`` of other
+    arguments, such as tensors, is not called.
     """
     values = [*enumerate(own.positional), *own.named.items()]
     plain = (bool, int, float, str)

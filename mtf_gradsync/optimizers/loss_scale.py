@@ -96,7 +96,7 @@ def make_state(mesh: mtf.Mesh, name: str, rule: ScaleRule, limit: int | None) ->
 def after_step(
     before: LossScaleState, finite: mtf.Tensor, has_data: mtf.Tensor | None, rule: ScaleRule
 ) -> LossScaleState:
-    """Returns the values that the scale and its counters have after a step, as mtf scalars.
+    """Returns the values that the scale and its counters get in a step, as mtf scalars.
 
     Args:
       before: the mtf variables of the scale and its counters.
@@ -154,10 +154,10 @@ class LossScaleOptimizer(ReportsSkips):
     dynamic scale by `multiplier`. After `growth_steps` updates in a row without a skipped step, a
     dynamic scale is multiplied by `multiplier`.
 
-    The loss tensor keeps its value, because the scale multiplies the gradient with which
-    `mtf.gradients` begins. So gradients may come from `compute_gradients`, which returns them
-    unscaled, or from `mtf.gradients`, also in microbatches. Unscaled gradients are at least
-    float32.
+    The loss tensor keeps its value, because the scale multiplies the gradient of the loss by itself
+    (1), with which `mtf.gradients` begins. So gradients may come from `compute_gradients`, which
+    returns them unscaled, or from `mtf.gradients`, also in microbatches. Unscaled gradients are at
+    least float32.
 
     Put this wrapper around wrappers that reduce and clip:
     `LossScaleOptimizer(CrossShardOptimizer(opt))`. Inside `GradientAccumulationOptimizer` it skips
@@ -289,9 +289,10 @@ class LossScaleOptimizer(ReportsSkips):
         }
 
     def _values_now(self) -> LossScaleState | None:
-        """Returns the values of the scale and its counters after a step, as mtf scalars.
+        """Returns the values that the scale and its counters have after the current step.
 
-        The returned scalars can also be read outside of the branches of the step. The result is
+        The values are mtf scalars, to fetch together with the step. They exist in every step, even
+        if the assignments of the scale are in a branch that some steps do not run. The result is
         None before there is a step.
         """
         if self._now is None and self.state is not None and self._writes:
@@ -310,12 +311,12 @@ class LossScaleOptimizer(ReportsSkips):
         return unscaled_gradients(grads, scale, self.name, [v.name for v in variables])
 
     def _check_arguments_scaled(self, own: OwnArguments) -> None:
-        """Raises ValueError if an argument for the innermost optimizer is made of the scale.
+        """Raises ValueError if an argument for the innermost optimizer is computed from the scale.
 
-        `own` are the arguments that `apply_grads` passes on to the innermost optimizer. The
-        innermost optimizer gets gradients without the scale, and with an argument made of the scale
-        it would divide by the scale again. A fixed scale is a number, and cannot be recognised in
-        an argument.
+        The innermost optimizer gets gradients without the scale. With such an argument (a factor 1
+        / scale, say) it would divide by the scale a second time. `own` are the arguments that
+        `apply_grads` passes on to the innermost optimizer. If the scale is fixed, no error is
+        raised: a fixed scale is a number, which cannot be recognised in an argument.
         """
         scale = self.state and self.state.scale
         for name, tensor in own.tensors():
@@ -345,8 +346,8 @@ class _SkipNotFinite(Stage):
       wrapper: the wrapper.
       inside: the stages inside the wrapper in a stack, also those inside optimizers of other
         libraries.
-      is_told: whether a stage inside tells this stage if gradients are finite
-        (`StepBuilder.tell_finite`). Such a stage skips single shards, so that a gradient that is
+      is_told: whether a stage inside skips single shards (that of `SyncReplicasOptimizer`). Such a
+        stage decides whether gradients are finite, by `StepBuilder.tell_finite`: a gradient that is
         not finite does not count if its shard is skipped.
     """
 
@@ -359,8 +360,7 @@ class _SkipNotFinite(Stage):
     def _is_beside(self) -> bool:
         """Whether a stage inside skips gradients that are not finite.
 
-        If a stage inside skips gradients that are not finite, the stage of the loss scale skips no
-        step, and only changes the scale.
+        Then the stage of the loss scale skips no step, and only changes the scale.
         """
         return any(stage.finite == "skips" for stage in self.inside)
 
@@ -460,9 +460,7 @@ class _SkipNotFinite(Stage):
             report of a skipped step tells from these which shards had gradients that are not
             finite.
           checked: the same gradients in the form that was checked for `finite`.
-          shards: the replica axes by which the log numbers shards (None if they are not known), and
-            a boolean: false if each shard is an island, so that a reduced gradient belongs to one
-            shard (see `Stack.shards_to_name`).
+          shards: how log lines number the shards, as `StepBuilder.shards_to_name` returns it.
           step: the step that is being built.
 
         Returns:
@@ -517,10 +515,10 @@ class _SkipNotFinite(Stage):
 
 
 def _rule(loss_scale: Any, growth_steps: Any, multiplier: Any, scales: dict[str, Any]) -> ScaleRule:
-    """Returns the settings of the scale; raises ValueError for a wrong argument.
+    """Returns the settings of a loss scale; raises ValueError if an argument is wrong.
 
-    `scales` has the arguments initial_scale, min_scale and max_scale, in this order, by name. The
-    other arguments are those of `LossScaleOptimizer`.
+    All arguments are those of `LossScaleOptimizer`. `scales` has the values of initial_scale,
+    min_scale and max_scale by these names, in this order.
     """
     is_dynamic = isinstance(loss_scale, str) and loss_scale == DYNAMIC
     initial, least, most = scales.values()

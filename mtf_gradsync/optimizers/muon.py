@@ -174,15 +174,18 @@ def _renamed(
 
 
 def _stays_split(side: Sequence[mtf.Dimension], along: Sequence[mtf.Dimension], steps: int) -> bool:
-    """Returns whether a matrix stays on the mesh as it is; if not, it is gathered first.
+    """Returns whether a matrix stays as the mesh splits it during the Newton-Schulz steps.
 
-    `side` are the dimensions of the matrix's shorter side, `along` are those of its longer side,
-    and `steps` is the number of steps. The result is True if the mesh splits neither side. It is
-    also True if the mesh splits only the longer side and leaving the matrix split sends fewer
-    numbers: a SIMD mesh gathers by a sum of tensors padded with zeros, and a sum sends about twice
-    the numbers of its result. So gathering sends twice the numbers of the matrix, once. A matrix
-    that stays split sends, in each step, twice the numbers of the product x x^T, whose two sides
-    are the shorter side. The result is False if the mesh is not known.
+    Otherwise the matrix is gathered before the steps. The result is true if the mesh splits neither
+    side of the matrix. It is also true if the mesh splits only the longer side, and leaving it
+    split sends fewer numbers than a gather. A gather sends about twice the numbers of the matrix,
+    once (a SIMD mesh gathers by a sum of tensors padded with zeros, and a sum sends about twice the
+    numbers of its result). A matrix that stays split sends, in each of the Newton-Schulz steps,
+    about twice the numbers of the product x x^T, a square whose side is the shorter side. If the
+    mesh is not known, the result is false.
+
+    `side` are the dimensions of the shorter side, `along` are those of the longer side, and `steps`
+    is the number of Newton-Schulz steps.
     """
     meshes = meshes_made()
     if len(meshes) != 1:
@@ -253,9 +256,9 @@ class _Uses:
     """A record of how the operations of a graph use its variables.
 
     Attributes:
-      used: the names of variables that are an input of an operation.
-      matrices: by the name of each variable that is multiplied by activations, the variable as a
-        matrix in the first such product.
+      used: the names of variables that some operation has as an input.
+      matrices: for each variable that is multiplied by activations, by name: which of its
+        dimensions are inputs and outputs in the first such product.
       looked_up: dimensions along which the model looks rows up, such as the vocabulary.
     """
 

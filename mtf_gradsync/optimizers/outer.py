@@ -149,9 +149,10 @@ class OuterOptimizer(ReportsSkips):
     step with momentum on the outer values. All islands continue from the new outer values. On other
     steps islands send each other no gradients.
 
-    An island's gradient is scaled by num_islands, to estimate the gradient of the whole batch, so
-    that learning rates need no change. A value that a program fetches (a loss, a norm) is that of
-    all islands if Mesh-TF sums it over the batch, otherwise that of the first island.
+    The gradient of the mean over the whole batch has a term for each island. An island multiplies
+    its term by the number of islands, which gives the mean over its own part of the batch: so
+    learning rates need no change. If a program fetches a value (a loss, a norm), it gets the value
+    of all islands if Mesh-TF sums it over the batch, and otherwise that of the first island.
 
     The state is in variables. `<variable>/island` and `<slot>/island` have a value for each island,
     and the variable itself holds the outer values. Others are `<variable>/outer_momentum`,

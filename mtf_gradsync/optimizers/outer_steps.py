@@ -64,7 +64,8 @@ class OuterSettings:
       inside: the replica axes inside an island; None for a single island without a known mesh.
       all_axes: all replica axes; None for a single island without a known mesh.
       inner_steps: updates between two outer steps of a variable.
-      fragments: the number of parts of all values, each with its own outer steps.
+      fragments: the number of parts into which all values are divided, each with its own outer
+        steps.
       learning_rate: the learning rate of the outer step.
       momentum: the momentum of the outer step.
       nesterov: whether the momentum is Nesterov's.
@@ -183,12 +184,12 @@ class StepsOfIslands:
         return gradients
 
     def _of_islands(self, gradients: GradientSet) -> GradientSet:
-        """Returns gradients of the whole batch as gradients of each island's part of the batch.
+        """Turns gradients of the whole batch into gradients of each island's part of the batch.
 
         On each island a gradient becomes the gradient of the mean over that island's part of the
         batch. The returned gradients have no dims of islands, although their values differ between
         islands, and are in the form `OuterSettings.form_inside`. Weights, if there are any, become
-        those inside an island.
+        those of the shards inside an island.
         """
         settings, islands = self._settings, self._islands
         # An island's term of the mean over the batch becomes the mean over its part of the batch.
@@ -274,7 +275,7 @@ class StepsOfIslands:
     def _weights_of_rounds(
         self, dues: Sequence[mtf.Tensor], gate: Gate | None, step: StepBuilder
     ) -> list[mtf.Tensor]:
-        """Adds up weights; returns, for each fragment, the islands' weights since its outer step.
+        """Adds up islands' weights; returns those since the last outer step of each fragment.
 
         `dues` has a boolean scalar for each fragment: whether the current step makes the fragment's
         outer step. If it does, the fragment's sums of weights begin again with 0. `gate` holds back
@@ -295,7 +296,7 @@ class StepsOfIslands:
     def end_of_step(
         self, operations: Sequence[mtf.Operation], step: StepBuilder
     ) -> list[mtf.Operation]:
-        """Records the step's state for the wrapper; returns the operation that checks its limit.
+        """Sets the wrapper's attributes for the step; returns the operation that checks its limit.
 
         `operations` are all other operations of the step. The result is a list of the operation
         that checks max_steps_without_update; [] if outer steps skip no islands.
@@ -498,7 +499,7 @@ class StepsOfIslands:
 def _at_pieces(
     kind: Callable[..., CutOut | PutBack], owners: Sequence[Owner], *values: Sequence[mtf.Tensor]
 ) -> list[mtf.Tensor]:
-    """Cuts pieces of variables out of values, or puts new values of pieces back into values.
+    """Cuts pieces of variables out of the variables' values, or puts new pieces back into them.
 
     Args:
       kind: `CutOut` to cut, `PutBack` to put back.

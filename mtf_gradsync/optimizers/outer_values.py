@@ -127,11 +127,11 @@ class SameSlices(GradientOperation):
 
 
 class Agreed(GradientOperation):
-    """A boolean for all islands, from one boolean of each: whether all are true, or any is.
+    """An operation that makes islands agree on a boolean: true if it is true on all, or on any.
 
-    The input `holds` is a boolean tensor that may have another value on each island. The output has
-    the same shape and is the same on all islands. With `by_any` the output is true if `holds` is
-    true on any island; without `by_any`, if `holds` is true on all islands. `strategy` reduces the
+    The input `holds` is a boolean tensor that may differ from island to island. The output has the
+    same shape and is the same on all islands. With `by_any` the output is true if `holds` is true
+    on any island; without `by_any`, if `holds` is true on all islands. `strategy` reduces the
     counts of islands.
     """
 
@@ -222,19 +222,22 @@ def hold_by_islands(
     note: StateNote | None = None,
     mean_weight: str | None = None,
 ) -> mtf.Variable:
-    """Returns a variable `<variable>/island` with a value of `variable` for each island.
+    """Makes the variable `<variable>/island`, which stores a value of `variable` for each island.
 
-    After the call the slices of `variable` are those of the returned variable, the holder, so that
-    checkpoints have each island's value. This function has to be called before `variable` is
+    The returned variable is called the holder. After the call it has the slices of `variable`, so
+    that checkpoints have each island's value. The function has to be called before `variable` is
     lowered.
 
     Args:
       variable: a mesh variable or a slot.
-      island_dims: the dimensions of islands, the first ones of the holder.
-      note: the note on how checkpoints of other runs are read into `variable`, if it has one.
-      mean_weight: the name of the variable with the weights of islands (see `StateNote`). With it
-        the variable keeps its own master, and islands begin with the variable's value when
-        training begins. None makes islands begin with the variable's initial value.
+      island_dims: the dimensions that number the islands. They become the holder's first
+        dimensions.
+      note: the note on how checkpoints of other runs are read into `variable`; None if there is
+        none.
+      mean_weight: for a variable of the model, the name of the variable with the weights of islands
+        (see `StateNote`): `variable` then keeps a master of its own, with the outer values, and
+        islands begin with its value when training begins. None for other variables: islands begin
+        with the variable's initial value.
     """
     name, dims = f"{variable.name}/{ISLAND}", list(island_dims)
     shape = mtf.Shape([*dims, *variable.shape.dims])
@@ -310,10 +313,9 @@ class LossesOfPeriod:
         self.last = last
 
     def are_bad(self) -> mtf.Tensor:
-        """Returns whether an island had a loss that is not finite in this period.
+        """Returns for each island whether it had a loss that is not finite in this period.
 
-        The result is float32, `[islands...]`: 1 for an island with a loss that is not finite, else
-        0.
+        The result is a float32 mtf tensor `[islands...]`: 1 if the island had such a loss, else 0.
         """
         return mtf.cast(mtf.equal(self.last, self._period), tf.float32)
 
@@ -389,7 +391,8 @@ class HeldSlices:
 
     Attributes:
       laid_out_tensor: the reshaped slices, of the shape that a core's slice of the variable has.
-      writers: for each processor the number of the processor that writes its slice.
+      writers: for each processor the number of the processor that writes its slice. Processors may
+        share a slice.
     """
 
     def __init__(self, variable: mtf.Variable, held: Any, mesh_impl: Any, shape: list[int]):

@@ -232,10 +232,11 @@ def fresh_replicas(
 
 
 def _on_mesh(value: Any, mesh: mtf.Mesh, shape: mtf.Shape, to: mtf.Shape) -> mtf.Tensor:
-    """Returns one value per replica, `value`, as an int32 mtf tensor of shape `to`.
+    """Returns a value per replica as an int32 mtf tensor of shape `to`.
 
-    `value` are whole numbers or booleans (1 for True) that have passed `check_of_replicas`. `shape`
-    has the shard dims, in the order that numbers the replicas, and `to` has dims of the same sizes.
+    `value` has passed `check_of_replicas`. It has a whole number or a boolean (1 for True) for each
+    replica. `shape` has the shard dims, in the order that numbers the replicas. `to` has the
+    dimensions of the result: as many, of the same sizes, with any names.
     """
     value = value.value if isinstance(value, mtf.Variable) else value
     if isinstance(value, mtf.Tensor):

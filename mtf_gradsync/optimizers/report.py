@@ -95,12 +95,14 @@ def _size(tensors: Sequence[mtf.Tensor]) -> int:
 def _norms_of_terms(
     grads: Sequence[mtf.Tensor], apart: Apart, axes: ReplicaAxes, strategy: Strategy
 ) -> mtf.Tensor:
-    """Returns the norm of each shard's terms of recoverable gradients, `[shards...]`.
+    """Returns the norm of each shard's terms of gradients, over all gradients: `[shards...]`.
 
-    A gradient may be computed from sums over the shards: then every processor gets each shard's
-    terms of these sums, and computes each shard's term of the gradient from these. Of a gradient
-    that depends on no shard's data, each shard has an equal share. `apart` says which of `grads`
-    are of these two kinds. The result is an mtf tensor, the same on every processor.
+    A shard's term of a gradient is what the shard adds to the sum over shards. `apart` says how
+    terms are found for each of `grads`. From most gradients they can be read. If a gradient is
+    computed from sums over the shards (`made_of_sums`), every processor gets each shard's terms of
+    these sums, and computes each shard's term of the gradient from them. If a gradient depends on
+    no shard's data (`shared`), each shard has an equal share of it. The result is an mtf tensor,
+    the same on every processor.
     """
     made, shared = apart.made_of_sums, [grads[i] for i in apart.shared]
     own = [g for i, g in enumerate(grads) if i not in made and i not in apart.shared]
@@ -125,10 +127,9 @@ def _norms_of_terms(
 
 
 def _of_each_shard(x: mtf.Tensor, axes: ReplicaAxes) -> list[mtf.Tensor]:
-    """Returns a list of each shard's part of `x`, in row-major order of the shards.
+    """Splits a tensor with shard dims into a list of one tensor for each shard, on every processor.
 
-    `x` has the shard dims, and each part has the other dimensions of `x`. Every processor gets all
-    parts.
+    The list is in row-major order of the shards, and its tensors have the other dimensions of `x`.
     """
     dims = list(axes.shard_dims)
     number = mtf.Dimension("terms", axes.num_shards)
@@ -139,11 +140,11 @@ def _of_each_shard(x: mtf.Tensor, axes: ReplicaAxes) -> list[mtf.Tensor]:
 
 
 def kept(values: Sequence[mtf.Tensor], branch: Branch, name: str) -> list[mtf.Tensor]:
-    """Returns the values that scalars of a branch had when the branch last ran, in float32.
+    """Returns float32 scalars for every step, with the values that a branch's scalars had last.
 
-    `values` are mtf scalars that exist only in `branch`. The results, in the same order, exist in
-    every step: a variable `name`, which is in no checkpoint, keeps them from step to step. The
-    results are NaN before the branch has run in the session.
+    `values` are mtf scalars that exist only in `branch`, a branch of the step that some steps do
+    not run. The results are in the same order: a variable `name`, which is in no checkpoint, keeps
+    the values from step to step. The results are NaN until the branch has run in the session.
     """
     dim = mtf.Dimension("reported", len(values) + 1)
     mesh, shape = values[0].mesh, mtf.anonymous_shape(mtf.Shape([dim]))
@@ -258,11 +259,12 @@ def gradient_noise_scale(
 
 
 def _what_was_reduced(opt: Any, axes: ReplicaAxes | None) -> tuple[Reduced, ReplicaAxes]:
-    """Returns the first reduction over shards in the step that `opt` has built, and its axes.
+    """Returns what a step has reduced over shards first, and the replica axes; for the noise scale.
 
-    `axes` are the replica axes that the user gave; None takes those of the stack. Raises TypeError
-    if `opt` is no wrapper, and ValueError if its step is one from which the noise scale cannot be
-    computed.
+    The step is the one that `opt` has built. `axes` are the replica axes that the user gave; None
+    takes those of the stack. Raises TypeError if `opt` is no wrapper. Raises ValueError if there is
+    no step or more than one, if a stage skips single shards, if gradients are on several meshes, or
+    if nothing was summed over several shards.
     """
     if not isinstance(opt, Wrapper):
         raise TypeError(
@@ -325,7 +327,7 @@ def _estimates(
 def _moved(
     average: mtf.Tensor, new: mtf.Tensor, estimates: Sequence[mtf.Tensor], decay: float
 ) -> mtf.Tensor:
-    """Returns the value of a moving average after a step whose estimate is `new`.
+    """Returns the value that a moving average has after a step whose estimate is `new`.
 
     `average` is the value before the step, and `estimates` are all estimates of the step. If one of
     these is not finite, the result is `average`, unchanged. An average begins at 0, and the bias
@@ -340,55 +342,56 @@ def _moved(
 
 
 def reported(opt: AppliesGradients, axes: ReplicaAxes | None = None) -> dict[str, mtf.Tensor]:
-    """Returns tensors by name: norms and counts of the step in which they are fetched.
+    """Returns norms and counts of a step by name, as mtf tensors to fetch together with the step.
 
     Call `reported` once, after gradients were applied and before the graph is lowered. Tensors that
     are not fetched cost nothing. A norm costs a pass over the gradients and a reduction of a few
-    numbers, unless clipping has computed it already. It depends on the stack which of the following
-    names the result has:
+    numbers, unless clipping has computed it already. Which of these names the result has depends on
+    the wrappers in the stack:
 
     - `gradient_norm/applied`: norm of the reduced and clipped gradients that the innermost
       optimizer gets.
     - `gradient_norm/before_clipping`: norm of the reduced gradients before they were clipped by
       their global norm.
-    - `gradient_norm/of_shards`: `[shards...]`, for each shard the norm of its term of the sum (of a
-      mean over the batch, 1/num_shards of its own gradient), before clipping. For variables that
-      the layout splits over a replica axis, processors exchange all shards' terms of the sums that
-      the variables' gradients are made of. These norms are missing, with a line in the log, if
-      shards' terms are not recoverable (experts that get the examples of all shards), or only
-      recoverable by sending as much as the gradients.
+    - `gradient_norm/of_shards`: `[shards...]`, for each shard the norm of its term of the sum over
+      shards, before clipping. For the gradient of a mean over the batch, the term is 1/num_shards
+      of the shard's own gradient. For variables that the layout splits over a replica axis,
+      processors exchange all shards' terms of the sums from which the variables' gradients are
+      computed. The name is missing, with a line in the log, if shards' terms are not recoverable
+      (those of experts that get the examples of all shards), or only by sending as many numbers as
+      the gradients have.
     - `gradient_norm/of_shards_clipped`: `[shards...]`, the norms of shards after
       `clip_by_shard_norm`, if the applied gradients come from that function.
-    - `compression/rate`: bytes of the gradients, divided by the bytes that a strategy sends in
-      place of the gradients (`QuantizedAllReduce`, `LowRankAllReduce`). `compression/whole`: the
-      number of gradients that the strategy does not compress; the log names these
-      gradients.
-    - `update_step`: updates made. `updates_without_data`: updates skipped because their weights
-      were 0.
-    - `accumulation/micro_step`: microbatch steps in the sum so far. `accumulation/skipped`:
-      microbatch steps skipped so far.
-    - `sync_replicas/contributions`, `sync_replicas/dropped`: `[shards...]`, contributions that each
-      replica made and steps on which it made none, so far.
-      `sync_replicas/waiting_contributions`: contributions since the last update.
-      `sync_replicas/steps_without_update`: steps since the last update.
+    - `compression/rate`: bytes of the gradients, divided by the bytes that a compressing strategy
+      (`QuantizedAllReduce`, `LowRankAllReduce`) sends instead. `compression/whole`: the number of
+      gradients that the strategy does not compress; the log names these gradients.
+    - `update_step`: the number of updates made. `updates_without_data`: the number of updates that
+      were skipped because their weights were 0.
+    - `accumulation/micro_step`: the number of microbatch steps whose gradients are in the sums.
+      `accumulation/skipped`: the number of microbatch steps skipped so far.
+    - `sync_replicas/contributions`: `[shards...]`, the number of contributions that each replica
+      has made so far. `sync_replicas/dropped`: `[shards...]`, the number of steps in which the
+      replica made none. `sync_replicas/waiting_contributions`: the number of contributions since
+      the last update. `sync_replicas/steps_without_update`: the number of steps since the last
+      update.
 
-    Counts have their values after the step. Norms of shards belong to the fetched step (a
-    microbatch step). Norms of reduced gradients inside an optimizer that skips updates belong to
-    the last update: they keep their values on steps without an update, and are NaN before the first
-    update of a session.
+    Counts include the step with which they are fetched. Norms of shards belong to this step, too
+    (to the microbatch step, if gradients accumulate). Norms of gradients that exist only in steps
+    with an update (as inside accumulation) keep their values on other steps, and are NaN before the
+    first update of a session.
 
     If a stack has several wrappers of a kind, the values of the outermost have the plain names. The
     names of the other wrappers' values end with "/" and the wrapper's name.
 
     Args:
-      opt: an optimizer. Each optimizer in its stack may have a method `reported`, as wrappers do,
-        which returns mtf tensors by name.
+      opt: an optimizer, usually a stack of wrappers. The result also has what the method `reported`
+        of each optimizer in the stack returns, if it has one (wrappers do): mtf tensors by name.
       axes: the replica axes, if no wrapper was given them; None takes those of the mesh that the
         program has made for this graph.
 
     Returns:
       mtf tensors by name: scalars, or of the shape of the shard dims (see `split_by_shard`), the
-      same on every processor; empty for optimizers of other libraries.
+      same on every processor. {} for an optimizer that is no wrapper and has no method `reported`.
     """
     stack, wrappers = [opt], []
     if isinstance(opt, Wrapper):
@@ -415,11 +418,11 @@ def reported(opt: AppliesGradients, axes: ReplicaAxes | None = None) -> dict[str
 
 
 def in_sums_now(opt: AppliesGradients) -> mtf.Tensor | None:
-    """Returns the number of gradients in each accumulator of a stack, after the fetched step.
+    """Returns how many gradients each accumulator of a stack holds after the current step.
 
-    The number is an int32 mtf scalar, 0 if the accumulators are empty; None for a stack without
-    accumulators. If several wrappers of the stack accumulate, the result is the sum of their
-    numbers.
+    The number is an int32 mtf scalar, to fetch together with the step; 0 if the accumulators are
+    empty. The result is None for a stack without accumulators. If several wrappers of the stack
+    accumulate, the result is the sum of their numbers.
     """
     stack = [opt, *opt.inner_stack()] if isinstance(opt, Wrapper) else [opt]
     found = [x for x in (getattr(one, "in_sums_now", None) for one in stack) if x is not None]
@@ -427,9 +430,10 @@ def in_sums_now(opt: AppliesGradients) -> mtf.Tensor | None:
 
 
 def weight_now(opt: AppliesGradients) -> mtf.Tensor | None:
-    """Returns the weight of the fetched step, a float32 mtf scalar; None without weights.
+    """Returns the weight of the current step's gradients; None if the program gave no weights.
 
-    The result is the total weight of all shards' gradients as the stack `opt` received them.
+    The weight is a float32 mtf scalar, to fetch together with the step: the total weight of all
+    shards' gradients as the stack `opt` received them.
     """
     step = opt.step if isinstance(opt, Wrapper) else None
     weights = step.received[0].weights if step else None
@@ -490,15 +494,15 @@ def _add_compression(
 
 
 def split_by_shard(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns scalars by name, one per shard, for summaries.
+    """Returns scalars by name for summaries: values with one number for each shard are split.
 
     Args:
-      values: scalars, and one value for each shard, by name: tf tensors of a known shape, arrays
-        or numbers.
+      values: by name, scalars and tensors with one number for each shard, as `reported` returns
+        them and a session fetches them: tf tensors of a known shape, arrays or numbers.
 
     Returns:
-      Scalars: those of a name with shards are under `<name>/shard_0` and so on, in row-major order
-      of the shard dims.
+      Scalars by name. A tensor's numbers are under `<name>/shard_0`, `<name>/shard_1` and so on, in
+      row-major order of the shard dims.
 
     Raises:
       TypeError: values are no mapping, or one is neither a tf tensor, an array nor a number.

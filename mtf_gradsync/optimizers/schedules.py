@@ -293,7 +293,7 @@ class _Probe:
 
 
 def _of_mtf(passes: Callable[[Any], Any], update_step: mtf.Tensor) -> int | mtf.Tensor | None:
-    """Returns `passes(update_step)` for an mtf tensor; None if the function needs a tf scalar.
+    """Calls `passes` with the update step as an mtf scalar; returns None if it needs a tf scalar.
 
     `passes` is backward_passes_per_step, a function. The result is an int or an mtf tensor. Raises
     ValueError if the function returns a number that it has chosen by an `if` on the update step:
@@ -321,7 +321,7 @@ def _of_mtf(passes: Callable[[Any], Any], update_step: mtf.Tensor) -> int | mtf.
 
 
 def _of_tf(passes: Callable[[Any], Any], step: tf.Tensor) -> tf.Tensor:
-    """Returns `passes(step)`, an int32 tf scalar, for the update step `step`, a tf scalar.
+    """Calls `passes` with the update step `step` as a tf scalar; returns an int32 tf scalar.
 
     `passes` is backward_passes_per_step, a function. Raises ValueError if `passes` fails, or its
     result is no whole number. `_of_tf` is called once for each processor.

@@ -46,7 +46,7 @@ def log_savings(
     split: Sequence[mtf.Variable],
     variables: Sequence[mtf.Variable],
 ) -> None:
-    """Logs how many bytes of slots a core holds, and a doubt if sharded updates save little memory.
+    """Logs how many bytes of slots a core holds, and whether sharded updates may not be worth it.
 
     Args:
       name: the wrapper's name.
@@ -118,11 +118,12 @@ class _UpdateParts(Stage):
         variables: Sequence[mtf.Variable],
         arguments: OwnArguments,
     ) -> None:
-        """Raises ValueError if no variable can be split, or if a variable cannot be updated again.
+        """Raises ValueError if no variable can be split, or for an argument that would have to be.
 
         `grads` has the gradient, or None, of each of `variables`. `arguments` are the arguments for
-        the inner optimizer. Raises ValueError, too, if one of these is a tensor with a dimension
-        along which a variable is split.
+        the inner optimizer: a tensor among them must not have a dimension along which a variable is
+        split, because it would have to be split, too. A variable must not have been updated in this
+        graph before if that update has gathered its slots.
         """
         given = [v for g, v in zip(grads, variables) if g is not None]
         if given:
@@ -314,10 +315,11 @@ class ShardedUpdateOptimizer(Wrapper):
         return [_UpdateParts(self, axes, Partition(axes, self.reducer, shapes_of, self.name))]
 
     def _part(self, variable: mtf.Variable, shape: mtf.Shape) -> PartOfVariable:
-        """Returns a variable's part, which the inner optimizer is given in the variable's place.
+        """Returns the variable that the inner optimizer is given in the place of `variable`.
 
-        `shape` is the part's shape. Slots are found by the part. So if the variable has a part from
-        an earlier step, this part is returned, with the attributes of a new part.
+        It stands for a replica's part, whose shape is `shape`. The inner optimizer finds its slots
+        by this variable. So if `variable` has one from an earlier step, that one is returned, with
+        its attributes set to those of a new one.
         """
         new = PartOfVariable(variable, shape)
         part = self._parts.get(variable) or new
@@ -342,10 +344,10 @@ class ShardedUpdateOptimizer(Wrapper):
         return {name for opt in inner for name in dims_known_by_name(opt)}
 
     def _check_parts(self, given: Sequence[mtf.Variable], axes: ReplicaAxes) -> None:
-        """Raises ValueError if no variable can be split, or a variable cannot be updated again.
+        """Raises ValueError if no variable can be split, or if one cannot be updated a second time.
 
-        `given` are the variables that get gradients. A variable cannot be updated again in a graph
-        if an earlier update has gathered its slots.
+        `given` are the variables that get gradients. A variable is updated only once in a graph if
+        the update gathers its slots.
         """
         again = [v.name for v in given if v in self._with_gathered_slots]
         if again:

@@ -42,20 +42,22 @@ def shapes_of_parts(
     min_size: int | None = None,
     before: Mapping[mtf.Variable, mtf.Shape] = types.MappingProxyType({}),
 ) -> dict[mtf.Variable, mtf.Shape]:
-    """Returns the shapes of replicas' parts of variables that get gradients in one step.
+    """Returns the shape of a replica's part of each variable that is split over the replicas.
 
     Args:
-      variables: the variables that get gradients.
+      variables: the variables that get gradients in the step that is being built.
       axes: the replica axes.
-      fixed_dims: names of dimensions that are not split.
-      min_size: variables of fewer elements are not split. None means `MIN_SIZE`, and that variables
-        whose parts save few of a TPU's tiles are not split either.
-      before: for variables of an earlier step the shape of the part, or the variable's own shape
-        if it was not split. They are split in the same way again, because their slots are.
+      fixed_dims: names of dimensions that must not be split.
+      min_size: variables of fewer elements are not split. None means `MIN_SIZE`; variables whose
+        parts save few of a TPU's tiles (`saves_tiles`) are then not split either, unless nothing
+        else can be split.
+      before: what earlier steps of the graph have chosen: for each of their variables the shape of
+        the part, or the variable's own shape if it was not split. The choice stays, because the
+        variable's slots are split in the same way.
 
     Returns:
-      The shape of the part by variable, as `shape_of_part` returns it; without variables that are
-      not split.
+      A dictionary from variables to shapes of parts, as `shape_of_part` returns them. Variables
+      that are not split are not in it.
     """
     least, slice_shape = MIN_SIZE if min_size is None else min_size, axes.slice_shape
     parts = {v: before[v] for v in variables if v in before and before[v] != v.shape}
@@ -76,10 +78,10 @@ def shapes_of_parts(
 
 
 def share_copies(axes: ReplicaAxes) -> bool:
-    """Returns whether the mesh's devices share one memory, and all replicas one copy of a variable.
+    """Returns whether replicas use one copy of each variable, because devices share one memory.
 
-    If replicas share one copy, `placement_mesh_impl` makes one update for all replicas of a
-    variable, so that splitting the update would only add operations.
+    On such a mesh `placement_mesh_impl` makes one update of each variable for all replicas, so that
+    splitting the update would only add operations. `axes` are the replica axes of the mesh.
     """
     key = mesh_key(axes.mesh_shape, axes.layout)
     impls = [x for x in mesh_impls_made() if mesh_key(x.shape, x.layout_rules) == key]
@@ -141,12 +143,13 @@ def shape_of_part(
 
 
 def saves_tiles(full: Sequence[int], part: Sequence[int]) -> bool:
-    """Returns whether a part saves over two thirds of what it would save without padding.
+    """Returns whether splitting a core's slice of a variable saves enough of a TPU's tiles.
 
-    `full` is the shape of a core's slice of a variable, and `part` the shape of the core's part of
-    that slice. Savings are counted in a TPU's tiles, which are padded if they are not full. A part
-    that leaves most of its tiles empty takes about as much memory and time as the full slice, and
-    the compiler copies the slice to another layout and back.
+    `full` is the shape of the slice, and `part` the shape of the replica's part of it. A TPU stores
+    tensors in tiles, and pads tiles that are not full. The result is true if the part takes fewer
+    tiles than the slice, and the difference is more than two thirds of what it would be without
+    padding. A part that leaves most of its tiles empty takes about as much memory and time as the
+    full slice, and the compiler copies the slice to another layout and back.
     """
     of_full, of_part = tiles(full, part)
     numbers, numbers_of_part = math.prod(full), math.prod(part)
@@ -183,12 +186,13 @@ class SlotShapes(NamedTuple):
     """Two shapes of a slot, in which several smaller dimensions take the place of one dimension.
 
     The first of the smaller dimensions has the size of the mesh axis that splits the slot's
-    dimension, and is split over that axis. There follows one dimension for each replica axis, and
-    the last has the remaining size. Reshaping the slot to one of the two shapes moves no data.
+    dimension, and is split over that axis. After it comes one dimension for each replica axis, and
+    the last one has the remaining size. Reshaping the slot to one of the two shapes moves no data.
 
     Attributes:
-      full: the shape in which the dimensions for replica axes are not split.
-      part: the shape in which these have the names of shard dims, so that the layout splits them.
+      full: the shape in which the layout does not split the dimensions for replica axes.
+      part: the shape in which the dimensions for replica axes have the names of shard dims, so that
+        the layout splits them.
     """
 
     full: mtf.Shape
@@ -196,14 +200,19 @@ class SlotShapes(NamedTuple):
 
 
 def slot_shapes(shape: mtf.Shape, axes: ReplicaAxes, min_size: int = 0) -> SlotShapes | None:
-    """Returns shapes in which a split dimension of a slot is split over the replica axes, too.
+    """Returns shapes for a slot by which the mesh splits it over the replica axes, too.
 
-    Mesh-TF splits a dimension over one mesh axis only, so that several dimensions have to take the
-    place of one that is to be split over more axes. A variable cannot be reshaped like this,
-    because optimizers read the variable's shape, but a slot can, if it is gathered for the update.
-    The first dimension of a fitting size is split. `shape` is the slot's shape, and `axes` are the
-    replica axes. Returns None if no dimension has a fitting size, or the slot has fewer elements
-    than `min_size`.
+    A mesh axis splits one of the slot's dimensions already, and Mesh-TF splits a dimension over one
+    mesh axis only. So this dimension is replaced by several. For example, the mesh
+    "model:4;batch:2" splits `ff` of the slot [ff=1024] over `model`. The result has the full shape
+    [ff=4, ff_batch=2, ff_rest=128], which the mesh splits over `model` only, and the part [ff=4,
+    batch=2, ff_rest=128], which it splits over both axes. The slot is gathered for each update,
+    because the optimizer needs the variable's own shape.
+
+    `shape` is the slot's shape, and `axes` are the replica axes. The first dimension is taken that
+    a mesh axis splits and whose size is a multiple of that axis's size times the sizes of the
+    replica axes that do not split the slot yet. The result is None if there is no such dimension,
+    if the slot is split over all replica axes already, or if it has fewer elements than `min_size`.
     """
     free = [d for d in axes.free_shard_dims(shape) if d.size > 1]
     if not free or shape.size < min_size:
@@ -275,8 +284,9 @@ class PartOfVariable(mtf.Variable):
 def assign_gathered(
     updates: Sequence[mtf.Operation], parts: Mapping[mtf.Variable, PartOfVariable]
 ) -> None:
-    """Makes assignments to parts of variables assign gathered values to the full variables.
+    """Makes an inner optimizer's assignments to parts of variables assign to the full variables.
 
+    The values that replicas have computed for their parts are gathered before they are assigned.
     `updates` are the inner optimizer's operations, and `parts` has each variable that is split,
     with its part. Raises ValueError if a value that is assigned to a part has another shape.
     """
@@ -314,13 +324,14 @@ def assign_gathered(
 
 
 def _assign_new_values(update: mtf.Assign, parts: Mapping[mtf.Variable, PartOfVariable]) -> None:
-    """Makes an assignment that adds changes to variables assign the variables' new values instead.
+    """Makes an assignment write new values, if it adds changes to variables that are split.
 
-    `update` is the assignment, and `parts` has the variables that are split. The assignment stays
-    as it is if none of its variables is in `parts`, or if dtypes differ. New values are assigned
-    (`NewValues`) only in SIMD programs in which nothing else writes the variables. If changes were
-    gathered, a TPU would add them in the layout of the gathered tensor: the TPU's compiler would
-    copy the variable to that layout and back.
+    The assignment `update` stays as it is if it adds nothing, if none of its variables is in
+    `parts` (the variables that are split), or if dtypes differ. `NewValues` computes the new
+    values. It does so only in SIMD programs in which no other assignment writes the variables;
+    otherwise the assignment goes on adding changes. The reason is that a TPU would add gathered
+    changes in the layout of the gathered tensor: its compiler would copy the variable to that
+    layout and back.
     """
     if update.assign_fn not in _CHANGES:
         return

@@ -92,7 +92,7 @@ def check_skip_fn(fn: Any) -> None:
 def says_skip(
     fn: SkipFn, given: GradientSet, received: GradientSet, strategy: Strategy, name: str
 ) -> tuple[mtf.Tensor, StateAfter]:
-    """Returns whether `fn` skips the microbatch step, and a function that makes its new state.
+    """Calls should_skip_update_fn: returns its decision, and a function that makes its new state.
 
     Args:
       fn: a should_skip_update_fn that has passed `check_skip_fn`.

@@ -37,7 +37,7 @@ _MOST_NAMED = 8
 
 
 class NoUpdateError(RuntimeError):
-    """The error that more than max_steps_without_update steps in a row made no update.
+    """The error of a training in which too many steps in a row made no update.
 
     Attributes:
       limit: max_steps_without_update.
@@ -76,17 +76,19 @@ def check_limit(limit: Any, least: int = 1, why: str = "") -> int | None:
 
 
 def waiting_state(mesh: mtf.Mesh, name: str, limit: int | None) -> mtf.Variable | None:
-    """Returns `<name>/waiting`, the counter of steps in a row without an update.
+    """Makes the variable `<name>/waiting`, the counter of steps in a row without an update.
 
-    `limit` is max_steps_without_update; if it is None, nothing is counted, and the result is None.
+    `limit` is max_steps_without_update. If it is None, there is nothing to count, and the result is
+    None.
     """
     return named_state(mesh, f"{name}/waiting") if limit else None
 
 
 def now_waiting(waiting: mtf.Variable, updated: mtf.Tensor) -> mtf.Tensor:
-    """Returns the value of the counter `waiting` after a step, an int32 mtf scalar.
+    """Returns the value that the counter `waiting` gets in a step, an int32 mtf scalar.
 
-    `updated` is an int32 mtf scalar, too: 1 if the step made an update, else 0.
+    `waiting` counts the steps since the last update. `updated` is an int32 mtf scalar: 1 if the
+    step makes an update, which sets the counter to 0; else 0, which adds one to it.
     """
     return (waiting.value + 1) * (1 - on_mesh(updated, waiting.mesh))
 
@@ -94,16 +96,18 @@ def now_waiting(waiting: mtf.Variable, updated: mtf.Tensor) -> mtf.Tensor:
 class Words(NamedTuple):
     """The texts of a wrapper's messages about skipped steps.
 
-    The messages name what a matrix of flags marks as not finite (see `Skips.report`).
+    A matrix of flags marks what was not finite in a step (see `Skips.report`), and the messages
+    name what it marks.
 
     Attributes:
-      line: the text of a log line between the wrapper's name and the names of flagged gradients.
+      line: the text that a log line has between the wrapper's name and the names of marked
+        gradients.
       names: the names of the matrix's columns, which are variables.
       rows: the names of the matrix's rows, such as "(shard 0)". The first rows are the shards or
         islands, in order.
-      none: the text of a log line in place of the names, if no flag is set.
+      none: the text that a log line has in the place of the names if nothing is marked.
       last: the error's sentence about the last skipped step, up to the names.
-      only_rows: whether a log line has only the numbers of flagged rows.
+      only_rows: whether a log line has only the numbers of marked rows, instead of names.
     """
 
     line: str
@@ -115,11 +119,11 @@ class Words(NamedTuple):
 
 
 def rows_of_shards(axes: ReplicaAxes | None) -> list[str]:
-    """Returns the names of the rows of flags that `Skips.report` records, for `Words.rows`.
+    """Returns names for the rows of flags that `Skips.report` records, for `Words.rows`.
 
-    There is a name for each shard, one for sums that are not finite although all of their terms are
-    finite, and one for gradients of which the shards are not known. If `axes`, the replica axes,
-    are None, there is only the last of these names.
+    There is a row for each shard; then one for sums that are not finite although all of their terms
+    are finite; and one for gradients of which the shards are not known. If `axes`, the replica
+    axes, are None, there is only the last of these rows.
     """
     if axes is None:
         return [_OF_ONE]
@@ -143,8 +147,8 @@ def not_finite_flags(
       sums: the same gradients in the form in which the wrapper checks them.
       axes: the replica axes; None if they are not known.
       strategy: the reduction strategy for the flags.
-      of_shards_only: whether the flags of a reduced gradient say for all shards that they are not
-        known (-1). If False, a reduced gradient counts as the gradient of each shard.
+      of_shards_only: whether a reduced gradient gets the flag -1 (not known) for all shards. If
+        False, a reduced gradient counts as the gradient of each shard.
 
     Returns:
       A list of two tensors: `[shards..., gradients]` for `given`, and `[gradients]` for `sums`. If
@@ -160,7 +164,7 @@ def not_finite_flags(
 
 
 class Skips:
-    """The reports of a wrapper's skipped steps, in a step that is being built.
+    """The log lines and the error of a wrapper that skips steps, in a step that is being built.
 
     Attributes:
       watched: the operation that checks the limit at the end of the step; None before `end_of_step`
@@ -177,19 +181,20 @@ class Skips:
         floor: tuple[mtf.Variable, float] | None = None,
         missed: mtf.Variable | None = None,
     ):
-        """Takes the wrapper's words, counters and limit.
+        """Takes the wrapper's texts, counters and limit.
 
         Args:
           owner: the wrapper's name.
           words: the texts of the messages. Their names of rows and columns belong to the flags that
             `report` is given.
-          counts: a list of one variable that counts skipped steps, a scalar or one count for each
-            shard or island; () if no line is logged.
-          waiting: a list of one variable, the number of steps in a row without an update, or of two
-            variables whose difference is this number; () if nothing counts them.
+          counts: a list of one variable that counts skipped steps: a scalar, or a count for each
+            shard or island. () if no line is to be logged.
+          waiting: a list of one variable with the number of steps in a row without an update, or of
+            two variables whose difference (the first minus the second) is this number; () if
+            nothing counts these steps.
           limit: max_steps_without_update, or None.
-          floor: the loss scale's variable and smallest value. Messages mention when the scale has
-            this value. None without a scale.
+          floor: the variable of the loss scale, and the smallest value of the scale. Messages
+            mention it if the scale has this value. None without a loss scale.
           missed: a variable with the number of steps in a row that each replica has missed. The
             error then lists the replicas that missed the last step. None for no such list.
         """
@@ -207,9 +212,10 @@ class Skips:
     def report(
         self, found: Sequence[mtf.Tensor], now: Sequence[mtf.Tensor] = ()
     ) -> list[mtf.Operation]:
-        """Makes the operation that records flags and prints a line; returns a list of it.
+        """Makes the operation that records flags and, on placement meshes, prints a log line.
 
-        The caller runs the operation in skipped steps only.
+        The result is a list of this operation. The caller has to put it into a branch that only
+        skipped steps run.
 
         Args:
           found: one or two tensors of flags, `[rows..., names]`, the same on all processors. A flag
@@ -217,13 +223,14 @@ class Skips:
             second tensor has the flags of sums over the shards. These are recorded in two more
             rows: one for sums that are not finite although each shard's gradient is finite, and one
             for sums for which the flags of shards are not known.
-          now: the values after the step of `counts` and, if there is one, of the floor's variable.
+          now: the values that the variables in `counts` and, if there is one, that of the loss
+            scale have after the step.
         """
         found, now = ([on_mesh(x, self.mesh) for x in some] for some in (found, now))
         return [_Report(self, found, now)]
 
     def end_of_step(self, operations: Sequence[mtf.Operation]) -> list[mtf.Operation]:
-        """Returns a list of one operation, which checks the limit and reports at the end of a step.
+        """Makes the operation that checks the limit at the end of a step; returns a list of it.
 
         The operation reads the counters after `operations`, which are all other operations of the
         step.
@@ -244,12 +251,12 @@ class Skips:
     # Texts, as operations of TensorFlow; `_on_host` runs them if the step cannot.
 
     def line(self, now: tf.Tensor, found: tf.Tensor, floor: Any) -> tf.Tensor:
-        """Returns the log line on a skipped step, a tf string.
+        """Returns the line that the log gets on a skipped step, a tf string.
 
         Args:
           now: the value of the variable in `counts` after the step.
           found: the recorded flags, `[rows, names]`.
-          floor: the loss scale after the step; None without a scale.
+          floor: the value of the loss scale after the step; None without a scale.
         """
         words = self.words
         if words.only_rows:
@@ -270,7 +277,7 @@ class Skips:
 
         Args:
           found: the recorded flags of the last skipped step, `[rows, names]`.
-          floor: the loss scale after the step; None without a scale.
+          floor: the value of the loss scale after the step; None without a scale.
           missed: for each replica the number of steps in a row that it has missed; None if the
             error lists no replicas.
         """
@@ -286,10 +293,10 @@ class Skips:
         return tf.strings.join(parts)
 
     def _at_floor(self, floor: Any) -> list[tf.Tensor]:
-        """Returns the sentence that the loss scale is at its smallest value, in a list.
+        """Returns a sentence for messages if the loss scale is at its smallest value, in a list.
 
-        `floor` is the value of the scale. The sentence, a tf string, is "" if this value is greater
-        than the smallest one. The list is empty without a scale.
+        `floor` is the value of the scale. The sentence is a tf string, which is "" if the value is
+        greater than the smallest one. The list is empty without a loss scale.
         """
         if self.floor is None:
             return []
@@ -298,10 +305,10 @@ class Skips:
         return [tf.where_v2(floor <= lowest, text, "")]
 
     def _named(self, found: tf.Tensor) -> tf.Tensor:
-        """Returns the names of gradients and shards with a flag in `found`, `[rows, names]`.
+        """Returns text that names the gradients and shards that `found`, `[rows, names]`, marks.
 
-        The result is one tf string: at most 8 names, separated by commas, and the number of further
-        names; "" if there is no flag.
+        The text is a tf string such as "w (shard 0), w (shard 3)": at most 8 names, and the number
+        of further ones. It is "" if no flag is greater than 0.
         """
         where = tf.where_v2(found > 0)
         some, more = where[:_MOST_NAMED], tf.shape(where)[0] - _MOST_NAMED
@@ -314,10 +321,10 @@ class Skips:
 
 
 def _on_host(make: Callable[..., tf.Tensor], *values: Any) -> str:
-    """Returns the text that `make` computes from numbers, run by TensorFlow on the host.
+    """Runs a function that makes a tf string on the host, and returns the string.
 
-    `make` gets a tf constant for each of `values` (numbers, arrays, or None, which stays None), and
-    returns a tf string.
+    `make` is the function. It gets a tf constant for each of `values` (numbers or arrays), and None
+    for each that is None.
     """
     with tf.Graph().as_default():
         text = make(*(x if x is None else tf.constant(x) for x in values))
@@ -393,9 +400,9 @@ class _Report(mtf.Operation):
 class _Check(Watched):
     """The operation that raises `NoUpdateError` after too many steps without an update.
 
-    On a placement mesh this operation makes the step fail, after all of the step's writes, and a
-    `_Report` prints the lines of the log. In SIMD programs a session or a hook raises the error and
-    logs the lines.
+    On a placement mesh this operation makes the step fail, after all of the step's writes; lines of
+    the log are printed by another operation (`_Report`). In SIMD programs a session or a hook
+    raises the error and logs the lines.
     """
 
     def __init__(
@@ -432,11 +439,11 @@ class _Check(Watched):
         lowering.operations[self] = done.op
 
     def _apart(self, records: Sequence[Any]) -> tuple[Any, Any, Any]:
-        """Returns the flags, the loss scale, and the steps missed by each replica.
+        """Returns the flags, the loss scale, and the number of steps that each replica has missed.
 
-        The flags, the loss scale and the missed steps are in `records`: slices of the recorded
-        variables, or these variables' values in a session. The second result is None without a loss
-        scale, and the third is None if there is no variable `missed`.
+        `records` is a list of these: slices of the recorded variables, or the variables' values in
+        a session. The second result is None without a loss scale, and the third is None if the
+        wrapper does not count missed steps.
         """
         skips, (found, *more) = self._skips, records
         floor = more[0] if skips.floor else None
@@ -452,10 +459,12 @@ class _Check(Watched):
         return limit is not None and bool(self._steps_without(now) > limit)
 
     def _has_line(self, before: Sequence[Any] | None, now: Sequence[Any]) -> bool:
-        """Returns whether a count passed a power of two, or the loss scale reached its minimum.
+        """Returns whether a step is to be logged: not every skipped step is.
 
-        `before` and `now` are the values of the variables in `Skips.looked_at` before the step and
-        after it. If `before` is None (not known), the result is false.
+        A step is logged in which a count of skipped steps reached or passed a power of two, or the
+        loss scale reached its smallest value. `before` and `now` are the values of the variables in
+        `Skips.looked_at` before the step and after it. If `before` is None (not known), the result
+        is false.
         """
         skips = self._skips
         if before is None:
@@ -486,7 +495,7 @@ class _Check(Watched):
 
 
 class ReportsSkips(Wrapper):
-    """A wrapper that skips some steps, and reports them: in the step, by the session, or by a hook.
+    """A wrapper that skips some steps, and logs them: in the step, by the session, or by a hook.
 
     Attributes:
       state: the wrapper's mesh variables, a NamedTuple, in which a variable that is not needed is
@@ -502,16 +511,16 @@ class ReportsSkips(Wrapper):
         return super().variables() + [v for v in self.state or () if v is not None]
 
     def _note(self, state: Any, now: Any, skips: Skips | None) -> None:
-        """Sets the attributes that tell of a step, once the step is built.
+        """Sets this wrapper's attributes that describe a step, once the step is built.
 
         `state` are the wrapper's mesh variables, `now` are their values after the step (None if
-        they are not known), and `skips` are the reports of skipped steps (None if there are none).
+        they are not known), and `skips` has the messages of the step (None if it skips nothing).
         """
         self.state, self._now, self._skips = state, now, skips
 
     @property
     def skip_report(self) -> Watched | None:
-        """The operation that reports skips; None before gradients were applied."""
+        """The operation by which sessions find what to log; None before gradients were applied."""
         return self._skips.watched if self._skips else None
 
     @property

@@ -157,12 +157,13 @@ class SlotOwners(PlanExtension):
 def check_bare_update(
     optimizer: Any, updates: Sequence[mtf.Operation], variables: Sequence[mtf.Variable]
 ) -> None:
-    """Records an optimizer as the keeper of the slots that `updates` write, if it has no wrapper.
+    """Records an optimizer that has no wrapper as the keeper of the slots that its update writes.
 
-    `updates` are the operations with which `optimizer` updates `variables`. If a wrapper has called
-    the optimizer, the wrapper itself records the keeper, and this function does nothing. Raises
-    ValueError if a wrapper, or an optimizer inside a wrapper, is the keeper of one of the slots
-    already. If another optimizer without a wrapper is the keeper, there is only a warning.
+    The optimizers of this package and of Mesh-TF call this function in `apply_grads`. `updates` are
+    the operations with which `optimizer` updates `variables`. If a wrapper has called the
+    optimizer, the function does nothing, because the wrapper records the keeper. Raises ValueError
+    if a wrapper, or an optimizer inside a wrapper, is the keeper of one of the slots already. If
+    another optimizer without a wrapper is the keeper, there is only a warning.
     """
     plan = StepPlan.of(variables[0].graph) if updates else None
     if plan is not None and not plan.is_held:  # or the wrapper checks itself
@@ -177,12 +178,14 @@ def written_by(updates: Sequence[mtf.Operation]) -> list[mtf.Variable]:
 
 
 def note_slots(written: Sequence[mtf.Variable], variables: Sequence[mtf.Variable]) -> None:
-    """Notes for checkpoints which slots an update of `variables` writes.
+    """Notes, for the reading of checkpoints, which slots an update of `variables` writes.
 
-    `written` are all variables that the update assigns. The note on a slot (`SlotNote`) has the
-    names of the slots that begin together with this slot: the slots of the same variable, or those
-    that the slot's attribute `begins_with` names. A slot that belongs to no variable begins
-    together with all slots of the update.
+    `written` are all variables that the update assigns. A checkpoint may be from a run with another
+    optimizer. A slot that it does not have then begins at its initial value, but only if the
+    checkpoint has none of the slots that belong together with it. The note on a slot (`SlotNote`)
+    has the names of these: the slots of the same variable, or those that the slot's attribute
+    `begins_with` names. A slot that belongs to no variable belongs together with all slots of the
+    update.
     """
     names, scope = {v.name for v in variables}, tf.get_variable_scope().name
     noted = {note.name for note in tf.get_collection(SLOTS_COLLECTION)}
@@ -201,11 +204,11 @@ def note_slots(written: Sequence[mtf.Variable], variables: Sequence[mtf.Variable
 
 
 def tell_of_names_and_dtypes(optimizer: Any, variables: Sequence[mtf.Variable]) -> None:
-    """Warns once of an optimizer's patterns that match no variable, and of narrow variables.
+    """Warns once of patterns for names that match no variable, and of variables in narrow dtypes.
 
-    Patterns are arguments such as exclude_from_weight_decay: regular expressions that are looked
-    for in names of variables. `variables` are those that the optimizer updates. Variables stored in
-    a dtype narrower than float32 lose small updates.
+    Patterns are arguments of the optimizer such as exclude_from_weight_decay: regular expressions
+    that are looked for in names of variables. `variables` are those that the optimizer updates.
+    Variables stored in a dtype narrower than float32 lose small updates.
     """
     names = {v.name for v in (*variables, *variables[0].graph.trainable_variables)}
     for argument, patterns in patterns_of(optimizer).items():
@@ -243,7 +246,7 @@ def tell_of_names_and_dtypes(optimizer: Any, variables: Sequence[mtf.Variable]) 
 
 
 def _draws(optimizer: Any, variable: mtf.Variable) -> bool:
-    """Returns whether the optimizer of a variable rounds it stochastically (by chance)."""
+    """Returns whether new values of a variable are rounded up or down by chance."""
     rounding = getattr(optimizer_of(optimizer, variable), "rounding", None)
     return is_rounded(variable) and rounding == STOCHASTIC
 

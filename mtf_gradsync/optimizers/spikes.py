@@ -21,12 +21,12 @@ from mtf_gradsync.step import StepPlan
 
 
 class _Series(NamedTuple):
-    """The names of the variables that keep one series of values: norms of gradients, or losses.
+    """A series of values, norms of gradients or losses, by the last parts of its variables' names.
 
     Attributes:
-      values: the last part of the name of the variable with the last values.
-      num_values: that part of the name of the variable that counts the values written.
-      spikes_in_a_row: that part of the name of the variable that counts spikes in a row.
+      values: the variable with the last values.
+      num_values: the variable that counts the values written.
+      spikes_in_a_row: the variable that counts spikes in a row.
       without_data: the value in a step without data. Such a step is no spike, and its value is not
         kept.
     """
@@ -125,7 +125,7 @@ class skip_spikes:
             self.__name__ += f" of {' and '.join(self.of)}"
 
     def check(self, grads: Sequence[mtf.Tensor]) -> None:
-        """Raises ValueError if losses are needed, and the gradients `grads` come from no loss."""
+        """Raises ValueError if this rule needs the loss, and gradients come from no loss."""
         if "loss" in self.of and not losses_of_step(grads):
             raise ValueError(
                 f"skip_spikes(of={self.of!r}) does not find the loss: the gradients do not come "
@@ -189,10 +189,10 @@ class skip_spikes:
     def _of_series(
         self, series: _Series, value: mtf.Tensor, name: str
     ) -> tuple[mtf.Tensor, list[_Changed]]:
-        """Returns whether a value is a spike or not finite, and the changes of its series.
+        """Returns whether the newest value of a series is a spike or not finite, and the new state.
 
         `value` is the step's norm or loss, a float32 mtf scalar, and `name` is the wrapper's name.
-        The first result is a boolean mtf scalar. The changes are the variables of the series with
+        The first result is a boolean mtf scalar. The second has the variables of the series, with
         their values after the step.
         """
         mesh, dim = value.mesh, mtf.Dimension("spike_window", self.window)

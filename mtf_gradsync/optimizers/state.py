@@ -76,26 +76,30 @@ class StateNote(NamedTuple):
       num_shard_dims: how many of the variable's dims number shards, after the dims that number
         islands; 0 if shards share the variable.
       num_island_dims: how many of the variable's first dims number islands.
-      held: the name of another variable, if this one holds that variable's value on each island;
+      held: the name of another variable, if this one stores that variable's values on all islands;
         else None.
       is_share: whether each shard's value is 1/num_shards of what the shard would have by itself,
         as a shard's term in the gradient of a mean over all shards is. False for sums with weights.
-      is_total: whether the values of islands add up to the value for the whole batch.
+      is_total: whether the values of islands have to be added up to get the value for the whole
+        batch.
       is_mean: whether the mean of the shards' values is kept if the number of shards changes, and
         not their sum.
       mean_weight: the name of the variable with the weights of islands. If the number of islands
         changes, islands begin with the mean by these weights; None for equal weights.
-      one_shape: whether only the dims of islands may differ between a checkpoint and the graph.
-      fill: the value of every shard if the checkpoint has another number of shards: a number, or
-        the name of a scalar variable. None for sums, which keep their total.
-      start: the value if the checkpoint does not have the variable: a number, or the name of
-        another variable, a scalar or one of the same shape. None if only the program knows it.
-      follows: the name of another variable: if the checkpoint lacks that one, this variable begins
-        at zero.
+      one_shape: whether the shapes in a checkpoint and in the graph must be equal but for the dims
+        of islands.
+      fill: the value that every shard gets if the checkpoint has another number of shards: a
+        number, or the name of a scalar variable with the value. None for sums, which keep their
+        total.
+      start: the value that the variable gets if the checkpoint does not have it: a number, or the
+        name of another variable with the value, which is a scalar or of the same shape. None if
+        only the program knows the value.
+      follows: the name of another variable, or None. If the checkpoint lacks that variable, this
+        one begins at zero.
       counter: the name of the variable that counts additions to this sum, or None. If a checkpoint
-        does not have the counter, its sum belongs to another wrapper and is not used.
-      weight: the name of the variable with the total weight of the additions to this sum, if they
-        have weights.
+        does not have the counter, the sum in it belongs to another wrapper and is not used.
+      weight: the name of the variable with the total weight of the gradients in this sum; None if
+        they have no weights.
       ring: the ring of last values to which this variable belongs, or None. If the size of the ring
         changes, the newest values are kept. If the number of islands changes, no values are kept. A
         variable with this note that is neither of the ring's two begins at zero in both cases.
@@ -119,12 +123,13 @@ class StateNote(NamedTuple):
 
 
 class SlotNote(NamedTuple):
-    """A note on a slot of the innermost optimizers.
+    """A note on a slot of the innermost optimizers, for the reading of checkpoints.
 
     Attributes:
       name: the slot's name.
-      siblings: the names of the slots that begin together: those of the same variable, itself
-        included.
+      siblings: the names of the slots that belong together with it: those of the same variable,
+        itself included. If a checkpoint has one of them, none of the others may begin at its
+        initial value.
     """
 
     name: str
@@ -142,11 +147,11 @@ def note_state(variable: mtf.Variable, note: StateNote | None = None, **how: Any
 
 
 def note_sums_not_kept(counter: str, remedy: str) -> None:
-    """Records that the default graph has no variables for sums that a checkpoint may have.
+    """Records that sums which a checkpoint may have would be lost in the default graph.
 
-    `counter` is the name of a variable. A checkpoint has sums for which the graph has no variables
-    if the checkpoint's value of `counter` is greater than 0. Reading such a checkpoint is an error,
-    and `remedy` is the sentence of the error that says what to do.
+    `counter` is the name of a variable. If its value in a checkpoint is greater than 0, the
+    checkpoint has sums for which the graph has no variables. Reading the checkpoint then raises an
+    error, and `remedy` is the sentence of the error that says what to do.
     """
     tf.add_to_collection(SUMS_NOT_KEPT, (counter, remedy))
 
@@ -207,9 +212,9 @@ class UncheckpointedVariable(mtf.Variable):
 
 
 def unstacked(dtype: Any, activation_dtype: tf.DType | None = None) -> mtf.VariableDType:
-    """Returns a `mtf.VariableDType` with which Mesh-TF's autostack leaves a variable alone.
+    """Returns a dtype for a variable that Mesh-TF's autostack must leave alone.
 
-    Autostack puts several variables into one, which needs a master. Autostack (of Mesh-TF 0.1.21)
+    Autostack joins several variables into one, which needs a master. Autostack (of Mesh-TF 0.1.21)
     only joins variables whose dtypes have equal attributes, and the returned object has one
     attribute more.
 
@@ -401,10 +406,10 @@ class UpdateCounters(PlanExtension):
 
 
 def _written(graph: mtf.Graph) -> dict[str, mtf.Variable]:
-    """Returns by name the variables that a graph assigns.
+    """Returns the variables that a graph assigns, by name.
 
-    A variable into which Mesh-TF has stacked other variables is in the result under the name of
-    each of these.
+    If Mesh-TF's autostack has joined variables into one, that one is in the result under the name
+    of each of them.
     """
     variables = {v for op in graph.operations if isinstance(op, mtf.Assign) for v in op.variables}
     return {name: v for v in variables for name in getattr(v, "original_names", [v.name])}
@@ -454,8 +459,8 @@ class DerivedVariable(mtf.Variable):
     def get_master(self) -> Any:
         """Returns the tensor from which slices are copied; on one processor the master itself.
 
-        The tensor has the master's value or, if the master has the mark, the value of the source
-        variable.
+        The tensor has the master's value. If that is still the mark (the initial value of all
+        derived variables, see `is_marked`), it has the value of the source variable.
         """
         return self._own_master() if self._is_alone else self._beginning().value
 
@@ -517,18 +522,19 @@ def derived_variable(
 
 
 class Beginnings:
-    """A graph's derived variables, for sessions that set source variables before the first step.
+    """A graph's derived variables, for sessions that set variables before the first step.
 
     Attributes:
       are_equal: for each derived variable, by name, a boolean scalar: whether its master has the
-        value of the source variable's master. If the values are equal and no step was made, the
-        derived variable can begin anew with another value.
+        value of its source variable's master. If so, and if no step was made, it can begin anew
+        with the value to which a session sets the source variable.
     """
 
     def __init__(self, graph: tf.Graph):
-        """Adds the operations of `are_equal` to the default graph, whose mtf graph is lowered.
+        """Makes the tensors in `are_equal`, in `graph`.
 
-        `graph` is the default tf graph, in which derived variables are looked for.
+        `graph` is the default tf graph, with derived variables. Its mtf graph must be lowered
+        already.
         """
         self._found: dict[str, Beginning] = {x.name: x for x in graph.get_collection(_BEGINNINGS)}
         self.are_equal: dict[str, tf.Tensor] = {}
@@ -538,13 +544,13 @@ class Beginnings:
             self.are_equal[one.name] = tf.reduce_all(tf.equal(*pair))
 
     def marks(self, are_equal: Mapping[str, Any], written: Iterable[str]) -> dict[str, np.ndarray]:
-        """Returns the marks to write into masters of derived variables, by name.
+        """Returns the values that make derived variables begin anew, for their masters.
 
-        With the marks, derived variables begin with their sources' new values when masters are
-        copied to slices. `are_equal` has, by name, the values in a session of the tensors in the
-        attribute `are_equal`, and `written` are the names of the variables that the session sets.
-        The result has an array for each derived variable whose source variable is set, and whose
-        value equals that of the source variable so far.
+        A derived variable begins anew if its source variable is among the variables that a session
+        sets (`written` has their names), and the two had equal values before (`are_equal` has, by
+        name, the fetched values of the attribute `are_equal`). The result has an array for each of
+        these derived variables, by name: the mark, which is to be written into its master. The
+        derived variable then begins with the new value of its source variable.
         """
         written = set(written)
         return {
@@ -560,7 +566,11 @@ class Beginnings:
 
 
 def is_marked(value: np.ndarray) -> bool:
-    """Returns whether a derived variable's value in a checkpoint is the mark, not yet replaced."""
+    """Returns whether a derived variable's value in a checkpoint is still the mark.
+
+    A derived variable begins with the value of another variable when training begins. Until then
+    its value is the mark: NaNs of a certain bit pattern.
+    """
     dtype = tf.as_dtype(value.dtype)
     if dtype not in _MARKS or not value.size:
         return False

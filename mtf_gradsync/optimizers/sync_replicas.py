@@ -238,17 +238,18 @@ class SyncReplicasOptimizer(SessionInterface, KeepsAverages):
 
     @property
     def update_step_now(self) -> mtf.Tensor | None:
-        """The number of updates made, after the fetched step: an int32 mtf scalar.
+        """The number of updates made, including the current step's: an int32 mtf scalar.
 
-        The attribute is None before there is a step.
+        It is to be fetched together with the step. None before there is a step.
         """
         return self._now and self._now.update_step
 
     @property
     def in_sums_now(self) -> mtf.Tensor | None:
-        """The number of contributions since the last update, after the fetched step.
+        """The number of contributions since the last update, including the current step's.
 
-        The number is an int32 mtf scalar; None before there is a step.
+        It is an int32 mtf scalar, to be fetched together with the step; None before there is a
+        step.
         """
         return self._now and self._now.count
 
@@ -449,13 +450,15 @@ _Parts = Mapping[int, Sequence[mtf.Tensor]]
 def _by_replica(
     gradients: GradientSet, axes: ReplicaAxes, reducer: Strategy
 ) -> tuple[list[mtf.Tensor], list[mtf.Tensor], _Parts]:
-    """Returns per-replica gradients, reduced gradients, and each replica's terms of sums.
+    """Splits gradients into those of single replicas, reduced ones, and replicas' terms of sums.
 
-    Some gradients are computed from sums over the replicas (`GradientSet.made_of_sums`). The third
-    result has, by the position of such a gradient, each replica's terms of the sums from which the
-    gradient is computed: a tensor `[shard dims...] + sum dims` for each sum. These terms are in the
-    first result, too, because a NaN in a term keeps only one replica from contributing. `reducer`
-    is the reduction strategy.
+    Some reduced gradients are computed from sums over the replicas (`GradientSet.made_of_sums`).
+    The third result has, by the position of such a gradient in the set, each replica's terms of
+    these sums: a tensor `[shard dims...] + sum dims` for each sum.
+
+    The first result has the gradients of single replicas, and also these terms, because a NaN in a
+    term keeps only one replica from contributing. The second result has all other reduced
+    gradients, in which replicas are mixed. `reducer` is the reduction strategy.
     """
     made = gradients.made_of_sums
     sums = [x for one in made.values() for x in one.sums]
@@ -477,11 +480,11 @@ def _of_contributions(
     unit: Any,
     wrapper: SyncReplicasOptimizer,
 ) -> GradientSet:
-    """Returns the set with reduced gradients as sums of the contributions to this step.
+    """Makes every reduced gradient in a set the sum of the contributions to this step.
 
     A gradient that can be computed again from sums over the replicas is computed without the terms
-    of skipped replicas. Any other reduced gradient, in which replicas are mixed, is multiplied by
-    `counts`. Per-shard gradients stay as they are.
+    of skipped replicas. Any other reduced gradient is the mean over all replicas, as replicas
+    cannot be told apart in it: it is multiplied by `counts`. Per-shard gradients stay as they are.
 
     Args:
       gradients: the gradients of the step.

@@ -181,19 +181,22 @@ class Wrapper(TrainOptimizerInterface, mtf.optimize.Optimizer):
         self._slots = SlotBook()
 
     def _become(self, counterpart: Any, *args: Any, **kwargs: Any) -> None:
-        """Turns this new wrapper into an object of `counterpart`, its class without a mesh.
+        """Turns this new wrapper into an object of `counterpart`, its class for `tf.compat.v1`.
 
         A wrapper calls this method in ``__init__`` if it is given an optimizer of `tf.compat.v1`.
-        `args` and `kwargs` are the arguments of the constructor of `counterpart`. The optimizer is
-        known only in ``__init__``, when gin has added arguments and a class or factory was called.
-        A method ``__new__`` would come before both, and would prevent copies, and subclasses with
-        arguments of their own.
+        `args` and `kwargs` are the arguments of the constructor of `counterpart`. This is not done
+        in ``__new__``, which runs before gin adds arguments and before a class or factory of an
+        optimizer is called, so that the optimizer is not known there. A ``__new__`` would also
+        prevent copies, and subclasses with arguments of their own.
         """
         self.__class__ = counterpart
         counterpart.__init__(self, *args, **kwargs)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Returns what a copy takes over, attributes by name: settings, not the steps built."""
+        """Returns the attributes that a copy of the wrapper gets, by name.
+
+        They are the settings. What the wrapper knows of a step that it has built is left out.
+        """
         kind = type(self)
         return {
             name: value
@@ -402,7 +405,7 @@ class Wrapper(TrainOptimizerInterface, mtf.optimize.Optimizer):
     def _place(
         self, islands: IslandAxes | None, around: Sequence[Segment], program: Program | None
     ) -> Place:
-        """Returns this wrapper's place in the stack, given what is around it.
+        """Returns what this wrapper's stages depend on, given what is around it in the stack.
 
         Args:
           islands: the islands of an `OuterOptimizer` around the wrapper; None if there is none. If
@@ -419,10 +422,10 @@ class Wrapper(TrainOptimizerInterface, mtf.optimize.Optimizer):
     def _gradient_reduction(
         self, place: Place | None = None, own: ReplicaAxes | None = None
     ) -> Reduction:
-        """Returns the settings by which this wrapper reduces gradients.
+        """Returns the settings with which this wrapper reduces gradients.
 
-        `place` is the wrapper's place in the stack; None if nothing is around the wrapper. `own`
-        are replica axes that the wrapper's stages have found; None for those of the place.
+        `place` is what `_place` returned; None if nothing is around the wrapper. `own` are the
+        replica axes, if the wrapper's stages have found them; None takes those of `place`.
         """
         place = place or self._place(None, (), None)
         axes = own or place.axes
@@ -604,10 +607,10 @@ def _warn_of_positional_rate(opt: Any) -> None:
 
 
 def _of_graphs(held: Any) -> Iterator[Any]:
-    """Yields the objects of a tf or mtf graph in `held`: tensors, variables, operations and others.
+    """Yields the tensors, variables, operations and other objects of a graph that a value has.
 
-    `held` is an object of a graph, or a dict, list, tuple or set. Such a container may have further
-    containers inside.
+    `held` is an object of a tf or mtf graph, or a dict, list, tuple or set of such objects. A
+    container may have further containers inside.
     """
     todo, seen = [held], {}
     while todo:

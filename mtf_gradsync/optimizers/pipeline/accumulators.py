@@ -44,7 +44,7 @@ def weight_state(
 
 
 class DirectUpdate(NamedTuple):
-    """The condition under which an update takes this step's gradients, without accumulators.
+    """The condition under which an update takes this step's gradients without adding them up.
 
     Attributes:
       holds: a boolean scalar, true only if all accumulators are zero, no shard is skipped and an
@@ -119,8 +119,9 @@ class Accumulators:
         """Adds this step's gradients to the accumulators; returns a gate for the step's writes.
 
         The gate is an operation that holds back writes until the gradients exist. The result is
-        None if a branch of the step is open, because a branch waits as a whole. With `direct`, for
-        programs with an update on most steps, gradients are added only if `direct.holds` is false.
+        None if a branch of the step is open, because a branch waits as a whole. With `direct`,
+        gradients are not added in steps in which `direct.holds` is true: the update then takes them
+        directly, which costs less if most steps make an update.
         """
         step.write_state()
         for variable in self._variables:
@@ -145,11 +146,11 @@ class Accumulators:
         weight: mtf.Tensor | None = None,
         of_reduced: float = 1.0,
     ) -> GradientSet:
-        """Returns the gradients with the condition of the update, as a stage returns them.
+        """Returns this step's gradients with a condition: later stages run in steps with an update.
 
-        In the branch of the update, the accumulated sums take the place of the gradients. The sums
-        include this step's gradients, and later stages reduce the sums. Sums of replicas' parts are
-        parts, too.
+        In these steps later stages get the accumulated sums, which include this step's gradients,
+        in the place of the gradients. The sums are not reduced yet; if the gradients are replicas'
+        parts, so are the sums.
 
         Args:
           due: a boolean scalar, whether the step makes an update.
@@ -157,9 +158,9 @@ class Accumulators:
           gate: the gate that `add` returned.
           divisor: a scalar by which the sums are divided once they are reduced; None for no
             division. The sums are then cast to the dtypes of the gradients.
-          weight: if gradients were multiplied by weights, the sum of these weights. The sums are
-            then divided, by the divisor or else by `weight`, before they are reduced, because they
-            may be too large to send.
+          weight: the sum of the weights by which gradients were multiplied; None without weights.
+            The sums are then divided, by the divisor or else by `weight`, before they are reduced,
+            because they may be too large to send.
           of_reduced: a factor for the sums of gradients that were reduced already when they were
             added; 1.0 if such sums are right as they are.
         """
@@ -248,10 +249,10 @@ def times(contributions: mtf.Tensor, grad: mtf.Tensor) -> mtf.Tensor:
 
 
 class _AddUnless(GradientOperation):
-    """An operation whose outputs are this step's gradients if `direct.holds` is true.
+    """An operation that adds gradients to the accumulators, unless the update takes them directly.
 
-    If `direct.holds` is false, the operation adds the gradients to the accumulators, and the
-    outputs are the new sums. `are_reduced` says for each gradient whether it is reduced already.
+    The outputs are the gradients if `direct.holds` is true, and else the new sums. `are_reduced`
+    says for each gradient whether it is reduced already.
     """
 
     def __init__(
@@ -289,7 +290,7 @@ class _AddUnless(GradientOperation):
 
 
 class _ClearUnless(mtf.Operation):
-    """An operation that zeroes the accumulators, unless the update took gradients directly."""
+    """An operation that zeroes the accumulators, unless the update has taken gradients directly."""
 
     def __init__(self, added: _AddUnless):
         super().__init__([added.inputs[-1]], name="clear_accumulated_unless")

@@ -77,17 +77,18 @@ class StepConditions:
         `finite` is a boolean scalar: whether the gradients of the shards that are not skipped are
         finite. `has_data` is a boolean scalar: whether any shard has data in this step; None if
         there always are data. Only the stage that skips shards knows which shards these are. That
-        stage is further inside, and gives both scalars by `tell_finite`.
+        stage is inside the caller's, so that its operations are made later; it gives both scalars
+        by `tell_finite`.
         """
         self._if_finite.append(then)
 
     def tell_finite(self, make: Callable[[], tuple[mtf.Tensor, mtf.Tensor | None]]) -> None:
         """Calls the functions that outer stages have registered by `when_finite_is_known`.
 
+        A stage that skips single shards calls this method, before the branch of the update begins.
         `make` returns the two boolean scalars that the registered functions take, `finite` and
-        `has_data`; without registered functions, `make` is not called. If all shards are skipped
-        because of their gradients, `finite` is false. A stage calls this method before the branch
-        of the update begins.
+        `has_data`. If all shards are skipped because of their gradients, `finite` must be false.
+        `make` is not called if no function is registered.
         """
         if self._if_finite:
             finite, has_data = make()
@@ -249,10 +250,10 @@ class StepBuilder(StepConditions):
         return operations
 
     def _receive(self, number: int, gradients: GradientSet) -> None:
-        """Records that wrapper `number` received these gradients; later calls for it do nothing.
+        """Records the gradients that wrapper `number` received, if there is no record for it yet.
 
         Wrappers have the numbers 0, 1, ... from the outermost. A wrapper without stages passes on
-        what it receives, so all wrappers up to `number` without a record get the same record.
+        what it receives, so wrappers before `number` that have no record get the same record.
         """
         missing = number + 1 - len(self.received)
         self.received += [gradients] * missing
@@ -280,7 +281,7 @@ class StepBuilder(StepConditions):
 
     @contextlib.contextmanager
     def _opened(self, condition: Condition, gradients: GradientSet) -> Iterator[GradientSet]:
-        """Opens the branch of a block of stages for the time of a `with` block, and then closes it.
+        """Opens the branch in which a block of stages runs, for the time of a `with` block.
 
         `condition` is the condition of the block, and `gradients` are what the stage before the
         block returned. The gradients for the stages in the branch are the value of `with ... as`.
@@ -348,11 +349,13 @@ class StepBuilder(StepConditions):
         return self.stack.axes_now(self._number, grads)
 
     def shards_to_name(self, grads: Sequence[mtf.Tensor]) -> tuple[ReplicaAxes | None, bool]:
-        """Returns how the log numbers shards, for the stage that is being built, as two values.
+        """Returns how log lines of the stage that is being built number the shards, as two values.
 
-        The first value has the replica axes that number all shards of the mesh; None if they are
-        not known. The second value is false if each shard is an island (see
-        `Stack.shards_to_name`).
+        The first value has the replica axes whose shards are numbered: those of the whole mesh,
+        also inside islands; None if they are not known. The second value is true if a reduced
+        gradient is a sum over several of these shards. It is false inside islands of one shard
+        each, where a reduced gradient belongs to a single shard. `grads` are the gradients that the
+        stage's wrapper has received.
         """
         return self.stack.shards_to_name(self._number, grads)
 
@@ -363,11 +366,10 @@ class StepBuilder(StepConditions):
     def show(
         self, shown: Mapping[mtf.Variable, mtf.Variable], writes: Sequence[mtf.Operation]
     ) -> None:
-        """Makes `value_after` read other variables in place of some, as evaluation does.
+        """Makes `value_after` read other variables in the place of some, as evaluation does.
 
-        `shown` has, for each replaced variable, the variable that is read in its place. `writes`
-        are the operations that write the variables read in place of others: `value_after` reads
-        after these writes.
+        `shown` has, for each replaced variable, the variable that is read in its place.
+        `value_after` reads these variables after `writes`, the operations that write them.
         """
         self._shown = {**self._shown, **shown}
         self._shown_after += writes
@@ -469,7 +471,7 @@ class StepBuilder(StepConditions):
         extra: bool = False,
         is_mean: bool = False,
     ) -> GradientSet:
-        """Returns gradients that the strategy's own method `reduce_gradients` has reduced.
+        """Returns gradients after a reduction by the strategy's own method `reduce_gradients`.
 
         If the strategy has no method `reduce_gradients`, the gradients are returned as they are. A
         gradient that the strategy does not take, or has reduced in this step already, is returned
@@ -491,10 +493,10 @@ class StepBuilder(StepConditions):
     def value_after(
         self, variables: Sequence[mtf.Variable], updates: Sequence[mtf.Operation]
     ) -> Sequence[mtf.Tensor]:
-        """Returns the values that `variables` have after the operations `updates`, in their order.
+        """Returns the values that variables have after the operations `updates`, as mtf tensors.
 
-        The values are mtf tensors (see `mtf_gradsync.step.values_after`). For a variable that
-        `show` replaced, the value is that of the variable that is read in place of it.
+        The list is in the order of `variables`. If `show` has named another variable to be read in
+        the place of one of `variables`, the value is that of the other variable.
         """
         shown = [self._shown.get(v, v) for v in variables]
         return values_after(shown, [*updates, *self._shown_after])

@@ -119,16 +119,18 @@ class PerShard:
       mixed: what to do about gradients in which shards are mixed, because the program has summed
         over shards. "share": each shard takes an equal share. "reduce": they are reduced, and
         `GradientSet.already_reduced` has their positions. "refuse": they are an error.
-      or_else: a remedy besides exchanging the two wrappers, for the error that a wrapper around
-        this one reduces gradients. None if the stage also takes reduced gradients, of which each
-        shard then has an equal share.
+      or_else: if a wrapper around this one reduces gradients, an error says so and proposes to
+        exchange the two wrappers; this text is the other remedy that it proposes. None if the stage
+        also takes reduced gradients, of which each shard then has an equal share.
       warning: the warning about mixed gradients that are reduced, with fields for the wrapper's
         name, the variables and the operations that mix shards; "" for no warning.
-      adds_up: whether the stage only adds up the gradients of all shards. A shard may then hold a
-        term of the sum that is not its own gradient, such as an expert's for all examples.
+      adds_up: whether the stage only adds up the gradients of all shards. Then a shard may hold any
+        term of the sum, and not just its own gradient: an expert's gradient for the examples of all
+        shards, for example.
       remakes: whether the stage computes gradients in `GradientSet.made_of_sums` again, without the
-        shards that it skips. Such gradients are then no error, nor are gradients that depend on no
-        shard's data but are split over a replica axis; `already_reduced` has their positions.
+        shards that it skips. Then `mixed` does not apply to such gradients, nor to gradients that
+        depend on no shard's data but are split over a replica axis: they are passed to the stage
+        reduced, with their positions in `already_reduced`.
     """
 
     mixed: Literal["share", "reduce", "refuse"] = "share"
@@ -158,15 +160,15 @@ class Weights(NamedTuple):
 
 
 class OnlyWhen(NamedTuple):
-    """The values that a stage with a condition gives for the branch in which later stages run.
+    """What a stage with a condition says of the branch in which later stages run.
 
     Attributes:
       holds: a boolean scalar, the same on all processors: whether a step runs the branch.
       gate: the gate (which holds back writes) that the branch waits for; None inside another
         branch.
-      behind: operations of the step that the branch waits for, too.
-      first: a function that takes the set of gradients of the step, and returns the set for the
-        branch; None if the branch gets the set of the step.
+      behind: operations of the step that the branch waits for, besides the gate.
+      first: a function that makes the set of gradients for the branch, inside the branch, from the
+        set that the stage returned; None if the branch gets that set.
       last: a function that makes the last operations of the branch. They run even if the condition
         of a branch inside this one does not hold.
     """
@@ -192,14 +194,15 @@ class GradientSet:
         cast; None for no casts.
       already_reduced: the positions of gradients that are reduced although the form is `PER_SHARD`,
         because shards are mixed in them; also in sums of such gradients.
-      made_of_sums: by position, for some of the gradients in `already_reduced`, how to compute them
-        without the shards that a stage skips.
+      made_of_sums: for some of the gradients in `already_reduced`, by position: the sums over
+        shards from which they were computed, so that a stage can compute them again without shards
+        that it skips.
       weights: the weights of the gradients, which are those of a weighted mean; None if no weights
         were given.
-      unreduced: for reduced gradients, the set as it was before the reduction, from which shards
-        can be told apart; None if it is not known.
-      condition: what the stage gave for the branch in which later stages run; None if they run in
-        the same steps as the stage.
+      unreduced: if gradients are reduced, the set before the reduction, from which each shard's
+        part can be read; None if that set is not known.
+      condition: the condition under which later stages run, from the stage that returned the set;
+        None if they run in the same steps as that stage.
       branch: the branch of the step in which the gradients exist; None if they exist in every step.
     """
 
@@ -262,10 +265,11 @@ class GradientSet:
         return self.with_grads(on_present(self.grads, lambda _: present), form, **others)
 
     def only_when(self, holds: mtf.Tensor, gate: Gate | None, **others: Any) -> GradientSet:
-        """Returns the set as a stage with a `condition` returns it: later stages run conditionally.
+        """Returns a copy of the set with a condition: later stages run only in some steps.
 
-        Later stages run in the steps in which the boolean scalar `holds` is true. `gate` is what
-        the writes of the stage wait for, and `others` are more fields of `OnlyWhen`.
+        A stage that has a `condition` returns this copy. `holds` is a boolean scalar, true in the
+        steps in which later stages run. `gate` is the gate that holds back the writes of the stage;
+        the branch waits for it, too. `others` are more fields of `OnlyWhen`.
         """
         return dataclasses.replace(self, condition=OnlyWhen(holds, gate, **others))
 

@@ -195,7 +195,7 @@ def check_order(outer: Any, inner_stack: Sequence[Any]) -> None:
 
 
 def _line_of(wrapper: Any) -> str:
-    """Returns a line that says what a wrapper does, for an error; "" for what is no wrapper.
+    """Describes a wrapper in a line of an error; returns "" for an optimizer that is no wrapper.
 
     An example is "CrossShardOptimizer: reduce over batch, 4 shards: fused".
     """

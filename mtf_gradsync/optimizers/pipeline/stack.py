@@ -38,17 +38,19 @@ from mtf_gradsync.optimizers.pipeline.words import About, Line, bytes_told, over
 
 
 class Condition(NamedTuple):
-    """The condition of a stage on all that comes after it: it runs in some steps only.
+    """A stage's condition: all that comes after the stage runs in some steps only.
 
-    What comes after the stage runs in the steps in which a boolean scalar is true. The stage gives
-    this scalar to `GradientSet.only_when`.
+    These are the steps in which a boolean scalar is true. The stage gives this scalar to
+    `GradientSet.only_when`.
 
     Attributes:
-      when: which steps these are, if the condition decides when there is an update: the number of
-        steps that an update takes, a function from the number of updates to such a number, or
-        words. Only one stage of a stack can decide that; "" if the stage only skips some updates.
-      as_call: whether all that comes after is one function call, so that skipping it is cheap.
-      counts_every_step: whether the other steps advance the global step, too.
+      when: the steps with an update, if the condition decides which steps make one: the number of
+        steps that an update takes, a function from the number of updates to such a number, or text
+        for `describe`. Only one stage of a stack can decide that. "" if the stage only skips some
+        updates.
+      as_call: whether all that comes after the stage is one function call, so that steps that skip
+        it are cheap.
+      counts_every_step: whether steps in which the scalar is false advance the global step, too.
     """
 
     when: Any = ""
@@ -57,7 +59,7 @@ class Condition(NamedTuple):
 
 
 class Stage:
-    """A wrapper's work on gradients on their way to an update; the base class passes them on.
+    """A piece of a wrapper's work on gradients before an update; the base class changes nothing.
 
     A stage is a frozen dataclass, which does not change while a step is built: `apply` makes the
     operations of the step, and tells the builder what is to be made after the update or at the end.
@@ -72,7 +74,8 @@ class Stage:
         as the stage.
       finite: "skips" if the stage skips gradients that are not finite, so that stages inside do not
         get them; "needs" if it needs to get such gradients; "" otherwise.
-      squares: whether the stage squares gradients: squares overflow before gradients do.
+      squares: whether the stage squares gradients. A stage outside then checks their norm, because
+        squares overflow before gradients do.
       takes_parts: whether the stage also works on replicas' parts of gradients and variables.
     """
 
@@ -196,7 +199,7 @@ class Segment(NamedTuple):
 
 
 class Place(NamedTuple):
-    """The place of a wrapper in a stack.
+    """What a wrapper's stages depend on: its replica axes, and what is around it in the stack.
 
     Attributes:
       axes: the replica axes of the wrapper; inside islands, those of an island. None if they are
@@ -255,12 +258,13 @@ class Stack(NamedTuple):
     def shards_to_name(
         self, number: int, grads: Sequence[mtf.Tensor]
     ) -> tuple[ReplicaAxes | None, bool]:
-        """Returns how the log of wrapper `number` numbers shards, as two values.
+        """Returns how log lines of wrapper `number` number the shards, as two values.
 
-        The first value has the replica axes that number all shards of the mesh, also inside
-        islands; None if they are not known. The second value is the argument `of_shards_only` of
-        `not_finite_flags`: false if each shard is an island, because a reduced gradient then
-        belongs to a single shard. `number` and `grads` are as for `axes_now`.
+        The first value has the replica axes whose shards are numbered: those of the whole mesh,
+        also inside islands; None if they are not known. The second value is true if a reduced
+        gradient is a sum over several of these shards. It is false inside islands of one shard
+        each, where a reduced gradient belongs to a single shard. `number` and `grads` are as for
+        `axes_now`.
         """
         around = self.segments[number].islands
         if around is None or around.inside is None:
@@ -278,8 +282,8 @@ class _SkipsNotFinite(Stage):
 def stages_of(opt: Any) -> tuple[Stage, ...]:
     """Returns the stages that an optimizer has by itself, with nothing around it.
 
-    An optimizer that is no wrapper has no stages; it has one if its attribute `skips_not_finite` is
-    true.
+    The result is () for an optimizer that is no wrapper, unless its attribute `skips_not_finite` is
+    true: such an optimizer has one stage.
     """
     if hasattr(opt, "_place"):
         return tuple(opt.stages(opt._place(None, (), None)))
@@ -292,10 +296,11 @@ class Reduce(Stage):
 
     Attributes:
       reduction: the settings of the reduction.
-      partition: how gradients are split, if each replica is to get its part; None for full ones.
-      divides: what the gradients are divided by, as text; "" for nothing.
-      given: the form of the gradients that it gets. `Form.REDUCED` or `Form.PART` are sums of
-        reduced gradients, which are only split or gathered, and divided.
+      partition: how gradients are split, if each replica is to get only its part of them; None if
+        each replica is to get full gradients.
+      divides: what `describe` says about the division of the gradients; "" if they are not divided.
+      given: the form of the gradients that the stage gets. If it is `Form.REDUCED` or `Form.PART`,
+        they are sums of reduced gradients, which are only split or gathered, and divided.
     """
 
     reduction: Reduction

@@ -179,11 +179,12 @@ _logger = logging.getLogger("mtf_gradsync")
 
 
 class _Maker(StateMaker):
-    """The maker of state variables that a strategy is given; it records which it made.
+    """The object by which a strategy makes its state variables; it records which it has made.
 
     Attributes:
-      made: the variables that the strategy got, in order; for pieces, their ranges of variables.
-      compression: the report of the strategy on the bytes that it sends; None without a report.
+      made: what the strategy was given, in order: variables, or for pieces of variables their
+        ranges of state variables.
+      compression: the numbers of bytes that the strategy says it saves; None if it says nothing.
     """
 
     def __init__(
@@ -253,7 +254,8 @@ class ReducedByStrategy(NamedTuple):
     Attributes:
       sums: the reduced gradient of each variable.
       new_state: pairs of a state variable of the strategy and its new value, not written yet.
-      compressions: reports of the strategy, with the bytes of gradients and the bytes it sends.
+      compressions: for each group of gradients that the strategy compresses, the bytes of the
+        gradients and the bytes that it sends.
     """
 
     sums: dict[mtf.Variable, mtf.Tensor]
@@ -351,7 +353,7 @@ def reduce_by_strategy(
 def _sets(
     gradients: GradientSet, axes: ReplicaAxes, reduced_before: Collection[mtf.Variable]
 ) -> dict[tuple[mtf.Dimension, ...], list[tuple[mtf.Variable, mtf.Tensor]]]:
-    """Returns the gradients that are to be reduced, grouped by the shard dims to reduce them over.
+    """Groups the gradients that are to be reduced by the shard dims over which they are summed.
 
     The result has a list of pairs (variable, gradient) for each tuple of shard dims. Left out are
     gradients that are not sums over shards, and gradients of variables in `reduced_before`.

@@ -23,11 +23,11 @@ from mtf_gradsync.step import PlanExtension, StepPlan
 
 
 class Recorded(NamedTuple):
-    """The weights given to `compute_gradients` for a gradient.
+    """The weights with which `compute_gradients` has computed a gradient.
 
     Attributes:
-      weights: a number, a tf scalar or an mtf tensor, which were checked; None if the losses of
-        shards were averaged with equal weights.
+      weights: a number, a tf scalar or an mtf tensor, as `check_weights` returned it; None if the
+        losses of shards were averaged with equal weights.
       in_loop: whether `compute_gradients` was called in the body of a loop.
     """
 
@@ -56,11 +56,11 @@ class WeightsOfGradients(PlanExtension):
         self.weighted = {**self.weighted, loss: weighted}
 
     def behind(self, grads: Sequence[mtf.Tensor]) -> list[list[Recorded]]:
-        """Returns, for each of `grads`, the records of the gradients from which it was computed.
+        """Returns, for each gradient, the weights on record for those that it was computed from.
 
-        A clipped gradient, for example, was computed from the gradient before the clip. Records of
-        the same weights are listed once. The list for a gradient is empty if nothing from which it
-        was computed has a record.
+        A clipped gradient, for example, was computed from the gradient before the clip, for which
+        `record` was called. Equal weights are listed once. The list for a gradient is empty if
+        there is no record of any gradient from which it was computed.
         """
         found: list[list[Recorded]] = [[] for _ in grads]
         if not self._given or not grads:
@@ -96,18 +96,24 @@ def _key(weights: Any) -> Any:
 def agreed_weights(
     weights: Any, found: Sequence[Sequence[Recorded]], variables: Sequence[mtf.Variable]
 ) -> Any:
-    """Returns the weights that all gradients of a step share; None if they have no weights.
+    """Returns the weights of a step's gradients; None if no weights were given.
 
-    The result is a number, a tf scalar or an mtf tensor.
+    All gradients of a step must have the same weights. The result is the argument `weights` or, if
+    that is None, the weights that `compute_gradients` was given for the gradients: a number, a tf
+    scalar or an mtf tensor.
 
     Args:
-      weights: the weights that were given to `apply_grads`, as `check_weights` returned them; None
-        if none were given.
-      found: what `WeightsOfGradients.behind` returns for the step's gradients.
-      variables: the variables of these gradients.
+      weights: the weights that `apply_grads` was given, as `check_weights` returned them; None if
+        it was given none.
+      found: for each gradient of the step, the weights on record for the gradients that it was
+        computed from, as `WeightsOfGradients.behind` returns them.
+      variables: the variables of these gradients, in the same order. Errors name them.
 
     Raises:
-      ValueError: gradients have different weights, or only some of them have weights.
+      ValueError: gradients have different weights; only some of them have weights;
+        `compute_gradients` was given weights in the body of a loop; or `apply_grads` was given
+        weights of shards, but `compute_gradients` has averaged the losses of shards with equal
+        weights already.
     """
     first: dict[Any, tuple[Any, str]] = {}  # by key: weights, and the name of a variable with them
     equal, without = "", ""  # variables with equal weights of shards; without weights
@@ -214,7 +220,7 @@ def _as_tensor(weights: Any, mesh: mtf.Mesh) -> mtf.Tensor:
 
 
 def _by_shard(weights: mtf.Tensor, axes: ReplicaAxes) -> mtf.Tensor:
-    """Returns the weight of each shard, `[shard dims...]`, from a tensor with some shard dims.
+    """Returns the weight of each shard, `[shard dims...]`, from weights that have some shard dims.
 
     If `weights` is longer than the number of shards along a dimension, it has one weight for each
     example, and the weights of a shard's examples are added up. A weight that several shards have
@@ -306,15 +312,18 @@ def divided(grad: mtf.Tensor, by: mtf.Tensor) -> mtf.Tensor:
 def weighted_shards(
     grads: MaybeGradients, weights: Weights, axes: ReplicaAxes | None, strategy: Strategy
 ) -> list[mtf.Tensor | None]:
-    """Returns gradients with zeros for shards of weight 0, and penalties shared by weight.
+    """Returns gradients of shards, changed so that they fit the weights of the shards.
 
-    A shard with a weight of 0 gets zeros, because its loss may have been 0 / 0. A term of the loss
-    that depends on no data, such as weight decay, has a gradient of which each shard has a part:
-    these parts become proportional to the weights. Gradients of terms that depend on data stay as
-    they are, because `weighted_loss` has weighted these terms. The returned gradients have shard
-    dims. Gradients whose terms of shards cannot be recovered stay as they are, and so do all
-    gradients if shards have no weights of their own. `axes` are the replica axes, and `strategy`
-    makes the sums over other mesh axes that per-shard gradients need.
+    Two things change. A shard with a weight of 0 gets zeros, because its loss may have been 0 / 0.
+    And a term of the loss that depends on no data, such as a penalty on weights, has a gradient of
+    which each shard holds an equal part: the parts become proportional to the shards' weights.
+    Gradients of terms that depend on data need no change, because `weighted_loss` has weighted
+    these terms.
+
+    The changed gradients have shard dims. A gradient is returned unchanged if the terms of its
+    shards cannot be recovered, and all gradients are if shards have no weights of their own. `axes`
+    are the replica axes, and `strategy` makes the sums over other mesh axes that per-shard
+    gradients need.
     """
     of_shards = weights.of_shards
     if axes is None or of_shards is None or axes.num_shards == 1:
@@ -373,7 +382,7 @@ def with_weights(stack: Stack, axes: ReplicaAxes | None, slots: SlotBook) -> Sta
 
 @dataclasses.dataclass(frozen=True)
 class _WeighShards(Stage):
-    """The first stage: it fits the gradients of shards to weights (see `weighted_shards`)."""
+    """The stage before those of all wrappers: it fits gradients to weights (`weighted_shards`)."""
 
     strategy: Strategy
     axes: ReplicaAxes | None
@@ -389,7 +398,7 @@ class _WeighShards(Stage):
 
 @dataclasses.dataclass(frozen=True)
 class _OnlyWithData(Stage):
-    """The last stage: it lets only gradients with a weight above 0 make an update.
+    """The stage after those of all wrappers: it skips an update whose gradients have a weight of 0.
 
     The stage counts the updates that it skips in the variable
     `<name of the outermost wrapper>/without_data`.

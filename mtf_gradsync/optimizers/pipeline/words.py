@@ -10,13 +10,13 @@ from mtf_gradsync.mesh.axes import ReplicaAxes
 
 
 class Line(NamedTuple):
-    """The work of a stage, in words.
+    """A line of `describe`: a part of a stage's work, in words.
 
     Attributes:
       what: the work, for example "clip to a global norm of 1".
       when: the steps on which the work is done; "" for the steps on which the stage runs.
-      after: whether the work is done after the update.
-      first: whether the work is done on every step, before all stages.
+      after: whether the work is done after the update, and not where the stage is.
+      first: whether the work is done on every step before all stages, and not where the stage is.
     """
 
     what: str
@@ -57,8 +57,8 @@ def over(axes: ReplicaAxes | None) -> str:
 def told(value: Any) -> str:
     """Returns the value of a setting as text for a line of `describe`.
 
-    The text of None, a boolean, a string or a number is the value itself, such as "0.1". The text
-    of a tensor or variable has its name: "the value of learning_rate".
+    For None, a boolean, a string or a number the text is the value itself, such as "0.1". For a
+    tensor or variable the text has its name: "the value of learning_rate".
     """
     if value is None or isinstance(value, (bool, str)):
         return str(value)
@@ -70,7 +70,7 @@ def told(value: Any) -> str:
 def strategy_told(strategy: Any) -> str:
     """Returns a reduction strategy as text: "fused" for `FusedAllReduce`, for example.
 
-    The text of a strategy without a word of its own has the name of its class: "by MyStrategy".
+    For a strategy of another library the text has the name of its class: "by MyStrategy".
     """
     name, inner = type(strategy).__name__, getattr(strategy, "reducer", None)
     narrow = getattr(strategy, "compressed_dtype", None)
