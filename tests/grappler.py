@@ -39,7 +39,7 @@ def turn_off() -> None:
 
     tf.Session.__init__ = without
 
-    options_of, machine = loaded_program.compile_options, executable._machine
+    options_of, machine = loaded_program.compile_options, executable._describe_environment
 
     @functools.wraps(options_of)
     def with_quick_options(devices: Sequence[Any], options: Mapping[str, Any] | None = None) -> Any:
@@ -49,7 +49,7 @@ def turn_off() -> None:
 
     loaded_program.compile_options = with_quick_options
     # What was compiled so is not taken from a cache by sessions that want it otherwise.
-    executable._machine = lambda devices: f"{machine(devices)} {_wanted}"
+    executable._describe_environment = lambda devices: f"{machine(devices)} {_wanted}"
 
 
 @contextlib.contextmanager

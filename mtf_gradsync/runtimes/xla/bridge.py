@@ -74,7 +74,7 @@ def collective(node: tf.NodeDef, data: Sequence[tf.Tensor]) -> list[tf.Tensor]:
 
 
 class Randomness:
-    """Replacements for TensorFlow's stateful random operations, which use an explicit state.
+    """Makes operations that replace TensorFlow's random ones, and draw from a state of the core.
 
     `state` is the handle of an int64 variable ``[STATE_WORDS]`` that holds the state of the random
     numbers.
@@ -84,7 +84,7 @@ class Randomness:
         self._state = state
 
     def stand_ins(self) -> dict[str, StandIn]:
-        """Returns functions that make the replacements, by the type of the replaced operation.
+        """Returns, for each type of random operation, a function that makes the replacement.
 
         Each function takes a replaced operation's node and inputs, and returns the outputs of the
         replacement.
@@ -113,9 +113,9 @@ class Randomness:
     def _draw(self, node: tf.NodeDef, size: int) -> dict[str, Any]:
         """Returns "key", "counter" and "alg", the arguments of a stateless random operation.
 
-        The method also moves the state on by `size`, so that the next operation gives other random
-        numbers. `size` is how many random numbers this operation makes. `node` is the replaced
-        operation, whose seeds are mixed into the key.
+        The method also advances the state by `size`, the number of random numbers that this
+        operation makes, so that the next operation gives other random numbers. `node` is the
+        replaced operation, whose seeds are mixed into the key.
         """
         before = tf.raw_ops.RngReadAndSkip(
             resource=self._state, alg=tf.constant(_PHILOX), delta=tf.constant(size, tf.uint64)
@@ -163,11 +163,11 @@ class Randomness:
         return [tf.gather(data[0], tf.argsort(self._uniform(node, [rows])))]
 
     def _samples(self, node: tf.NodeDef, data: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """Returns the output of a ``Multinomial``: class numbers ``[batch, samples]``, in a list.
+        """Returns the output that replaces a ``Multinomial``'s: classes ``[batch, samples]``.
 
-        `node` is the ``Multinomial``. `data` are the inputs of the ``Multinomial``: logits
-        ``[batch, classes]`` and the number of samples, a constant. Each sample is the argmax of the
-        logits plus Gumbel noise.
+        The result is a list of this one tensor. `node` is the ``Multinomial``, and `data` are its
+        inputs: logits ``[batch, classes]`` and the number of samples, a constant. Each sample is
+        the argmax of the logits plus Gumbel noise.
         """
         logits = tf.cast(data[0], tf.float32)
         batch, classes = logits.shape.as_list()
@@ -208,7 +208,7 @@ class Hlo(NamedTuple):
     updated: tuple[int, ...]  # for each further result, the parameter that it replaces
     # Whether it draws random numbers. If so, the last parameter is their state, int64 ``[3]``.
     has_randomness: bool
-    turns: dict[str, int]  # name of a ``While`` operation -> the loop's number of iterations
+    iterations: dict[str, int]  # name of a ``While`` operation -> the loop's number of iterations
 
 
 def to_hlo(replica: ReplicaProgram) -> Hlo:
@@ -225,7 +225,7 @@ def to_hlo(replica: ReplicaProgram) -> Hlo:
         # The bridge reads only their shapes.
         live = [tf2.Variable(tf2.zeros(i.shape, i.dtype), trainable=False) for i in variables]
         state = tf2.Variable(tf2.zeros([STATE_WORDS], tf2.int64), trainable=False)
-        turns: dict[str, int] = {}
+        iterations: dict[str, int] = {}
 
         def body(*values: Any) -> Any:
             capture = tf.get_default_graph().capture
@@ -238,7 +238,7 @@ def to_hlo(replica: ReplicaProgram) -> Hlo:
             made, found = rebuild(
                 replica.graph_def, given, [*replica.fetches, *replica.effects], stand_ins
             )
-            turns.update(found)
+            iterations.update(found)
             if has_randomness:
                 with tf.control_dependencies([getattr(m, "op", m) for m in made]):
                     made.append(randomness.end_of_step())
@@ -273,5 +273,5 @@ def to_hlo(replica: ReplicaProgram) -> Hlo:
         num_fetches,
         tuple(aliases.values()),
         has_randomness,
-        turns,
+        iterations,
     )

@@ -59,10 +59,10 @@ def ask_for_cpu_devices(count: int, replace: bool = False) -> None:
         make_cpu_devices(count, replace)
 
 
-def check_keeps_order() -> None:
-    """Raises a ProcessesError if the installed jaxlib is too old for several CPU processes.
+def check_jaxlib_for_processes() -> None:
+    """Raises a ProcessesError if the installed jaxlib is too old for a mesh of CPU processes.
 
-    Old versions of jaxlib hang in collectives over the CPU devices of several processes.
+    Old versions hang in collectives if the mesh has CPU devices of several processes.
     """
     import jaxlib
 

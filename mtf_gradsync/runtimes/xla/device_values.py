@@ -98,7 +98,7 @@ class DeviceInputs:
 
 
 class DeviceVariables:
-    """The newest value of each variable, on the devices or in TensorFlow.
+    """The newest value of each variable, wherever it is: on the devices or in TensorFlow.
 
     At first all values are in the TensorFlow session `session`, whose variables have the names that
     they have in the user's graph. If the program runs in several processes, all of them have to
@@ -115,11 +115,11 @@ class DeviceVariables:
         # Name of a variable -> the keys that contain it; a key is `ReplicaInput.sources`.
         self._keys: dict[str, set[tuple[str, ...]]] = {}
 
-    def share(self) -> None:
-        """Sets the variables of all processes' sessions to the first process's values.
+    def copy_from_first_process(self) -> None:
+        """Sets the variables in TensorFlow, on every process, to the first process's values.
 
         Initial values of variables may be random, and then differ between processes. String
-        variables are not changed.
+        variables are not changed. All processes have to call this method.
         """
         if self._cores.is_alone:
             return

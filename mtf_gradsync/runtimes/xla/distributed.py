@@ -24,7 +24,7 @@ from mtf_gradsync.runtimes.processes.watchdog import Alarm, Membership, Watchdog
 from mtf_gradsync.runtimes.xla import gathering
 from mtf_gradsync.runtimes.xla.core_devices import (
     ask_for_cpu_devices,
-    check_keeps_order,
+    check_jaxlib_for_processes,
     leave_absent_tpus_alone,
 )
 from mtf_gradsync.runtimes.xla.gathering import may_be_from_another_process
@@ -93,10 +93,10 @@ def alarm_before_abort() -> tuple[Alarm | None, Callable[[], None]]:
         restore()
         os.close(writing)
 
-    return Alarm(reading, _in_words), undo
+    return Alarm(reading, _describe_crash), undo
 
 
-def _in_words(traceback: str) -> str:
+def _describe_crash(traceback: str) -> str:
     """Returns a text about a crash, made from the traceback that faulthandler wrote.
 
     The text says which signal ended the process, the versions of jax and jaxlib, and which Python
@@ -157,8 +157,8 @@ class Processes(Membership):
             raises the function's own error.
         """
         if self.process_index == 0:
-            return gathering.together(work)
-        gathering.together(lambda: None)
+            return gathering.call_on_all_processes(work)
+        gathering.call_on_all_processes(lambda: None)
         return work()
 
     def check_equal(self, what: str, value: str, advice: str = "") -> None:
@@ -251,9 +251,9 @@ def start_processes(
             "before anything that uses jax's devices, such as mtf_gradsync.xla.session."
         )
     if cpu_devices is not None:
-        check_keeps_order()
+        check_jaxlib_for_processes()
     end = time.monotonic() + timeout
-    cluster = _resolved(coordinator, num_processes, process_id, timeout)
+    cluster = _job_of(coordinator, num_processes, process_id, timeout)
     if cpu_devices is not None:
         ask_for_cpu_devices(cpu_devices, replace=True)
     use_cpu_collectives("gloo")
@@ -292,8 +292,8 @@ def start_processes(
 class _Job(NamedTuple):
     """This process's place in a job, as ``jax.distributed`` needs it.
 
-    The fields are those of `JaxCluster`. Only the field `local_device_ids` may be None, which
-    stands for all devices of the machine.
+    The fields are those of `JaxCluster`. If `local_device_ids` is None, the process uses all
+    devices of its machine. The other fields are never None.
     """
 
     coordinator: str
@@ -302,7 +302,7 @@ class _Job(NamedTuple):
     local_device_ids: list[int] | None
 
 
-def _resolved(
+def _job_of(
     coordinator: str | None, num_processes: int | None, process_id: int | None, timeout: float
 ) -> _Job:
     """Returns the job that the arguments describe, or the job that jax detects if all are None.

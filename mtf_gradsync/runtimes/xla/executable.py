@@ -172,7 +172,7 @@ class CoreModule(NamedTuple):
 
 
 def lowered(replica: ReplicaProgram, cache: Cache) -> CoreModule:
-    """Turns a core's program into StableHLO, or takes the StableHLO from the cache."""
+    """Turns a core's program into StableHLO, unless the cache has the StableHLO already."""
     import jaxlib
 
     key = key_of(
@@ -193,7 +193,7 @@ def lowered(replica: ReplicaProgram, cache: Cache) -> CoreModule:
 
 
 def loaded(program: CoreModule, devices: Sequence[Any], cache: Cache) -> LoadedProgram:
-    """Compiles a program for devices, or takes the compiled program from the cache.
+    """Compiles a program for devices, unless the cache has the compiled program already.
 
     `devices` are jax devices, one for each core. Raises an UnsupportedProgramError when XLA cannot
     compile the program.
@@ -201,7 +201,7 @@ def loaded(program: CoreModule, devices: Sequence[Any], cache: Cache) -> LoadedP
     module = program.module
     if devices[0].platform == "cpu" and not writes_over_arguments_well():
         module = without_overwriting(module)
-    key = key_of(f"compiled {_COMPILING_VERSION}", _machine(devices), module)
+    key = key_of(f"compiled {_COMPILING_VERSION}", _describe_environment(devices), module)
     kept = cache.get(key)
     if kept is not None:
         try:
@@ -219,10 +219,11 @@ def loaded(program: CoreModule, devices: Sequence[Any], cache: Cache) -> LoadedP
     return LoadedProgram(executable, devices)
 
 
-def _machine(devices: Sequence[Any]) -> str:
-    """Returns text about all but the program that a compiled program depends on, for cache keys.
+def _describe_environment(devices: Sequence[Any]) -> str:
+    """Describes the compiler and the devices, on which a compiled program depends, as one text.
 
-    The text has the version of jaxlib, the devices, XLA's flags and the kind of CPU.
+    The text has the version of jaxlib, the devices, XLA's flags and the kind of CPU. It is a part
+    of the cache key of a compiled program. `devices` are jax devices, one for each core.
     """
     import jaxlib
 
@@ -276,7 +277,7 @@ class PreparedProgram:
 
     @property
     def all_compiled(self) -> tuple[CompiledCore, ...]:
-        """The programs that were compiled so far."""
+        """The programs compiled so far, one for each set of fetches."""
         return tuple(self._compiled.values())
 
     def compiled(self, inside: tuple[str, ...]) -> CompiledCore:
@@ -292,16 +293,16 @@ class PreparedProgram:
             self._cores.check_same("the programs", module.module.encode())
             program = loaded(module, self._cores.devices, self._cache)
             if not self._cores.is_alone:
-                self._cores.check_same("the orders of collectives", _order(program))
+                self._cores.check_same("the orders of collectives", _collective_order(program))
             self._compiled[inside] = CompiledCore(replica, module, program)
         return self._compiled[inside]
 
 
-def _order(program: LoadedProgram) -> bytes:
-    """Returns text, as bytes, that lists a compiled program's collectives in their order.
+def _collective_order(program: LoadedProgram) -> bytes:
+    """Lists a compiled program's collectives as one text, in the order in which they begin.
 
-    The collectives are listed in the order in which they begin. Processes compare these texts, as
-    all processes have to run the same collectives in the same order.
+    Processes compare these texts, as all processes have to run the same collectives in the same
+    order.
     """
     found = find_hlo_collectives(compiled_hlo(program.executable))
     return repr([(c.operation, c.bytes_per_core, c.groups, c.inside) for c in found]).encode()

@@ -31,8 +31,8 @@ from mtf_gradsync.runtimes.xla.runner.files import (
     check_free,
     distinct_rows,
     dtype_of,
+    from_savable,
     read_manifest,
-    with_dtype,
     write_folder,
 )
 from mtf_gradsync.runtimes.xla.stablehlo import to_artifact
@@ -92,13 +92,12 @@ class _Host:
             )
         return session.run({name: access.read[name] for name in names})
 
-    def others(self, held: Collection[str]) -> list[str]:
-        """Returns the names of the global variables outside the program, sorted.
+    def variables_except(self, inside: Collection[str]) -> list[str]:
+        """Returns the names of the user's global variables except those in `inside`, sorted.
 
-        `held` has the names of the variables that the program holds. These names are left out of
-        the result.
+        `inside` has the names of the variables that the program has, as slices or as masters.
         """
-        return sorted(set(self._ops.masters) & set(self._access.read) - set(held))
+        return sorted(set(self._ops.masters) & set(self._access.read) - set(inside))
 
     def is_counter(self, name: str) -> bool:
         """Returns whether a tensor is the step counter's value before the step, perhaps cast.
@@ -204,7 +203,7 @@ def export(
         }
         held = {source for v in variables if v not in counted for source in v.sources}
         in_slices = {n for v in variables for n in entries.master_names(v, meshed)}
-        others = host.others(held | in_slices)
+        others = host.variables_except(held | in_slices)
         values = host.values(sorted({*held, *others}), session or opened)
     # numpy's files cannot hold strings without pickle; no program trains them.
     others = [name for name in others if values[name].dtype != object]
@@ -245,13 +244,13 @@ def export(
             write_folder(Path(folder), manifest, contents.arrays, files, replace)
 
     if isinstance(session, XlaSession):
-        session.cores.together(write)
+        session.cores.call_on_all_processes(write)
     else:
         write()
 
 
 class _Contents:
-    """The entries for a program's parameters in the manifest, in order, and their values."""
+    """The manifest's entries for a program's parameters, in order, and the parameters' values."""
 
     def __init__(self) -> None:
         self.parameters: list[dict[str, Any]] = []
@@ -379,8 +378,8 @@ def to_checkpoint(folder: str | os.PathLike[str], path: str | os.PathLike[str]) 
 
     Returns:
       The path to give to ``restore``. Programs with the same variables can read the checkpoint, on
-      another mesh, on another runtime or without a mesh. A step counter
-      (``tf.train.get_global_step``) outside the program is increased by the runner's steps.
+      another mesh, on another runtime or without a mesh. The value of a step counter outside the
+      program (``tf.train.get_global_step``) includes the steps that the runner made.
 
     Raises:
       StepError: when a file is missing or damaged.
@@ -389,10 +388,10 @@ def to_checkpoint(folder: str | os.PathLike[str], path: str | os.PathLike[str]) 
     found: dict[str, np.ndarray] = {}
     with np.load(Path(folder) / VALUES, allow_pickle=False) as file:
         for name, dtype in manifest["others"].items():
-            found[name] = with_dtype(file[f"others/{name}"], dtype)
+            found[name] = from_savable(file[f"others/{name}"], dtype)
         for p in manifest["parameters"]:
             if p["kind"] == "variable":
-                stored = with_dtype(file[array_name(p)], p["dtype"])
+                stored = from_savable(file[array_name(p)], p["dtype"])
                 dtype = dtype_of(p["whole"]["dtype"] if p["whole"] else p["dtype"])
                 for name, value in assemble(p, [stored[row] for row in p["rows"]]).items():
                     found[name] = value.astype(dtype)

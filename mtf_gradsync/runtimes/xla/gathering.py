@@ -9,9 +9,9 @@ from typing import Any, Callable, Iterator, Sequence, TypeVar
 import numpy as np
 
 from mtf_gradsync.runtimes.processes.members import ProcessesError
-from mtf_gradsync.runtimes.xla.core_devices import check_keeps_order
+from mtf_gradsync.runtimes.xla.core_devices import check_jaxlib_for_processes
 from mtf_gradsync.runtimes.xla.runner.jax_devices import exchanged
-from mtf_gradsync.runtimes.xla.runner.loaded_program import wait_for_turn
+from mtf_gradsync.runtimes.xla.runner.loaded_program import wait_for_last_program
 
 
 class ExchangeError(ProcessesError):
@@ -45,12 +45,12 @@ _PIECE_BYTES = 64 << 20
 _TEXT_BYTES = 600
 
 
-def together(work: Callable[[], _Result]) -> _Result:
-    """Calls a function on this process, waits until all processes have, and returns the result.
+def call_on_all_processes(work: Callable[[], _Result]) -> _Result:
+    """Calls `work` on this process, waits until every process has done so; returns its result.
 
-    All processes have to call `together`. If `work` raises an exception on this process, this
-    exception is raised. If `work` raises an exception on another process only, an
-    `OtherProcessError` is raised.
+    All processes have to call `call_on_all_processes`, each with its own function. If `work` raises
+    an exception on this process, this exception is raised. If a function raises an exception on
+    another process only, an `OtherProcessError` is raised here.
     """
     try:
         result = work()
@@ -108,10 +108,10 @@ def _texts_of_all(text: str) -> list[str]:
     return [t.tobytes().rstrip(b"\0").decode("utf-8", "replace") for t in texts]
 
 
-def _pieces(values: Sequence[np.ndarray]) -> Iterator[list[np.ndarray]]:
-    """Yields `values` in lists of at most `_PIECE_BYTES` bytes, in order, to be exchanged in turn.
+def _split_for_exchange(values: Sequence[np.ndarray]) -> Iterator[list[np.ndarray]]:
+    """Yields `values` in their order, in lists of at most `_PIECE_BYTES` bytes each.
 
-    The lists are exchanged one after another, so that an exchange of many values takes little
+    The caller exchanges one list after another, so that an exchange of many values takes little
     memory. A value of more than `_PIECE_BYTES` bytes is alone in its list. Raises a ProcessesError
     if the values of two processes differ in shapes or dtypes.
     """
@@ -141,7 +141,7 @@ def _exchange_words(words: np.ndarray, how: str) -> np.ndarray:
     """
     import jax
 
-    wait_for_turn()
+    wait_for_last_program()
     try:
         return exchanged(words, tuple(jax.devices()), how)
     except (RuntimeError, ValueError) as error:  # jaxlib 0.4 raises what fails at once as either
@@ -177,7 +177,7 @@ class Cores:
     to call the methods of this class, and give equally many values of the same shapes.
 
     Attributes:
-      devices: the devices of all cores, in the order of the cores' physical numbers.
+      devices: the devices of all cores, in the order of the cores' numbers.
       local: the numbers of this process's cores.
       local_devices: the devices of this process's cores.
     """
@@ -190,7 +190,7 @@ class Cores:
         self.local_devices = [devices[core] for core in self.local]
         if not self.is_alone:
             if devices[0].platform == "cpu":
-                check_keeps_order()
+                check_jaxlib_for_processes()
             self._check_shares()
 
     @property
@@ -200,20 +200,20 @@ class Cores:
 
     @property
     def is_first(self) -> bool:
-        """Whether this process, as process 0 or with all cores, does the work of all processes.
+        """Whether this process does the work that one process does for all, such as writing files.
 
-        Work that one process does for all processes is writing files, for example.
+        It is process 0, or the process that has all cores.
         """
         return self.is_alone or self._me == 0
 
     def gather(self, local: Sequence[Sequence[np.ndarray]]) -> list[list[np.ndarray]]:
-        """Returns, for each of several quantities, its values on all cores, in the cores' order.
+        """Returns, for each of several arrays, its values on all cores, in the cores' order.
 
-        `local` has, for each of the quantities, the values on this process's cores.
+        `local` has, for each of the arrays, the list of its values on this process's cores.
         """
         if self.is_alone:
             return [list(per_core) for per_core in local]
-        pieces = _pieces([np.stack(per_core) for per_core in local])
+        pieces = _split_for_exchange([np.stack(per_core) for per_core in local])
         # For each value an array [processes, cores, ...].
         stacked = [value for piece in pieces for value in _exchanged(piece)]
         rows: dict[int, int] = collections.defaultdict(int)
@@ -232,7 +232,7 @@ class Cores:
         if self.is_alone:
             return list(values)
         found = []
-        for piece in _pieces(values):
+        for piece in _split_for_exchange(values):
             packed = _packed(piece)
             words = np.pad(packed, (0, -len(packed) % 4)).view(np.uint32)
             # All other processes add zeros to it.
@@ -240,9 +240,13 @@ class Cores:
             found += [v[0] for v in _unpacked(sent.view(np.uint8)[np.newaxis], piece)]
         return found
 
-    def together(self, work: Callable[[], _Result]) -> _Result:
-        """Calls a function on every process of these cores, as `gathering.together` does."""
-        return work() if self.is_alone else together(work)
+    def call_on_all_processes(self, work: Callable[[], _Result]) -> _Result:
+        """Calls `work` on this process, and waits until every process of these cores has done so.
+
+        Returns what `work` returned. If it fails on any process, an error is raised on all; see
+        `gathering.call_on_all_processes`.
+        """
+        return work() if self.is_alone else call_on_all_processes(work)
 
     def check_same(self, what: str, content: bytes) -> None:
         """Raises a ProcessesError unless all processes of these cores have the same content.

@@ -140,7 +140,7 @@ class Instruction:
 
     @property
     def called(self) -> list[Computation]:
-        """The computations that the instruction calls: of a fusion, loop, branch or call."""
+        """The computations that the instruction calls, as fusions, loops, branches and calls do."""
         return [self._computation.module.computations[i] for i in self.proto.called_computation_ids]
 
     @property

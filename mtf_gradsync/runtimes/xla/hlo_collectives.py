@@ -99,17 +99,18 @@ _CHAIN = "chain_id"
 
 
 def _walk(
-    computation: Computation, inside: tuple[str, ...], chains: set[str] | None = None
+    computation: Computation, inside: tuple[str, ...], yielded_ids: set[str] | None = None
 ) -> Iterator[HloCollective]:
     """Yields the collectives of a computation and of the computations that it calls, in order.
 
-    `inside` are the branches and loops around the computation, as in `HloCollective`. If the
-    computation is a fusion, `chains` is the set of the ids of the collectives that were yielded
-    already. The TPU compiler may copy a collective in a fusion; a copy has the id of the original,
-    and is left out. If the computation is not in a fusion, `chains` is None.
+    `inside` are the branches and loops around the computation, as in `HloCollective`.
+
+    The TPU compiler may put copies of one collective into several fusions; the copies have the same
+    id, and only the first of them is yielded. If the computation is a fusion, `yielded_ids` has the
+    ids that were yielded before; the new ones are added to it. Otherwise `yielded_ids` is None.
     """
-    is_fused = chains is not None
-    chains = set() if chains is None else chains
+    is_fused = yielded_ids is not None
+    yielded_ids = set() if yielded_ids is None else yielded_ids
     for instruction in computation.instructions:
         # An operation split into start and end counts once, at its start.
         if instruction.opcode.endswith(("-update", "-done")):
@@ -117,9 +118,9 @@ def _walk(
         attributes = instruction.proto.frontend_attributes.map
         if instruction.operation in COLLECTIVES:
             if _CHAIN in attributes:
-                if attributes[_CHAIN] in chains:
+                if attributes[_CHAIN] in yielded_ids:
                     continue
-                chains.add(attributes[_CHAIN])
+                yielded_ids.add(attributes[_CHAIN])
             operation, size = instruction.operation, sum(x.bytes for x in instruction.operands)
             if operation == "all-reduce" and is_fused:
                 operation, size = _sent_by_fused_all_reduce(instruction, size)
@@ -144,8 +145,8 @@ def _walk(
             )
         else:
             # A collective calls only the sum of two numbers; other operations may call collectives.
-            for called, around in zip(instruction.called, _around(instruction)):
-                fused = chains if instruction.opcode == "fusion" else None
+            for called, around in zip(instruction.called, _branch_or_loop(instruction)):
+                fused = yielded_ids if instruction.opcode == "fusion" else None
                 yield from _walk(called, inside + around, fused)
 
 
@@ -154,12 +155,12 @@ _PASSED_ON = frozenset(("bitcast", "convert", "copy", "get-tuple-element", "resh
 
 
 def _sent_by_fused_all_reduce(all_reduce: Instruction, size: int) -> tuple[str, int]:
-    """Returns the kind of collective that a fused all-reduce amounts to, and what a core puts in.
+    """Returns the kind of collective that a fused all-reduce amounts to, and its bytes.
 
     The kind is "reduce-scatter" if operations only cut parts out of the result of the all-reduce.
     It is "all-gather" if the operands of the all-reduce are parts that were written into arrays of
-    zeros. Otherwise it is "all-reduce". What a core puts in is a number of bytes. `size` is the
-    size of the all-reduce's operands in bytes.
+    zeros. Otherwise it is "all-reduce". The bytes are those that a core gives to the collective.
+    `size` is the number of bytes of the all-reduce's operands.
     """
 
     def only_slices(value: Instruction) -> bool:
@@ -168,28 +169,28 @@ def _sent_by_fused_all_reduce(all_reduce: Instruction, size: int) -> tuple[str, 
             for user, _ in value.users
         )
 
-    def put_in(value: Instruction) -> int | None:
-        """Returns the bytes of the parts that were written into zeros to make `value`.
+    def bytes_put_in(value: Instruction) -> int | None:
+        """Returns how many bytes were written into an array of zeros, or a constant, for `value`.
 
         The result is None if `value` was made in another way.
         """
         if value.opcode in _PASSED_ON:
-            return put_in(value.operands[0])
+            return bytes_put_in(value.operands[0])
         if value.opcode != "dynamic-update-slice":
             return None
         into, written = value.operands[:2]
-        more = 0 if into.opcode in ("broadcast", "constant") else put_in(into)
+        more = 0 if into.opcode in ("broadcast", "constant") else bytes_put_in(into)
         return None if more is None else more + written.bytes
 
     if only_slices(all_reduce):
         return "reduce-scatter", size
-    parts = [put_in(operand) for operand in all_reduce.operands]
+    parts = [bytes_put_in(operand) for operand in all_reduce.operands]
     if None in parts:
         return "all-reduce", size
     return "all-gather", sum(part for part in parts if part is not None)
 
 
-def _around(instruction: Instruction) -> list[tuple[str, ...]]:
+def _branch_or_loop(instruction: Instruction) -> list[tuple[str, ...]]:
     """Returns, for each computation that an instruction calls, the branch or loop that it is in.
 
     The branch or loop is a tuple of one name, as in ("body of while.7",) or ("branch true of

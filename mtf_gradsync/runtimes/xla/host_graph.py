@@ -45,10 +45,11 @@ class Touched(NamedTuple):
 
 
 class Needs(NamedTuple):
-    """The values and operations of a step's first two parts that its last part needs.
+    """What the last part of a step needs from the first part and from the program.
 
-    The fields `carried` and `returned` are dicts. The keys of these dicts are the names of the
-    placeholders of the last part to which the values are fed.
+    The first part is what TensorFlow runs before the program, the last part what it runs after the
+    program. The keys of both dicts are names of placeholders in the last part; the values of the
+    dicts say with which tensors the placeholders are fed.
     """
 
     carried: dict[str, str]  # placeholder -> tensor of the first part
@@ -59,10 +60,10 @@ class Needs(NamedTuple):
 class HostGraph:
     """The part of a user's graph outside a program, as a finalized `graph` for a ``tf.Session``.
 
-    If the user's graph has other programs, they do not run. The constructor adds operations for
-    variables, `ops`, to the user's graph. `facts` is a `GraphFacts` of the user's graph: its nodes
-    and how they are connected. If the user's graph cannot run, the constructor raises an
-    UnsupportedProgramError and leaves the user's graph unchanged.
+    If the user's graph has other programs, these other programs do not run. The constructor adds
+    operations that initialize, copy and save variables, `ops`, to the user's graph. `facts` is a
+    `GraphFacts` of the user's graph: its nodes and how they are connected. If the user's graph
+    cannot run, the constructor raises an UnsupportedProgramError and leaves the graph unchanged.
     """
 
     def __init__(self, program: Program, lowerings: Sequence[mtf.Lowering]):
@@ -173,9 +174,9 @@ class HostGraph:
         return found
 
     def needs(self, names: Iterable[str]) -> Needs:
-        """Returns what is needed from a step's first two parts in order to run its last part.
+        """Returns what operations after the program need of it, and of what runs before it.
 
-        `names` are the names of the tensors to compute and the operations to run in the last part.
+        `names` are the names of the tensors to compute and the operations to run after the program.
         """
         found = self.ancestors(names)
         return Needs(
@@ -185,7 +186,7 @@ class HostGraph:
         )
 
     def touched(self, names: Iterable[str]) -> Touched:
-        """Returns the variables that are read or written when some operations of `graph` run.
+        """Returns the names of variables that are read or written when operations of `graph` run.
 
         `names` are names of operations of `graph`, or of tensors that such operations compute.
         """
@@ -284,7 +285,7 @@ class HostGraph:
 
 
 class FetchSource(NamedTuple):
-    """The source of a fetch's value, outside the program or on its cores."""
+    """Where the value of a fetch comes from: from outside the program, or from its cores."""
 
     # Outside: an operation or tensor, or one for each core, with "" for a core of another process.
     names: tuple[str, ...] = ()
@@ -329,7 +330,7 @@ class FetchPlan(NamedTuple):
 
     @classmethod
     def of(cls, places: Sequence[FetchSource], outside: HostGraph) -> FetchPlan:
-        """Returns the plan of a step.
+        """Returns what a step has to run and to fetch before, in and after the program.
 
         `places` are the sources of the fetches, as `HostGraph.source_of` returns them. `outside` is
         the part of the user's graph outside the program.

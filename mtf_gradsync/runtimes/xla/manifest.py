@@ -80,7 +80,7 @@ def describe_input(name: str, given: ReplicaInput, default: str | None) -> dict[
 
 
 def mesh_variables(lowerings: Sequence[mtf.Lowering]) -> dict[str, tuple[Any, mtf.MeshImpl]]:
-    """Returns Mesh-TensorFlow's variables with their meshes, by the name of their first slice."""
+    """Returns each variable of Mesh-TensorFlow with its mesh, by the name of its first slice."""
     found = {}
     for lowering in lowerings:
         for variable, laid_out in lowering.variables.items():
@@ -95,11 +95,11 @@ def mesh_variables(lowerings: Sequence[mtf.Lowering]) -> dict[str, tuple[Any, mt
 def master_names(
     given: ReplicaInput, mesh_variables: Mapping[str, tuple[Any, mtf.MeshImpl]]
 ) -> list[str]:
-    """Returns the names of the masters of which a program's variable holds slices.
+    """Returns the names of the masters of which a program's variable, `given`, holds slices.
 
-    `given` is the program's variable, and `mesh_variables` is what the function `mesh_variables`
-    returned. The result has several names if Mesh-TensorFlow has stacked several variables into
-    `given`. The result is empty if `given` is not a variable of Mesh-TensorFlow.
+    These are several names if Mesh-TensorFlow has stacked several variables into `given`, and none
+    if `given` is not a variable of Mesh-TensorFlow. `mesh_variables` is what the function
+    `mesh_variables` returned.
     """
     variable, _ = mesh_variables.get(given.sources[0], (None, None))
     return [] if variable is None else getattr(variable, "original_names", [variable.name])
@@ -180,7 +180,7 @@ def describe_results(
       replica: the program of one core.
       lowered: the same program as StableHLO.
       parameters: the manifest's entries for the program's parameters.
-      positions: for the name of each fetch, its number among the program's fetches.
+      positions: for the name of each fetch, its number among the program's results, from 0.
       graph: the user's graph, with the fetched tensors.
     """
     results = []

@@ -50,25 +50,25 @@ class ReplicaProgram(NamedTuple):
 
 
 def replica_program(program: Program, fetches: Sequence[Any] = ()) -> ReplicaProgram:
-    """Returns the program of one core: the operations of all side effects, and of some fetches.
+    """Returns the program of one core, with the operations for all side effects and some fetches.
 
     `program` is what `tpu_program` yielded. `fetches` are tensors of the program, or names of such
     tensors. The tensors must not be inside loops or conditionals. Raises a ValueError if a fetch is
     anything else. Raises an UnsupportedProgramError if HLO has nothing for one of the operations,
     or if an input has no static shape.
     """
-    return _Cut(program, fetches).result()
+    return _CoreExtraction(program, fetches).result()
 
 
-class _Cut:
-    """The extraction of one core's program from the user's graph, whose nodes have names here."""
+class _CoreExtraction:
+    """Extracts one core's program from the user's graph; its methods take nodes by their names."""
 
     def __init__(self, program: Program, fetches: Sequence[Any]):
         self._program = program
         self._facts = GraphFacts(program.graph.as_graph_def())
         find_collectives(self._facts)  # refuses groups that are not constant
         self._effects = find_effects(self._facts)
-        self._fetches = [self._fetch(f) for f in fetches]
+        self._fetches = [self._fetched_tensor(f) for f in fetches]
         self._inputs: dict[str, ReplicaInput] = {}
 
     def result(self) -> ReplicaProgram:
@@ -78,7 +78,7 @@ class _Cut:
         graph_def.library.CopyFrom(facts.graph_def.library)
         for function in graph_def.library.function:
             for node in function.node_def:
-                _for_xla(node)
+                _untie_from_tpu(node)
         effects = sorted(self._effects.last[self._program.name])
         needed = self._ancestors([split_input(f)[0] for f in self._fetches] + effects)
         made = []
@@ -86,7 +86,7 @@ class _Cut:
             if name in needed:
                 made.append(tf.NodeDef())
                 made[-1].CopyFrom(facts.node[name])
-                _for_xla(made[-1])
+                _untie_from_tpu(made[-1])
                 del made[-1].input[:]
                 made[-1].input.extend(self._node_inputs(name))
         inputs = sorted(self._inputs.values(), key=lambda i: i.is_variable)
@@ -101,10 +101,10 @@ class _Cut:
             self._program.num_replicas,
         )
 
-    def _after(self, name: str) -> set[str]:
-        """Returns the names of the nodes that must run before a node that uses the same variable.
+    def _must_run_before(self, name: str) -> set[str]:
+        """Returns the names of nodes whose side effects must come before the node `name` runs.
 
-        `name` is the name of the node that runs later and uses the same variable.
+        An example is a write to a variable that the node `name` reads.
         """
         effects = self._effects
         return effects.after.get(name, set()) | effects.after_all_cores.get(name, set())
@@ -127,7 +127,7 @@ class _Cut:
             found.add(name)
             if name in self._facts.cluster:
                 pending.extend(source for source, _ in self._facts.inputs(name))
-                pending.extend(self._after(name))
+                pending.extend(self._must_run_before(name))
                 if self._facts.is_conditional_switch(name):
                     # This node tells apart two conditionals that have the same predicate.
                     pending.append(split_input(self._facts.predicate_of(name))[0])
@@ -136,7 +136,7 @@ class _Cut:
     def _node_inputs(self, name: str) -> list[str]:
         if name not in self._facts.cluster:
             return []
-        data, control = [], {"^" + other for other in self._after(name)}
+        data, control = [], {"^" + other for other in self._must_run_before(name)}
         for source, number in self._facts.inputs(name):
             if number == CONTROL:
                 # Operations outside have run before the program begins.
@@ -145,15 +145,15 @@ class _Cut:
             elif self._is_inside(source):
                 data.append(join_input(source, number))
             else:
-                data.append(self._input(source, number))
+                data.append(self._add_input(source, number))
         return data + sorted(control)
 
-    def _input(self, source: str, number: int) -> str:
-        """Adds an input to the core's program, for a tensor from outside; returns its name.
+    def _add_input(self, source: str, number: int) -> str:
+        """Adds a placeholder to the core's program, for a tensor from outside; returns its name.
 
-        The tensor is output `number` of the node `source`; it may be the handle of a variable. The
-        input is a placeholder in the core's program, and the placeholder's name is returned. Raises
-        an UnsupportedProgramError if a core cannot hold the tensor.
+        The tensor is output `number` of the node `source`; it may be the handle of a variable. A
+        second call for the same tensor returns the same name. Raises an UnsupportedProgramError if
+        a core cannot hold the tensor.
         """
         facts = self._facts
         key = join_input(source, number)
@@ -191,12 +191,12 @@ class _Cut:
         )
         return name
 
-    def _fetch(self, fetch: Any) -> str:
-        """Returns the name of the tensor of the program to which a fetch leads, as in "loss:0".
+    def _fetched_tensor(self, fetch: Any) -> str:
+        """Returns the name of the program's tensor that a fetch asks for, as in "loss:0".
 
-        `fetch` is a tensor, or the name of a tensor. The tensor may be in the program, or it may be
-        the tensor outside that stands for a result of the program. Raises a ValueError if `fetch`
-        cannot be fetched.
+        `fetch` is a tensor of the user's graph, or its name: a tensor in the program, or an output
+        of a ``TPUReplicatedOutput``, which stands outside for a result of the program. Raises a
+        ValueError if `fetch` is anything else.
         """
         try:
             tensor = self._program.graph.as_graph_element(fetch, allow_operation=False)
@@ -225,7 +225,7 @@ def _placeholder(given: ReplicaInput) -> tf.NodeDef:
     return node
 
 
-def _for_xla(node: tf.NodeDef) -> None:
+def _untie_from_tpu(node: tf.NodeDef) -> None:
     """Removes the attributes that tie a node to TPUs, so that XLA's bridge accepts it."""
     untie(node)
     if node.op == "TPUReplicateMetadata":

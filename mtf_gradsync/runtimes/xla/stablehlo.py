@@ -20,7 +20,7 @@ from mtf_gradsync.runtimes.xla.runner.combiner import (
 )
 
 #: The attribute of a loop that has its number of iterations.
-TURNS = "mtf_gradsync.turns"
+ITERATIONS = "mtf_gradsync.turns"
 _STABLEHLO = {
     "AllGather": "stablehlo.all_gather",
     "AllToAll": "stablehlo.all_to_all",
@@ -37,7 +37,7 @@ def to_stablehlo(hlo: Hlo, with_names: bool = False) -> str:
     over the old values. If `with_names` is True, each operation of the module has the name of the
     operation in the TensorFlow graph from which it was made, and profiles of the compiled program
     show these names. If `with_names` is False, a loop has its number of iterations as the attribute
-    `TURNS`, provided that the TensorFlow graph says this number.
+    `ITERATIONS`, provided that the TensorFlow graph says this number.
     """
     from jax.interpreters import mlir
     from jaxlib.mlir import ir
@@ -52,10 +52,10 @@ def to_stablehlo(hlo: Hlo, with_names: bool = False) -> str:
             elif op.name == "stablehlo.custom_call":
                 _put_collective(op)
             elif op.name == "stablehlo.while" and not with_names:
-                turns = hlo.turns.get(str(op.location)[len('loc("') : -len('")')])
-                if turns is not None:
-                    op.attributes[TURNS] = ir.IntegerAttr.get(
-                        ir.IntegerType.get_signless(64), turns
+                iterations = hlo.iterations.get(str(op.location)[len('loc("') : -len('")')])
+                if iterations is not None:
+                    op.attributes[ITERATIONS] = ir.IntegerAttr.get(
+                        ir.IntegerType.get_signless(64), iterations
                     )
         main = main_of(module)
         _return_separately(main)
@@ -78,7 +78,7 @@ def without_overwriting(module: str) -> str:
 def share_constants(operation: Any) -> None:
     """Replaces equal constant arrays in each block of an MLIR operation by the first of them.
 
-    Equal constant arrays take much space: TensorFlow makes an array of relative positions, for
+    Without this, programs become large: TensorFlow makes an array of relative positions, for
     example, once for each layer. Such an array may have a megabyte, and more than two megabytes as
     text.
     """
@@ -144,7 +144,10 @@ def _matrix(groups: list[list[int]]) -> Any:
 
 
 def main_of(module: Any) -> Any:
-    """Returns the function "main" of an MLIR module, an MLIR operation; runs begin with it."""
+    """Returns the function "main" of an MLIR module, which a run of the program calls.
+
+    The function is an MLIR operation.
+    """
     from jaxlib.mlir import ir
 
     return next(

@@ -50,20 +50,20 @@ class Dispatched:
         structure: Any,
         places: Sequence[FetchSource],
         values: dict[str, Any],
-        look: Callable[[], None] = lambda: None,
+        check_steps: Callable[[], None] = lambda: None,
     ):
-        """Takes what makes the step's result.
+        """Stores what `result` needs; `XlaSession.dispatch` makes the object.
 
         Args:
           structure: the fetches, nested as the user gave them; the result is nested alike.
-          places: the sources of the fetches, in the order of ``tf.nest.flatten``.
-          values: the step's values by name.
-          look: a function that waits for all steps up to this one, and raises their errors.
+          places: where the values of the fetches come from, in the order of ``tf.nest.flatten``.
+          values: the step's values, by the name of the tensor.
+          check_steps: a function that waits for all steps up to this one, and raises their errors.
         """
         self._structure = structure
         self._places = places
         self._values = values
-        self._look = look
+        self._check_steps = check_steps
 
     def result(self) -> Any:
         """Waits for the step and returns its values.
@@ -78,7 +78,7 @@ class Dispatched:
         with devices_errors():
             found = [place.value(self._values) for place in self._places]
         if any(place.inside for place in self._places):
-            self._look()
+            self._check_steps()
         return tf.nest.pack_sequence_as(self._structure, found)
 
 
@@ -94,7 +94,7 @@ class XlaSession(ReplicaSession):
 
     Attributes:
       steps: how many steps were made so far. A user may set `steps` to the number of steps that
-        earlier runs made. If several processes report an error, they name the step by this number.
+        earlier runs made. In a program of several processes, errors name the step by this number.
     """
 
     def __init__(
@@ -137,7 +137,7 @@ class XlaSession(ReplicaSession):
         self._inputs = DeviceInputs(self._outside, cores)
         try:
             self._session.run(host.ops.initialize)
-            self._variables.share()
+            self._variables.copy_from_first_process()
             self._session.run(host.ops.to_slices)
         except BaseException:
             self._session.close()
@@ -174,11 +174,11 @@ class XlaSession(ReplicaSession):
         """
         with devices_errors():
             self._variables.wait()
-        self._look_until(self._dispatched)
+        self._report_skips_until(self._dispatched)
 
     def close(self) -> None:
         try:
-            self._look_until(self._dispatched)
+            self._report_skips_until(self._dispatched)
         except NoUpdateError as error:
             _logger.error("%s", error)
         except DevicesError:
@@ -224,28 +224,28 @@ class XlaSession(ReplicaSession):
         compiled = self._prepared.compiled(tuple(sorted({*plan.inside, *self._counts})))
         sources = self._inputs.sources(compiled.replica.tensors, feeds)
         first = {n: v for n, v in feeds.items() if not self._outside.is_after(n)}
-        everywhere = None
+        run_by_any = None
         if not self._cores.is_alone:
-            everywhere = plan.first.union(*(i.sources for i in compiled.replica.tensors))
-        values.update(self._run_outside(sources | plan.first, first, everywhere))
-        values.update(self._step(compiled, values, feeds, plan.shared))
+            run_by_any = plan.first.union(*(i.sources for i in compiled.replica.tensors))
+        values.update(self._run_outside(sources | plan.first, first, run_by_any))
+        values.update(self._run_program(compiled, values, feeds, plan.shared))
         step = self._dispatched = self._dispatched + 1
         self._pending_checks.append((step, {name: values[name] for name in self._counts}))
         # The caller may never ask for the results.
-        self._look_until(step - _STEPS_UNCHECKED)
+        self._report_skips_until(step - _STEPS_UNCHECKED)
         if plan.last:
             last = {n: v for n, v in feeds.items() if self._outside.is_after(n)}
             last.update((k, values[v]) for k, v in plan.needs.carried.items())
-            last.update(self._returned(plan.needs.returned, values))
+            last.update(self._values_for_host(plan.needs.returned, values))
             values.update(self._run_outside(plan.last, last))
-        return Dispatched(fetches, plan.places, values, lambda: self._look_until(step))
+        return Dispatched(fetches, plan.places, values, lambda: self._report_skips_until(step))
 
-    def _look_until(self, step: int) -> None:
-        """Waits for the steps up to number `step` of this session, and looks at what they skipped.
+    def _report_skips_until(self, step: int) -> None:
+        """Waits for this session's steps up to number `step`, and reports the updates they skipped.
 
-        Logs warnings about skipped updates, and raises a NoUpdateError if too many updates were
-        skipped. All processes look at the same steps, so that either all processes raise an error
-        or none does.
+        The method logs warnings about skipped updates, and raises a NoUpdateError if too many
+        updates were skipped. All processes check the same steps, so that either all processes
+        raise an error or none does.
         """
         while self._pending_checks and self._pending_checks[0][0] <= step:
             _, counts = self._pending_checks.popleft()
@@ -257,7 +257,7 @@ class XlaSession(ReplicaSession):
         found = self._run_outside(names, {}, names)
         return [found[name] for name in names]
 
-    def _step(
+    def _run_program(
         self,
         compiled: CompiledCore,
         values: dict[str, Any],
@@ -299,27 +299,26 @@ class XlaSession(ReplicaSession):
         states = [initial_state(core, step, self._entropy) for core in self._cores.local]
         return put(states, self._cores.local_devices)
 
-    def _returned(
+    def _values_for_host(
         self, returned: dict[str, tuple[str, int]], values: dict[str, Any]
     ) -> dict[str, np.ndarray]:
-        """Returns the values of the program that operations after it need, by placeholder's name.
+        """Returns what the program computed for operations after it, by placeholder's name.
 
-        `returned` is a dict. Its keys are the names of the placeholders; its values say which
-        tensor of the program is fed to a placeholder, and from which core. `values` has the values
-        of these tensors by name. If the cores are on several processes, the processes exchange
-        these values.
+        `returned` says, for the name of each placeholder, which tensor of the program is fed to it,
+        and from which core. `values` has the values of these tensors on this process's cores, by
+        the tensor's name. If the cores are on several processes, the processes exchange the values.
         """
         inner = sorted({name for name, _ in returned.values()})
         with devices_errors():
             local = [[np.asarray(a) for a in values[name].arrays] for name in inner]
-        everywhere = dict(zip(inner, self._cores.gather(local) if inner else ()))
+        on_cores = dict(zip(inner, self._cores.gather(local) if inner else ()))
         return {
-            tensor: with_own_types(everywhere[name][core])
+            tensor: with_own_types(on_cores[name][core])
             for tensor, (name, core) in returned.items()
         }
 
     def _run_outside(
-        self, names: Iterable[str], feeds: dict[str, Any], everywhere: Iterable[str] | None = None
+        self, names: Iterable[str], feeds: dict[str, Any], run_by_any: Iterable[str] | None = None
     ) -> dict[str, Any]:
         """Runs operations outside the program in TensorFlow; returns tensors' values by name.
 
@@ -329,12 +328,12 @@ class XlaSession(ReplicaSession):
         Args:
           names: the names of the operations to run, and of the tensors to return.
           feeds: the values to feed, by the name of the tensor.
-          everywhere: the names of the operations and tensors that any of the processes runs; None
-            if all processes run the same.
+          run_by_any: the names of the operations and tensors that at least one process runs: all
+            processes have to copy the same variables. None if all processes run the same.
         """
         names = sorted(names)
         feeds = {name: copied(value) for name, value in feeds.items()}
-        touched = self._outside.touched(names if everywhere is None else everywhere)
+        touched = self._outside.touched(names if run_by_any is None else run_by_any)
         self._variables.copy_to_tensorflow(touched.used)
         values = self._session.run(names, feeds) if names else ()
         self._variables.forget(touched.written)
@@ -345,7 +344,7 @@ class XlaSession(ReplicaSession):
 
         If the cores are on several processes, all processes have to call `checksums`.
         """
-        self._look_until(self._dispatched)
+        self._report_skips_until(self._dispatched)
         with devices_errors():
             return self._variables.checksums()
 
@@ -370,7 +369,7 @@ class XlaSession(ReplicaSession):
         return written
 
     def _write(self, path: str, saver: tf.train.Saver | None, global_step: int | None) -> str:
-        """Writes the checkpoint on the first process; returns its path on all when it is written.
+        """Writes the checkpoint on the first process; then returns its path on every process.
 
         The arguments `saver` and `global_step` are those of `save`.
         """
@@ -380,21 +379,21 @@ class XlaSession(ReplicaSession):
                 return path if global_step is None else f"{path}-{global_step}"
             return super(XlaSession, self)._write(path, saver, global_step)
 
-        return self._cores.together(write)
+        return self._cores.call_on_all_processes(write)
 
     def _read(self, path: str) -> None:
         """Reads the checkpoint at `path` into TensorFlow's variables, on every process."""
-        self._cores.together(lambda: super(XlaSession, self)._read(path))
+        self._cores.call_on_all_processes(lambda: super(XlaSession, self)._read(path))
 
     def _bring_masters_up_to_date(self) -> None:
-        self._look_until(self._dispatched)
+        self._report_skips_until(self._dispatched)
         self._variables.copy_to_tensorflow()
         super()._bring_masters_up_to_date()
 
     def _set_masters(self, values: Iterable[tuple[str, Any]]) -> None:
         # Values, unlike a checkpoint, do not say at which step random numbers should begin.
         state = self._random_state
-        self._cores.together(lambda: super(XlaSession, self)._set_masters(values))
+        self._cores.call_on_all_processes(lambda: super(XlaSession, self)._set_masters(values))
         self._random_state = state
 
     def _take_masters(self) -> None:

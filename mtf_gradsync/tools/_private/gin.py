@@ -25,7 +25,7 @@ def bindings() -> dict[tuple[str, str, str], Any]:
     }
 
 
-def called_in(name: str) -> list[str]:
+def bindings_that_call(name: str) -> list[str]:
     """Returns which bindings call the configurable `name`, such as ["CrossShardOptimizer.opt"].
 
     A binding calls a configurable if its value contains the reference ``@name()``, with
@@ -40,7 +40,7 @@ def called_in(name: str) -> list[str]:
     ]
 
 
-def take(selector: str) -> dict[str, Any]:
+def pop_bindings(selector: str) -> dict[str, Any]:
     """Removes the bindings of a configurable that have no scope, and returns them.
 
     `selector` is the configurable's full name. The result has the removed values by the names of
@@ -51,7 +51,7 @@ def take(selector: str) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def bound(lines: Iterable[str]) -> Iterator[None]:
-    """Binds parameters inside the block; when it ends, all bindings are again as they were before.
+    """Binds parameters inside a ``with`` block; after it, all bindings are as they were before.
 
     `lines` are lines of a gin file, such as "train.run.batch_size = 8".
     """
@@ -84,27 +84,27 @@ def unused_macros() -> list[str]:
     return [scope for scope, selector, _ in bindings() if selector == _MACRO and scope not in used]
 
 
-# What `note_written` was told, and the parameters that were bound then.
+# What `note_user_bindings` was told, and the parameters that were bound then.
 _written: tuple[set[tuple[str, str, str]], set[tuple[str, str]]] = (set(), set())
 
 
-def note_written(texts: Iterable[str]) -> None:
-    """Notes which bindings the user's own files and flags have, for a later call of `unread`.
+def note_user_bindings(texts: Iterable[str]) -> None:
+    """Stores which bindings the user has written, for a later call of `unread_bindings`.
 
     `texts` are the contents of the gin files that the user named, and the bindings that the user
-    gave as flags. The contents of files that a gin file includes are not in `texts`.
+    gave as flags. The contents of files that these gin files include are not in `texts`.
     """
     global _written
     keys = [key for text in texts for key in _KEY.findall(text)]
     _written = set(bindings()), {(selector.split(".")[-1], name) for selector, name in keys}
 
 
-def unread() -> list[str]:
+def unread_bindings() -> list[str]:
     """Returns the bindings, except macros, that no call has read yet, as "scope/name.parameter".
 
-    If `note_written` was called for gin's present configuration, the result leaves out bindings of
-    optimizers that are not in the texts given to `note_written`. Such a binding comes from an
-    included file, and is unread because the user has chosen another optimizer.
+    If `note_user_bindings` was called for gin's present configuration, bindings of optimizers are
+    left out that the user has not written. Such a binding comes from an included file, and is
+    unread because the user has chosen another optimizer.
     """
     there, written = _written
     is_noted = set(bindings()) == there

@@ -1,4 +1,4 @@
-"""Begins, ends and reads profiles of TensorFlow and jax, by their private names."""
+"""Begins, ends and reads profiles of jax, by private names of jax and TensorFlow."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ def profile_data(serialized: bytes) -> Any:
 
     try:
         if hasattr(profiler, "ProfileData"):
-            return _with_types(profiler.ProfileData.from_serialized_xspace(serialized))
+            return _use_iterators_once(profiler.ProfileData.from_serialized_xspace(serialized))
         from tensorflow.tsl.profiler.protobuf import xplane_pb2
 
         space = xplane_pb2.XSpace.FromString(serialized)
     except (DecodeError, RuntimeError) as error:
         raise ValueError(str(error)) from error
-    return SimpleNamespace(planes=[_plane(plane) for plane in space.planes])
+    return SimpleNamespace(planes=[_as_jax_plane(plane) for plane in space.planes])
 
 
-def _with_types(data: Any) -> Any:
-    """Returns a ``ProfileData`` of jax, after a first use of its iterators without warnings.
+def _use_iterators_once(data: Any) -> Any:
+    """Uses each kind of iterator of a ``ProfileData`` once, and returns the ``ProfileData``.
 
     When an iterator of ``ProfileData`` is used for the first time, its C++ code makes a type, and
     Python 3.12 and later give a warning for this. Where warnings are raised as exceptions, the
-    warning would end the process, because it comes from C++. So this function uses each kind of
-    iterator once while it ignores the warning. Later uses of the iterators give no warning.
+    warning would end the process, because it comes from C++. This function ignores the warning, and
+    later uses of the iterators give none.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
@@ -50,7 +50,7 @@ def _with_types(data: Any) -> Any:
     return data
 
 
-def _plane(plane: Any) -> Any:
+def _as_jax_plane(plane: Any) -> Any:
     """Converts a plane of an ``XSpace`` protocol buffer to an object like jax's planes.
 
     The returned object has the attributes `name`, `lines` and `stats`. A line has the attributes

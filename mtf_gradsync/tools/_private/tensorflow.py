@@ -28,7 +28,7 @@ def singular_monitored_session(
 def summary_writers(graph: tf.Graph) -> list[tf.Operation]:
     """Returns the operations of a graph that open its version 2 summary writers.
 
-    Input 0 of an operation that opens a writer is the writer.
+    The writer that an operation opens is the operation's input 0.
     """
     return graph.get_collection("_SUMMARY_WRITER_V2")
 

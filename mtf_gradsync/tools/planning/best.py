@@ -53,7 +53,7 @@ class Checked(NamedTuple):
         is the prediction for all layers, times the compiler's bytes over the predicted bytes of the
         smaller model.
       seconds: the time of an update, found in the same way.
-      how: what was compiled, in words.
+      how: what was compiled, as text for users.
       refused: why the compiler refuses the division; "" if it does not.
     """
 
@@ -91,7 +91,10 @@ class Best:
 
     @property
     def nearest(self) -> tuple[Choice, float] | None:
-        """The possible division that needs the least memory, and its bytes for a core; or None."""
+        """The division that needs the least memory, and its bytes for a core.
+
+        Divisions that the compiler refused do not count. None if no division is possible.
+        """
         said = dict(self.tried)
         possible = [c for c in self.choices if not (c in said and said[c].refused)]
         bytes_of = {c: said[c].bytes_per_core if c in said else c.predicted.bytes_per_core
@@ -232,11 +235,11 @@ def all_choices(
         fitting = [k for k in steps if costs.batch_size % (k * predictor.shards) == 0]
         for stack in stacks_of(fitting, predictor.shards, len(predictor.replica_axes), inner_steps):
             found.append(Choice(shape, layout, stack, predictor.predict(stack)))
-    found.sort(key=_order)
+    found.sort(key=_sort_key)
     return found, why
 
 
-def _order(choice: Choice) -> tuple[Any, ...]:
+def _sort_key(choice: Choice) -> tuple[Any, ...]:
     """Returns a key that sorts divisions: the shortest predicted time first, then least memory.
 
     Of divisions that are equal in time and memory, the one whose stack has the shorter name comes
@@ -285,7 +288,8 @@ def best_of(
       choices: the possible divisions, sorted by predicted time, as `all_choices` returns them.
       machine: the machine.
       budget: bytes of memory that a core may use; None for no limit.
-      check: a function that asks the compiler what a division needs. None trusts the prediction.
+      check: a function that asks the compiler what a division needs. If it is None, the predicted
+        memory decides.
 
     Returns:
       The best division, with the compiler's answers. A larger `budget` never leads to a division
@@ -303,7 +307,7 @@ def best_of(
         # A stack that is refused in the same words on several meshes does not suit the optimizer.
         refused = [
             (x.mesh_shape, said.refused) for x, said in tried
-            if said.refused and _kind(x.stack) == _kind(choice.stack)
+            if said.refused and _without_steps(x.stack) == _without_steps(choice.stack)
             and x.predicted.bytes_per_core <= size
         ]  # fmt: skip
         if len(set(refused)) > 1 and len({why for _, why in refused}) == 1:
@@ -319,6 +323,6 @@ def best_of(
     return Best(machine.name, machine.cores, budget, chosen, found, tuple(choices), tuple(tried))
 
 
-def _kind(stack: Stack) -> tuple[Any, ...]:
-    """Returns the settings of a stack without its numbers of steps, as a tuple to compare."""
+def _without_steps(stack: Stack) -> tuple[Any, ...]:
+    """Returns the settings of a stack except its numbers of steps, as a tuple to compare."""
     return stack.sums, stack.sharded_updates, stack.reducer, bool(stack.inner_steps)

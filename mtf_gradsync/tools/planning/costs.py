@@ -42,14 +42,17 @@ _MESSAGES = 0.5
 
 
 class Array(NamedTuple):
-    """An array in an mtf graph: names and sizes of its dimensions, and the bytes of one number."""
+    """The kind of an array in an mtf graph: its dimensions' names and sizes, and bytes per number.
+
+    All arrays of the same dimensions and the same number of bytes are one `Array`.
+    """
 
     dims: tuple[tuple[str, int], ...]
     number_bytes: int
 
     @classmethod
     def of(cls, tensor: Any, dtype: Any = None) -> Array:
-        """Returns the array of an mtf tensor or variable.
+        """Returns the `Array` that describes an mtf tensor or variable.
 
         `dtype` says how many bytes a number of the array takes; None stands for the dtype of the
         tensor or variable.
@@ -92,13 +95,13 @@ class _Reshape(NamedTuple):
 class StepCosts(NamedTuple):
     """The facts of a training step from which its cost on any mesh is predicted.
 
-    An attribute that is a mapping says how many equal items the step's graph has of each item: of
-    each product, array, sum or reshape.
+    Attributes that are mappings are counts: a key is a product, array, sum or reshape, and its
+    value says how often it occurs in the step's graph.
 
     Attributes:
       products: products of matrices in the forward and the backward pass.
       touched: arrays that other operations read or write.
-      kept: results of the forward pass that the backward pass reads.
+      kept: results of the forward pass that stay in memory because the backward pass reads them.
       sums: results that are sums over dimensions.
       reshapes: reshapes, whose results may be split in another way than their inputs.
       variables: the trained variables, in the dtypes that cores hold.
@@ -170,14 +173,14 @@ def read_costs(
     graph = loss.graph
     place = {operation: number for number, operation in enumerate(graph.operations)}
     made = [g for g in gradients if g is not None]
-    forward = place[loss.operation] + 1
-    backward = max([forward, *(place[g.operation] + 1 for g in made)])
+    forward_end = place[loss.operation] + 1
+    backward_end = max([forward_end, *(place[g.operation] + 1 for g in made)])
     found: dict[str, collections.Counter[Any]]
     found = {name: collections.Counter() for name in ("products", "touched", "sums", "reshapes")}
     reads: collections.Counter[Array] = collections.Counter()
-    pending = _pending_sums(graph.operations[:backward])
+    pending = _pending_sums(graph.operations[:backward_end])
     batch = frozenset(batch_dims)
-    for operation in graph.operations[:backward]:
+    for operation in graph.operations[:backward_end]:
         if isinstance(operation, mtf.WhileLoopOperation):
             raise ValueError(
                 f"The step is computed in a loop, {operation.name!r}: give the model in one "
@@ -185,7 +188,7 @@ def read_costs(
             )
         outputs = [Array.of(x) for x in operation.outputs]
         inputs = [Array.of(x) for x in operation.inputs]
-        is_backward = place[operation] >= forward
+        is_backward = place[operation] >= forward_end
         over = pending.get(operation)
         if over:
             is_gradient = is_backward and not outputs[0].names & batch
@@ -193,7 +196,7 @@ def read_costs(
         is_lookup = not is_backward and any(
             isinstance(x.operation, mtf.OneHotOperation) for x in operation.inputs
         )
-        if isinstance(operation, mtf.EinsumOperation) and _reduced(operation) and not is_lookup:
+        if isinstance(operation, mtf.EinsumOperation) and _summed_dims(operation) and not is_lookup:
             dims = tuple(sorted({dim for x in inputs for dim in x.dims}))
             found["products"][_Product(dims, (*inputs, *outputs))] += 1
         elif isinstance(operation, mtf.ReshapeOperation):
@@ -202,13 +205,13 @@ def read_costs(
             found["touched"].update(
                 inputs if isinstance(operation, mtf.ReduceOperation) else outputs
             )
-    for operation in graph.operations[backward:]:
+    for operation in graph.operations[backward_end:]:
         if isinstance(operation, mtf.ReduceOperation):
             reads.update(map(Array.of, operation.inputs))
     trained = set(variables)
     return StepCosts(
         **found,
-        kept=_kept(graph.operations, forward, backward),
+        kept=_kept_results(graph.operations, forward_end, backward_end),
         variables=collections.Counter(Array.of(v, v.slice_dtype) for v in variables),
         gradients=collections.Counter(map(Array.of, made)),
         others=collections.Counter(
@@ -221,7 +224,7 @@ def read_costs(
     )
 
 
-def _reduced(operation: mtf.Operation) -> frozenset[str]:
+def _summed_dims(operation: mtf.Operation) -> frozenset[str]:
     """Returns the names of the dimensions that an operation sums over."""
     if not isinstance(operation, (mtf.EinsumOperation, mtf.ReduceOperation)):
         return frozenset()
@@ -230,17 +233,18 @@ def _reduced(operation: mtf.Operation) -> frozenset[str]:
 
 
 def _pending_sums(operations: Sequence[mtf.Operation]) -> dict[mtf.Operation, frozenset[str]]:
-    """Returns the sums among the operations that need an all-reduce if their dimensions are split.
+    """Finds the sums that need an all-reduce if the dimensions that they sum over are split.
 
     If two sums over the same dimensions are added to each other, Mesh-TensorFlow makes one
     all-reduce after the addition. So the result has the addition in place of the two sums.
 
     Returns:
-      A dictionary from each sum to the names of the dimensions that are summed over.
+      A dictionary from each sum among `operations` to the names of the dimensions that it sums
+      over.
     """
     over: dict[mtf.Operation, frozenset[str]] = {}
     for operation in operations:
-        dims = _reduced(operation)
+        dims = _summed_dims(operation)
         if isinstance(operation, mtf.AddOperation):
             makers = [x.operation for x in operation.inputs]
             both = {over.get(maker, frozenset()) for maker in makers}
@@ -253,22 +257,23 @@ def _pending_sums(operations: Sequence[mtf.Operation]) -> dict[mtf.Operation, fr
     return over
 
 
-def _kept(operations: Sequence[mtf.Operation], forward: int, backward: int) -> Mapping[Array, int]:
+def _kept_results(
+    operations: Sequence[mtf.Operation], forward_end: int, backward_end: int
+) -> Mapping[Array, int]:
     """Counts the results of the forward pass that the backward pass reads.
 
     Args:
       operations: all operations of the graph, in order.
-      forward: the number of the first operation after the forward pass.
-      backward: the number of the first operation after the backward pass.
+      forward_end: how many operations are the forward pass; they come first.
+      backward_end: how many operations are the forward and the backward pass.
 
     Returns:
-      A dictionary from each array that the backward pass reads to the number of results of the
-      forward pass that are equal to the array.
+      A dictionary from `Array` to the number of these results that have its dimensions and bytes.
     """
-    own = set(operations[:forward])
+    own = set(operations[:forward_end])
     read = {
         x: None
-        for operation in operations[forward:backward]
+        for operation in operations[forward_end:backward_end]
         for x in operation.inputs
         if x.operation in own and not isinstance(x.operation, _FREE)
     }
@@ -276,7 +281,7 @@ def _kept(operations: Sequence[mtf.Operation], forward: int, backward: int) -> M
 
 
 class Predictor:
-    """The predictor of an update's cost for one mesh and layout on a machine.
+    """Predicts what an update costs with one mesh and layout on a machine.
 
     Attributes:
       replica_axes: names of the mesh axes over which the batch is split.
@@ -331,10 +336,11 @@ class Predictor:
         if idle:
             raise ValueError(f"{' and '.join(idle)} would split nothing of the model")
 
-    def _numbers(self, dims: Sequence[tuple[str, int]], steps: int) -> float:
-        """Returns how many numbers of an array a core has in one of `steps` microbatch steps.
+    def _numbers_on_core(self, dims: Sequence[tuple[str, int]], steps: int) -> float:
+        """Returns how many numbers of an array are on one core in a microbatch step.
 
-        `dims` are the names and sizes of the whole array's dimensions, before they are split.
+        `dims` are the names and sizes of the whole array's dimensions, before they are split over
+        cores and microbatch steps. `steps` is the number of microbatch steps of an update.
         """
         count = 1.0
         for name, size in dims:
@@ -344,7 +350,7 @@ class Predictor:
         return count
 
     def _bytes(self, array: Array, steps: int = 1) -> float:
-        return array.number_bytes * self._numbers(array.dims, steps)
+        return array.number_bytes * self._numbers_on_core(array.dims, steps)
 
     def _sum_of(self, arrays: Mapping[Array, int], steps: int = 1) -> float:
         return sum(count * self._bytes(array, steps) for array, count in arrays.items())
@@ -391,7 +397,7 @@ class Predictor:
         """Returns the predicted cost of an update of the whole batch with a stack of wrappers."""
         steps, costs, bandwidth = stack.steps, self._costs, self._bandwidth
         if steps not in self._steps:
-            self._steps[steps] = self._step(steps)
+            self._steps[steps] = self._microbatch_costs(steps)
         operations, collectives, kept = self._steps[steps]
         if stack.sums == "local":
             # The loss's all-reduce is joined with that of gradients, if a step has one.
@@ -405,7 +411,7 @@ class Predictor:
         passes = 4 if stack.sharded_updates else 2
         once = passes * self._values + 2 * update_share * self._slots
         once = (once + self._sum_of(costs.update_reads)) / bandwidth
-        each, at_update = self._sync(stack)
+        each, at_update = self._sync_seconds(stack)
         memory = self._values + update_share * self._slots + sum_share * self._sums
         memory += _HELD * self._gradients + kept
         if stack.inner_steps:
@@ -421,8 +427,10 @@ class Predictor:
             sync,
         )
 
-    def _step(self, steps: int) -> tuple[float, float, float]:
-        """Returns what one of `steps` microbatch steps costs, whatever the wrappers are.
+    def _microbatch_costs(self, steps: int) -> tuple[float, float, float]:
+        """Returns what a microbatch step costs without the work of the wrappers.
+
+        `steps` is the number of microbatch steps of an update.
 
         Returns:
           Three numbers: the seconds of the step's operations, the seconds of the collectives that
@@ -432,7 +440,7 @@ class Predictor:
         compute = sum(
             count
             * max(
-                2 * self._numbers(one.dims, steps) / self._peak,
+                2 * self._numbers_on_core(one.dims, steps) / self._peak,
                 sum(self._bytes(x, steps) for x in one.arrays) / self._bandwidth,
             )
             for one, count in costs.products.items()
@@ -458,25 +466,26 @@ class Predictor:
             if axes and size >= _LEAST_BYTES:
                 yield count * self.seconds("all-reduce", sorted(axes), size)
         for reshape, count in self._costs.reshapes.items():
-            before, after = self._split(reshape.before), self._split(reshape.after)
+            before, after = self._dims_by_axis(reshape.before), self._dims_by_axis(reshape.after)
             for axis in before:
-                if before[axis] != after.get(axis) and not self._is_renamed(reshape, axis):
+                if before[axis] != after.get(axis) and not self._only_renames(reshape, axis):
                     kind = "all-to-all" if axis in after else "all-gather"
                     yield count * self.seconds(kind, [axis], self._bytes(reshape.before, steps))
 
-    def _split(self, array: Array) -> dict[str, str]:
-        """Returns a dictionary from each mesh axis that splits the array to the split dimension.
+    def _dims_by_axis(self, array: Array) -> dict[str, str]:
+        """Returns, for each mesh axis that splits an array, the dimension that it splits.
 
-        The dictionary has names of mesh axes as keys, and names of dimensions as values.
+        The result is a dictionary with names of mesh axes as keys, and names of dimensions as
+        values.
         """
         return {self._axis[name]: name for name, _ in array.dims if name in self._axis}
 
-    def _is_renamed(self, one: _Reshape, axis: str) -> bool:
-        """Returns whether a reshape needs no exchange of data along a mesh axis.
+    def _only_renames(self, one: _Reshape, axis: str) -> bool:
+        """Returns whether a reshape only renames the dimension that a mesh axis splits.
 
-        `one` is the reshape, and `axis` is the name of the mesh axis. The reshape needs no exchange
-        if the dimension that the axis splits is at the same place before and after the reshape, and
-        all sizes stay equal. Then the dimension is only renamed.
+        A reshape that does so needs no exchange of data along this axis. `one` is the reshape, and
+        `axis` is the name of the mesh axis. The dimension is only renamed if it is at the same
+        place before and after the reshape, and all sizes stay equal.
         """
         places, sizes = [], []
         for array in (one.before, one.after):
@@ -485,15 +494,15 @@ class Predictor:
             sizes.append([size for _, size in array.dims])
         return places[0] == places[1] and sizes[0] == sizes[1]
 
-    def _sync(self, stack: Stack) -> tuple[float, float]:
+    def _sync_seconds(self, stack: Stack) -> tuple[float, float]:
         """Returns the seconds of the collectives by which a stack's wrappers synchronize replicas.
 
-        The wrappers exchange gradients, or new values of variables.
+        In these collectives, replicas exchange gradients, or new values of variables.
 
         Returns:
-          Two numbers: the seconds that collectives take in each microbatch step, and the seconds
-          that they take once more in an update. With outer steps, the second number is the seconds
-          of an outer step, divided by the number of updates from one outer step to the next.
+          Two numbers: the seconds of the collectives that run in each microbatch step, and the
+          seconds of those that run once in an update. With outer steps, the second number is the
+          seconds of an outer step, divided by the number of steps from one outer step to the next.
         """
         axes, costs = self.replica_axes, self._costs
         if stack.inner_steps:
@@ -533,7 +542,7 @@ class Predictor:
 
 
 def _in_float32(arrays: Mapping[Array, int]) -> Mapping[Array, int]:
-    """Returns the same arrays and their counts, with four bytes for each number."""
+    """Returns `arrays`, which are counts by array, as if each number took four bytes."""
     found: collections.Counter[Array] = collections.Counter()
     for array, count in arrays.items():
         found[array._replace(number_bytes=_FLOAT32)] += count

@@ -56,12 +56,14 @@ def exchanges_of(
       conditions: whether all conditions of the program are true, as in a step with the update.
       slices: the number of TPU slices that a data center network joins, along the first mesh axis.
     """
-    of_slice = cores // slices
-    everyone = (tuple(range(of_slice)),)
+    cores_per_slice = cores // slices
+    everyone = (tuple(range(cores_per_slice)),)
     found = []
     for one in compiled:
         if one.crosses_slices:
-            counterparts = tuple(tuple(range(i, cores, of_slice)) for i in range(of_slice))
+            counterparts = tuple(
+                tuple(range(i, cores, cores_per_slice)) for i in range(cores_per_slice)
+            )
             found.append(Exchange(one.operation, DCN, counterparts, one.bytes_per_core, 1))
         elif not one.is_in_loop:
             groups = one.groups or everyone
@@ -81,14 +83,15 @@ def exchanges_of(
             groups = tuple(sorted(tuple(sorted(group)) for group in named))
             times = 1 if row.turns is None else row.turns
             one_of_loop = Exchange(operation, axis, groups, row.bytes_per_core or 0, times)
-            found += _by_slice(one_of_loop, of_slice)
+            found += _split_by_slice(one_of_loop, cores_per_slice)
     return [one for one in found if any(len(group) > 1 for group in one.groups)]
 
 
 def _axis_around(groups: Groups, axes: Mapping[Any, str]) -> str | None:
-    """Returns the smallest mesh axes along which all the given groups of cores lie.
+    """Returns the mesh axes along which all the given groups of cores lie.
 
     A group of cores lies along mesh axes if its cores differ in their positions on these axes only.
+    If there are several choices of axes, the one with the fewest cores is returned.
 
     Args:
       groups: the numbers of the cores in each group.
@@ -105,25 +108,29 @@ def _axis_around(groups: Groups, axes: Mapping[Any, str]) -> str | None:
     return min(around)[1] if around else None
 
 
-def _by_slice(one: Exchange, of_slice: int) -> list[Exchange]:
-    """Splits a collective into ones within and between TPU slices, as the compiler does.
+def _split_by_slice(one: Exchange, cores_per_slice: int) -> list[Exchange]:
+    """Splits a collective into collectives within TPU slices and between them.
+
+    The TPU compiler splits collectives in the same way.
 
     Args:
       one: the collective.
-      of_slice: the number of cores in a TPU slice.
+      cores_per_slice: the number of cores in a TPU slice.
 
     Returns:
-      A list with `one` alone if all its groups lie within TPU slices. For an all-reduce that
+      A list with `one` alone if each of its groups lies within a TPU slice. For an all-reduce that
       crosses slices, the list has a reduce-scatter within slices, an all-reduce of the scattered
-      parts between slices, and an all-gather within slices. For any other collective it has the
-      same collective within slices, and between slices.
+      parts between slices, and an all-gather within slices. For any other collective, the list has
+      this collective within slices, and the same between slices.
     """
-    members = [sum(core // of_slice == group[0] // of_slice for core in group)
+    members = [sum(core // cores_per_slice == group[0] // cores_per_slice for core in group)
                for group in one.groups]  # fmt: skip
     if all(count == len(group) for count, group in zip(members, one.groups)):
         return [one]
     count = max(members)
-    within = tuple(tuple(x for x in g if x // of_slice == g[0] // of_slice) for g in one.groups)
+    within = tuple(
+        tuple(x for x in g if x // cores_per_slice == g[0] // cores_per_slice) for g in one.groups
+    )
     between = tuple(tuple(g[i::count]) for g in one.groups for i in range(count))
     if one.operation != "all-reduce":
         return [one._replace(groups=within), one._replace(axis=DCN, groups=between)]

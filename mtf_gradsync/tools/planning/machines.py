@@ -60,11 +60,11 @@ def bytes_of_chip(operation: str, cores: float, size: float) -> float:
     return cores * size if operation in ("all-gather", "all-to-all") else size
 
 
-def hops(operation: str, members: int) -> int:
-    """Returns how many hops between neighbours a collective makes one after the other on a ring.
+def sequential_hops(operation: str, members: int) -> int:
+    """Returns how many hops from chip to chip a collective on a ring makes one after the other.
 
     `operation` is HLO's name of the collective, such as "all-reduce". `members` is the number of
-    chips that are joined to a ring. The result is 0 for one chip.
+    chips in the ring. The result is 0 for one chip.
     """
     if members < 2:
         return 0
@@ -128,7 +128,7 @@ class Torus:
         low, high = [min(c) for c in columns], [max(c) for c in columns]
         extents = [b - a + 1 for a, b in zip(low, high)]
         closed = [
-            extent == size and self._chip.closes(extent, self._size)
+            extent == size and self._chip.links_close_ring(extent, self._size)
             for extent, size in zip(extents, self._size)
             if extent > 1
         ]
@@ -153,7 +153,9 @@ class Torus:
         """
         slowest = 0.0
         for links in {self.links(group) for group in groups}:
-            wait = hops(operation, links.chips) * HOP_SECONDS / (2 if links.is_ring else 1)
+            wait = (
+                sequential_hops(operation, links.chips) * HOP_SECONDS / (2 if links.is_ring else 1)
+            )
             put_in = bytes_of_chip(operation, links.cores_per_chip, size)
             sent = bytes_sent(operation, links.chips, put_in)
             slowest = max(slowest, wait, sent / links.bytes_per_second)
@@ -184,7 +186,7 @@ class Compiled(NamedTuple):
 
 
 class Machine(Protocol):
-    """A machine that a step can be planned for."""
+    """What planning needs of a machine: its size and rates, and functions to compile for it."""
 
     name: str  # the topology, as the user spelled it
     cores: int
@@ -213,8 +215,7 @@ class Machine(Protocol):
     def seconds(self, operation: str, groups: Sequence[Sequence[int]], size: float) -> float:
         """Returns the seconds that a collective takes on the links; see `Torus.seconds`.
 
-        The planner adds the seconds of the collectives to the estimated time of the step's
-        operations.
+        Planning adds these seconds to the estimated time of the step's operations.
 
         Args:
           operation: HLO's name of the collective, such as "all-reduce".
@@ -229,7 +230,7 @@ class TpuMachine:
     def __init__(
         self, topology: str, dcn_bytes_per_second: float | None = None, by_branches: bool = False
     ):
-        """Makes the machine of a topology; the TPU compiler tells where its cores are.
+        """Asks the TPU compiler where the cores of a topology are, and makes its machine.
 
         Args:
           topology: the TPU slice, such as "v5e:4x4"; "2xv5e:4x4" for two TPU slices.
@@ -334,7 +335,7 @@ def topology_of(chips: str) -> str:
         return chips  # `slice_of` will raise an error that lists the known kinds
     if int(count) != 2**doublings:
         raise ValueError(
-            f"How {count} chips of {kind} are arranged, the number does not say: give the "
+            f"The number does not say how {count} chips of {kind} are arranged: give the "
             f"topology, as in {slice_of(f'{kind}:2x2x2').generation.example!r}, or a power of two."
         )
     directions = 3 if known.links == 6 else 2
@@ -367,11 +368,11 @@ def factorizations(cores: int, axes: Sequence[str]) -> list[str]:
 
 
 def shapes_of(cores: int, axes: Sequence[str], slices: int) -> list[str]:
-    """Returns all mesh shapes of a machine, such as "batch:4;model:2".
+    """Returns all mesh shapes that a machine's cores can have, such as "batch:4;model:2".
 
     The first axis of a mesh shape crosses the data center network between TPU slices. So, with
-    several slices, each mesh shape is returned several times: once for every mesh axis whose size
-    can be divided by the number of slices, with this axis first.
+    several slices, the same sizes of the axes give several mesh shapes: each axis whose size is a
+    multiple of the number of slices comes first in one of them.
 
     Args:
       cores: the number of the machine's cores, of all TPU slices together.

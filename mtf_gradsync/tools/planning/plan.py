@@ -49,7 +49,8 @@ def plan(
       layouts: Mesh-TF's layout rules ("batch:batch;heads:model"), or several of them.
       mesh_shapes: the mesh shapes to plan; None for all factorizations of a topology's cores over
         `axes`. With several TPU slices, the first axis of a mesh shape crosses the data center
-        network; by default each axis whose size the number of slices divides comes first once.
+        network. So None then tries each axis as the first one, if its size is a multiple of the
+        number of slices.
       axes: names of the mesh axes; None for those that the first layout names, in its order.
       jobs: the number of compilers that run at once. Each takes a CPU of this computer, and memory.
       progress: whether to show a progress bar on terminals.
@@ -78,8 +79,10 @@ def plan(
     if not is_whole_number(jobs):
         raise ValueError(f"jobs must be a positive integer; got {jobs!r}")
     given = [layouts] if isinstance(layouts, str) else layouts
-    layouts = _each_once("layout", given, _read_layout, "batch:batch;heads:model")
-    mesh_shapes = _each_once("mesh shape", mesh_shapes or (), _read_shape, "batch:4;model:2")
+    layouts = _without_duplicates("layout", given, _read_layout, "batch:batch;heads:model")
+    mesh_shapes = _without_duplicates(
+        "mesh shape", mesh_shapes or (), _read_shape, "batch:4;model:2"
+    )
     names = _split(topologies)
     if not layouts or not names:
         raise ValueError(
@@ -91,7 +94,7 @@ def plan(
         else [*dict.fromkeys(rule[-1] for rule in rules_of(layouts[0]))]
     )
     dcn = () if dcn_bandwidth is None else (1e9 * _positive("dcn_bandwidth", dcn_bandwidth),)
-    chip_hours = [_chip_hour(price, slice_of(name).chip.name) for name in names]
+    chip_hours = [_dollars_per_chip_hour(price, slice_of(name).chip.name) for name in names]
     with _environment_kept(), Interruption() as stop:
         machines = [TpuMachine(name, *dcn) for name in names]
         candidates, refused = [], []
@@ -128,7 +131,7 @@ def plan(
     return dataclasses.replace(found, rows=rows, refused=(*refused, *found.refused))
 
 
-def _chip_hour(price: float | Mapping[str, float] | None, chip: str) -> float | None:
+def _dollars_per_chip_hour(price: float | Mapping[str, float] | None, chip: str) -> float | None:
     """Returns the dollars for an hour of one chip, or None if no price was given.
 
     `price` is the argument of `plan`, and `chip` is the generation of the chip, such as "v5e".
@@ -159,7 +162,7 @@ _SET_FOR_JAX = ("JAX_PLATFORMS", "TPU_SKIP_MDS_QUERY", "TPU_WORKER_HOSTNAMES", "
 
 @contextlib.contextmanager
 def _environment_kept() -> Iterator[None]:
-    """Restores, after the block, the environment variables that jax or its setup changes."""
+    """After a ``with`` block, restores the environment variables that jax or its setup changes."""
     before = {name: os.environ.get(name) for name in _SET_FOR_JAX}
     try:
         yield
@@ -170,10 +173,10 @@ def _environment_kept() -> Iterator[None]:
                 os.environ[name] = value
 
 
-def _each_once(
+def _without_duplicates(
     kind: str, texts: Sequence[str], read: Callable[[str], Any], example: str
 ) -> list[str]:
-    """Returns a list of texts without the texts that mean the same as an earlier one.
+    """Returns `texts` without those that mean the same as an earlier one.
 
     Args:
       kind: what the texts are, such as "layout", for the error.

@@ -199,7 +199,7 @@ class Plan:
 
     def __str__(self) -> str:
         if self.rows:
-            lines = [*_table(self.rows), "", *_parameters(self.rows), _UNKNOWN]
+            lines = [*_table(self.rows), "", *_parameter_lines(self.rows), _UNKNOWN]
         else:
             lines = ["no mesh was planned" if self.is_partial else "no mesh can be planned"]
         if any(row.mfu is not None for row in self.rows):
@@ -232,10 +232,10 @@ class Plan:
                 f'"mean ms", tokens/s, MFU and HFU are means over {steps} steps, one '
                 "with the update and the others without."
             )
-        lines += _fewer_messages(self.rows)
+        lines += _lines_on_fewer_messages(self.rows)
         if self.refused:
             several = len({r.layout for r in self.rows} | {r.layout for r in self.refused}) > 1
-            lines += ["", "skipped:", *_reasons(self.refused, several)]
+            lines += ["", "skipped:", *_reason_lines(self.refused, several)]
         if self.is_partial:
             lines += ["", f"stopped: {self.not_reached} not looked at; the plan lacks them"]
         return "\n".join(wrapped(lines))
@@ -263,7 +263,7 @@ class Plan:
         figure = Figure(figsize=(9, height), layout="constrained")
         axes = figure.subplots()
         left = [0.0] * len(names)
-        for label, values in _parts(self.rows).items():
+        for label, values in _milliseconds_by_part(self.rows).items():
             axes.barh(places, values, left=left, label=label)
             left = [a + b for a, b in zip(left, values)]
         # All numbers have as many decimals as the smallest needs for three digits.
@@ -295,11 +295,11 @@ def sorted_rows(rows: list[PlanRow]) -> tuple[PlanRow, ...]:
     return tuple(sorted(rows, key=key))
 
 
-def _parameters(rows: tuple[PlanRow, ...]) -> list[str]:
-    """Returns a list with one line that says how many parameters the model has.
+def _parameter_lines(rows: tuple[PlanRow, ...]) -> list[str]:
+    """Returns the lines of a plan's text about the number of parameters: one line, or none.
 
     The line has several numbers if the models of rows differ, as when padding depends on the mesh.
-    The list is empty if no row has a number of parameters.
+    The list is empty if no row says how many parameters there are.
     """
     counts = sorted({row.parameters for row in rows if row.parameters is not None})
     return [f"{' or '.join(f'{n:,}' for n in counts)} parameters."] if counts else []
@@ -310,8 +310,8 @@ def _name(row: PlanRow | Refused, with_layout: bool) -> str:
     return f"{row.mesh_shape}{layout} on {row.machine}"
 
 
-def _fewer_messages(rows: tuple[PlanRow, ...]) -> list[str]:
-    """Returns lines of text on TPU slices that exchange values only once in several steps.
+def _lines_on_fewer_messages(rows: tuple[PlanRow, ...]) -> list[str]:
+    """Returns the lines of a plan's text about TPU slices that exchange values less often.
 
     The lines are a table of the step times in `PlanRow.fewer_messages`, and a sentence for each row
     on how much of a step's time is saved. There are no lines if `PlanRow.fewer_messages` is empty
@@ -360,7 +360,7 @@ def _fewer_messages(rows: tuple[PlanRow, ...]) -> list[str]:
 _LEAST_SAVED = 0.05
 
 
-def _reasons(refused: tuple[Refused, ...], with_layout: bool) -> list[str]:
+def _reason_lines(refused: tuple[Refused, ...], with_layout: bool) -> list[str]:
     """Returns lines of text that give each reason once, with the meshes that are refused for it.
 
     `with_layout` says whether the lines name the layout of each mesh, too.
@@ -377,7 +377,7 @@ def _reasons(refused: tuple[Refused, ...], with_layout: bool) -> list[str]:
     return lines
 
 
-def _parts(rows: tuple[PlanRow, ...]) -> dict[str, list[float]]:
+def _milliseconds_by_part(rows: tuple[PlanRow, ...]) -> dict[str, list[float]]:
     """Returns the milliseconds of a step, split into operations and the links of each mesh axis.
 
     The result is a dictionary from the label of a part, "operations" or "along batch", to a list

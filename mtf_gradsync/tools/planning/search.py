@@ -87,7 +87,7 @@ def model_flops(loss: mtf.Tensor) -> float:
         if x not in selects:
             op = x.operation
             passes_on = len(op.inputs) == 1 or (
-                isinstance(op, mtf.EinsumOperation) and not _summed(op)
+                isinstance(op, mtf.EinsumOperation) and not _sums_over_dimension(op)
             )
             selects[x] = isinstance(op, mtf.OneHotOperation) or (
                 passes_on and any(map(is_selection, op.inputs))
@@ -102,14 +102,14 @@ def model_flops(loss: mtf.Tensor) -> float:
                 f"The loss {loss.name!r} is computed in a loop, {op.name!r}; give the loss of the "
                 "model without it (one microbatch)."
             )
-        is_product = isinstance(op, mtf.EinsumOperation) and _summed(op)
+        is_product = isinstance(op, mtf.EinsumOperation) and _sums_over_dimension(op)
         if is_product and not any(map(is_selection, op.inputs)):
             found += 6.0 * math.prod(d.size for d in {d for x in op.inputs for d in x.shape})
     return found
 
 
-def _summed(einsum: mtf.EinsumOperation) -> bool:
-    """Returns whether an einsum sums over a dimension: whether its output lacks one of them."""
+def _sums_over_dimension(einsum: mtf.EinsumOperation) -> bool:
+    """Returns whether an einsum sums over a dimension, so that its output lacks this dimension."""
     return any(
         dim not in einsum.outputs[0].shape.dims for x in einsum.inputs for dim in x.shape.dims
     )
@@ -130,8 +130,8 @@ class Candidate(NamedTuple):
     inner_steps: tuple[int, ...] = ()  # see `plan`
 
 
-class _Work(NamedTuple):
-    """The lowered program of a candidate, without the graph in which it was built."""
+class _LoweredCandidate(NamedTuple):
+    """A candidate with its lowered program, but without the graph in which it was built."""
 
     candidate: Candidate
     lowered: LoweredProgram
@@ -142,7 +142,7 @@ class _Work(NamedTuple):
 
 
 # A program, the result of its compilation, and whether an equal one was compiled before.
-_Pending = Tuple[_Work, "concurrent.futures.Future[Compiled]", bool]
+_Pending = Tuple[_LoweredCandidate, "concurrent.futures.Future[Compiled]", bool]
 
 
 def search(
@@ -164,7 +164,7 @@ def search(
       candidates: the meshes, layouts and machines to plan for.
       jobs: the number of compilers that run at once.
       refusals: types of errors by which `build` says that a mesh is not possible.
-      done: a function without arguments that is called after each candidate.
+      done: a function without arguments that is called when a candidate is planned or refused.
       stop: a context manager that the caller has entered, and whose `check` raises
         KeyboardInterrupt after a signal; None pays no attention to signals.
     """
@@ -196,7 +196,7 @@ class _Search:
         try:
             for group in _by_program(candidates):
                 self._stop.check()
-                for work in self._built(group):
+                for work in self._build_programs(group):
                     # Programs that wait to be compiled take memory, so only a few may wait.
                     while len(self._pending) > self._jobs:
                         self._finish_one()
@@ -208,7 +208,7 @@ class _Search:
             for entry in [entry for entry in self._pending if entry[1].done()]:
                 self._finish(entry)
         finally:
-            self._end(pool)
+            self._stop_compilers(pool)
         found = len(self._rows) + len(self._refused)
         return Plan(
             sorted_rows(self._rows),
@@ -218,12 +218,12 @@ class _Search:
             stopped_by,
         )
 
-    def _built(self, group: Sequence[Candidate]) -> Iterable[_Work]:
+    def _build_programs(self, group: Sequence[Candidate]) -> Iterable[_LoweredCandidate]:
         """Builds the program of candidates that have the same mesh shape and layout.
 
         Returns:
-          The lowered program for each candidate. If `build` refuses the mesh, the candidates are
-          listed as refused and the result is empty.
+          An entry with the lowered program for each candidate. If `build` refuses the mesh, the
+          candidates are noted as refused and the result is empty.
         """
         first, started = group[0], time.monotonic()
         try:
@@ -245,9 +245,12 @@ class _Search:
         if needed is None and built.parameters and built.tokens:
             needed = 6.0 * built.parameters * built.tokens
         kept: Any = built._replace(program=None, fetches=(), model_flops=needed)  # type: ignore[arg-type]
-        return [_Work(c, lowered[type(c.machine)], kept, report, axes, seconds) for c in group]
+        return [
+            _LoweredCandidate(c, lowered[type(c.machine)], kept, report, axes, seconds)
+            for c in group
+        ]
 
-    def _start(self, pool: concurrent.futures.Executor, work: _Work) -> None:
+    def _start(self, pool: concurrent.futures.Executor, work: _LoweredCandidate) -> None:
         machine, lowered = work.candidate.machine, work.lowered
         if lowered.module is None:
             self._refuse(work.candidate, lowered.refused)
@@ -302,7 +305,7 @@ class _Search:
             if self._stopped:
                 process.kill()
 
-    def _end(self, pool: concurrent.futures.Executor) -> None:
+    def _stop_compilers(self, pool: concurrent.futures.Executor) -> None:
         """Kills the compilers that still run, and waits until the threads of `pool` have ended."""
         with self._lock:
             self._stopped = self._stopped or bool(self._pending)
@@ -319,7 +322,7 @@ def _by_program(candidates: Sequence[Candidate]) -> list[list[Candidate]]:
     return list(groups.values())
 
 
-def _row(work: _Work, compiled: Compiled, is_repeated: bool) -> PlanRow:
+def _row(work: _LoweredCandidate, compiled: Compiled, is_repeated: bool) -> PlanRow:
     mesh_shape, layout, machine, _ = work.candidate
     assert compiled.step is not None  # it was not refused
     cost, tokens = compiled.step.cost, work.built.tokens
@@ -379,7 +382,7 @@ def _row(work: _Work, compiled: Compiled, is_repeated: bool) -> PlanRow:
         doubt=doubt,
         slices=machine.slices,
         dcn_seconds=dcn,
-        fewer_messages=_fewer_messages(work, step - dcn),
+        fewer_messages=_times_with_fewer_messages(work, step - dcn),
     )
 
 
@@ -387,13 +390,13 @@ def _row(work: _Work, compiled: Compiled, is_repeated: bool) -> PlanRow:
 _BATCH = ("batch", "outer_batch")
 
 
-def _fewer_messages(work: _Work, alone: float) -> tuple[FewerMessages, ...]:
+def _times_with_fewer_messages(work: _LoweredCandidate, alone: float) -> tuple[FewerMessages, ...]:
     """Returns step times if TPU slices exchange values only once in several steps.
 
-    The result has two entries for each number in the candidate's `inner_steps`. In the entry
-    "OuterOptimizer", an outer step adds up float32 values of each core over the TPU slices. In the
-    entry "islands", one process of each island sends the changes of the island's values and reads
-    the merged values, while the island goes on with its training steps.
+    The result has two entries for each number of steps in the candidate's `inner_steps`, because
+    there are two ways to exchange. With "OuterOptimizer", an outer step adds up float32 values of
+    each core over the TPU slices. With "islands", one process of each island sends the changes of
+    the island's values and reads the merged values, while the island goes on with its training.
 
     Args:
       work: the candidate with its program.
@@ -432,7 +435,9 @@ def _roofline(cost: CostEstimate, machine: Machine) -> float | None:
     return max(cost.flops / peak, cost.bytes_accessed / bandwidth)
 
 
-def _traffic_of(step: StepCost, work: _Work, conditions: bool) -> tuple[AxisTraffic, ...]:
+def _traffic_of(
+    step: StepCost, work: _LoweredCandidate, conditions: bool
+) -> tuple[AxisTraffic, ...]:
     machine = work.candidate.machine
     exchanges = exchanges_of(
         step.collectives, work.report, work.axes, machine.cores, conditions, machine.slices

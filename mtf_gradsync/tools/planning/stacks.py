@@ -40,7 +40,7 @@ class Stack(NamedTuple):
 def stacks_of(
     steps: Sequence[int], shards: int, replica_axes: int, inner_steps: Sequence[int] = ()
 ) -> list[Stack]:
-    """Returns all stacks of wrappers that `plan --best` can choose from for one mesh.
+    """Returns all stacks of wrappers among which `plan --best` chooses for one mesh.
 
     Args:
       steps: numbers to consider for `Stack.steps`, the microbatch steps in an update.

@@ -27,10 +27,10 @@ class Ran(NamedTuple):
 
 
 class _Found(NamedTuple):
-    """A run of an operation, as a profile has it.
+    """One run of an operation, as a profile describes it.
 
-    `where` is the profile's name for the device, and `execution` is the profile's name for the run
-    of the program. Both are None if the profile has no such names.
+    `where` is the profile's identifier of the device, and `execution` its identifier of the run of
+    the program. Each is None if the profile does not say it.
     """
 
     where: Any
@@ -49,19 +49,21 @@ def read_profile(profile: Any, module: str, ordinals: Sequence[int]) -> list[Ran
     Args:
       profile: a ``jax.profiler.ProfileData``, or what `profile_data` returns in its place.
       module: the name of the compiled program.
-      ordinals: for each of this process's cores, the number that the platform gives its device.
+      ordinals: for each of this process's cores, the number by which profiles name its device.
     """
     planes = list(profile.planes)
     began = [t for p in planes for name, t in p.stats if name == "profile_start_time"]
     start = began[0] if began else 0
     devices = [(plane, match) for plane in planes if (match := _DEVICE.match(plane.name))]
     if devices:
-        found = [one for p, match in devices for one in _on_device(p, start, int(match[1]))]
-        return _numbered(found, ordinals)
+        found = [
+            one for p, match in devices for one in _runs_on_accelerator(p, start, int(match[1]))
+        ]
+        return _with_core_numbers(found, ordinals)
     host = next((p for p in planes if p.name == _HOST), None)
     if host is None:
         return []
-    return _numbered(_on_host(host, start, module, len(ordinals)), ordinals)
+    return _with_core_numbers(_runs_on_cpu_devices(host, start, module, len(ordinals)), ordinals)
 
 
 def _events(line: Any, start: int) -> Iterator[tuple[Any, int, int]]:
@@ -85,8 +87,8 @@ def _stats(event: Any) -> dict[str, Any]:
     return found
 
 
-def _on_device(plane: Any, start: int, ordinal: int) -> Iterator[_Found]:
-    """Yields the runs of operations on an accelerator.
+def _runs_on_accelerator(plane: Any, start: int, ordinal: int) -> Iterator[_Found]:
+    """Yields the runs of operations on one accelerator, a GPU or a TPU.
 
     `plane` is the part of a profile about the accelerator, and `ordinal` is the accelerator's
     number. The plane of a GPU has a line of events for each stream, and the plane of a TPU has one
@@ -104,10 +106,10 @@ def _on_device(plane: Any, start: int, ordinal: int) -> Iterator[_Found]:
                 yield _Found(ordinal, stats.get("run_id"), operation, begin, end)
 
 
-def _on_host(plane: Any, start: int, module: str, cores: int) -> list[_Found]:
+def _runs_on_cpu_devices(plane: Any, start: int, module: str, cores: int) -> list[_Found]:
     """Returns the runs of operations on CPU devices: events of the threads that ran them.
 
-    If the profile does not say which device an operation ran on, `_by_tasks` finds the device.
+    If the profile does not say which device an operation ran on, `_find_devices` finds the device.
 
     Args:
       plane: the part of a profile about the host.
@@ -135,7 +137,7 @@ def _on_host(plane: Any, start: int, module: str, cores: int) -> list[_Found]:
                     if begin < until:
                         parts.append(key)
             elif name.endswith("::ExecuteHelper"):
-                pool.roots.add(task)
+                pool.starting_tasks.add(task)
             elif name.startswith(_END):
                 # Another thread may end what a thread began.
                 ends[_stats(event).get("_c")] = begin
@@ -156,27 +158,31 @@ def _on_host(plane: Any, start: int, module: str, cores: int) -> list[_Found]:
         placed.append(one._replace(end=max(one.end, ends.get(producer, last))))
     if all(one.where is not None for one in placed):
         return placed
-    return _by_tasks(placed, [task for task, *_ in found], pool, cores)
+    return _find_devices(placed, [task for task, *_ in found], pool, cores)
 
 
 class _ThreadPool:
-    """The tasks that ran in a thread pool: which task scheduled which, and when they ended."""
+    """The tasks that ran in XLA's thread pool: which task scheduled which, and when they ended.
+
+    A run of a program begins on each CPU device with one task, a starting task. This task schedules
+    other tasks, which may schedule further ones, and all of them run the program's operations.
+    """
 
     def __init__(self) -> None:
-        self.roots: set[Any] = set()  # the tasks that began a program on a device
+        self.starting_tasks: set[Any] = set()  # the tasks that began a program on a device
         self.scheduled: dict[Any, tuple[int, Any]] = {}  # when, and by which thread
         self._by: dict[Any, Any] = {}
         self._ended: dict[Any, int] = {}
         self._parts: dict[Any, list[Any]] = collections.defaultdict(list)
 
     def schedule(self, task: Any, by: Any, at: int, thread: Any) -> None:
-        """Stores that a task has scheduled another, when, and in which thread.
+        """Stores that a task was scheduled: by which task, when, and in which thread.
 
         Args:
           task: the scheduled task, as an identifier from the profile.
-          by: the task that has scheduled it; None if no task has.
-          at: the time, in nanoseconds.
-          thread: the thread's name.
+          by: the task that has scheduled it; None if it was scheduled outside all tasks.
+          at: the time of the scheduling, in nanoseconds.
+          thread: the name of the thread that has scheduled it.
         """
         self._by[task], self.scheduled[task] = by, (at, thread)
         if by not in self._ended:
@@ -186,17 +192,18 @@ class _ThreadPool:
         """Stores that a task ended at the time `at`, unless an end is stored already."""
         self._ended.setdefault(task, at)
 
-    def root_of(self, task: Any) -> Any:
-        """Returns the task that began the program of which `task` is a part, on one device.
+    def starting_task(self, task: Any) -> Any:
+        """Finds the task that began the program on a device, and that has led to `task`.
 
-        The result is None if the task that began the program is not known.
+        The search goes back from `task` to the task that scheduled it, and so on. The result may be
+        `task` itself. It is None if no task on the way began a program.
         """
-        while task is not None and task not in self.roots:
+        while task is not None and task not in self.starting_tasks:
             task = self._by.get(task)
         return task
 
     def end_of(self, task: Any) -> int:
-        """Returns the time when a task and all that it scheduled had ended; 0 if not known."""
+        """Returns when a task and all tasks that it scheduled had ended, in ns; 0 if not known."""
         last, pending = 0, [task]
         while pending:
             one = pending.pop()
@@ -208,16 +215,19 @@ class _ThreadPool:
 _Place = tuple[int, int]  # number of a program's execution, and number of the device
 
 
-def _by_tasks(
+def _find_devices(
     found: Sequence[_Found], task_of: Sequence[Any], pool: _ThreadPool, cores: int
 ) -> list[_Found]:
-    """Returns runs of operations with their devices and executions, found from the tasks.
+    """Returns runs of operations with `where` and `execution` filled in, found from the tasks.
 
-    Profiles of jaxlib 0.4 do not say on which device an operation ran. A program is begun on all
-    devices in the devices' order; each device has a task that begins the program. If a device's
-    program has to wait, a task of another device, or of an earlier program, later goes on with the
-    program. All devices run the same program. So if one task has more runs of an operation than the
-    other tasks, the surplus runs belong to a device that has too few runs.
+    Profiles of jaxlib 0.4 do not say on which device an operation ran. But each run of the program
+    has one starting task for each device, in the devices' order, and an operation mostly belongs to
+    the starting task that led to the task that ran the operation.
+
+    There are exceptions: if a device has to wait in the middle of the program, a task of another
+    device, or of an earlier run, may go on with its operations. All devices run the same program.
+    So if one starting task has more runs of an operation than the others, the runs that are too
+    many are given to a device that has too few.
 
     Args:
       found: the runs.
@@ -230,28 +240,30 @@ def _by_tasks(
     """
     if cores == 1:
         return [one._replace(where=0, execution=None) for one in found]
-    begun = sorted(pool.roots - {None}, key=lambda root: pool.scheduled.get(root, (0, "")))
+    begun = sorted(pool.starting_tasks - {None}, key=lambda root: pool.scheduled.get(root, (0, "")))
     place = {root: divmod(number, cores) for number, root in enumerate(begun)}
     runs: dict[str, list[tuple[_Place | None, _Found]]] = {}
     for one, task in sorted(zip(found, task_of), key=lambda pair: pair[0].begin):
-        runs.setdefault(one.operation, []).append((place.get(pool.root_of(task)), one))
+        runs.setdefault(one.operation, []).append((place.get(pool.starting_task(task)), one))
     places = sorted(place.values())
     by_place: dict[_Place, list[_Found]] = {p: [] for p in places}
     in_branches = []
     for of_operation in runs.values():
-        turns = min(collections.Counter(p for p, _ in of_operation if p).values(), default=0)
-        if len(of_operation) == turns * len(places):
-            _share_out(of_operation, turns, places, by_place)
+        runs_per_place = min(
+            collections.Counter(p for p, _ in of_operation if p).values(), default=0
+        )
+        if len(of_operation) == runs_per_place * len(places):
+            _distribute_runs(of_operation, runs_per_place, places, by_place)
         else:
             in_branches.append(of_operation)
     began = {p: min(one.begin for one in ran) for p, ran in by_place.items() if ran}
     for of_operation in in_branches:
         for trusts_tasks in (True, False):
-            likely, taken = _of_some_programs(of_operation, began, trusts_tasks)
-            turns = max(len(likely) // max(cores * len(taken), 1), 1)
-            if len(likely) == turns * cores * len(taken):
+            likely, taken = _executions_of_branch(of_operation, began, trusts_tasks)
+            runs_per_place = max(len(likely) // max(cores * len(taken), 1), 1)
+            if len(likely) == runs_per_place * cores * len(taken):
                 break
-        _share_out(likely, turns, [p for p in places if p[0] in taken], by_place)
+        _distribute_runs(likely, runs_per_place, [p for p in places if p[0] in taken], by_place)
     placed = [
         one._replace(where=core, execution=execution)
         for (execution, core), ran in by_place.items()
@@ -268,26 +280,28 @@ def _by_tasks(
     return placed
 
 
-def _of_some_programs(
+def _executions_of_branch(
     of_operation: Sequence[tuple[_Place | None, _Found]],
     began: dict[_Place, int],
     trusts_tasks: bool,
 ) -> tuple[list[tuple[_Place | None, _Found]], set[int]]:
-    """Finds the executions of a program in which an operation of a branch has run.
+    """Finds the executions (runs of the program) in which an operation of a branch has run.
 
-    A run belongs to the execution that the run's task began, unless the next execution on the same
-    device began before the run. If the execution of the task is not known, or if `trusts_tasks` is
-    False, the run belongs to the last execution that began before the run.
+    If `trusts_tasks` is True, a run of the operation belongs to the execution of the run's task,
+    unless the next execution on the same device began before this run. If the execution of the task
+    is not known, or if `trusts_tasks` is False, the run belongs to the last execution that began
+    before this run.
 
     Args:
-      of_operation: the runs of the operation, each after the place of its task: the number of the
-        execution and the number of the device. The place is None if it is not known.
-      began: for each place, when the execution began there.
-      trusts_tasks: whether to go by the task of a run.
+      of_operation: pairs (place, run) with all runs of the operation. A place is a pair, the number
+        of an execution and the number of a device; here it is the place of the task that ran the
+        operation, or None if that is not known.
+      began: for each place, when the execution began on the device.
+      trusts_tasks: whether the task of a run says to which execution the run belongs.
 
     Returns:
-      The runs of the operation, each after its likely place or None, and the numbers of the
-      executions.
+      Pairs (place, run), in which the place is None if the run belongs to another execution than
+      its task; and the numbers of the executions in which the operation has run.
     """
     likely, taken = [], set()
     in_order = sorted(began, key=began.__getitem__)
@@ -305,40 +319,43 @@ def _of_some_programs(
     return likely, taken
 
 
-def _share_out(
+def _distribute_runs(
     of_operation: Sequence[tuple[_Place | None, _Found]],
-    turns: int,
+    runs_per_place: int,
     places: Sequence[_Place],
     by_place: dict[_Place, list[_Found]],
 ) -> None:
-    """Gives each place equally many runs of an operation: its likely own runs, then left ones.
+    """Distributes the runs of an operation, so that each place gets `runs_per_place` of them.
 
-    A place is a pair: the number of a program's execution and the number of a device.
+    A place is a pair: the number of an execution of the program and the number of a device. A place
+    first gets the runs that are likely its own. Places with too few then get the runs that are left
+    over.
 
     Args:
-      of_operation: the runs in the order in which they began, each after its likely place or None.
-      turns: how many runs each place gets.
-      places: the places to give the runs to.
-      by_place: the runs of each place, to which these runs are added.
+      of_operation: pairs (likely place, run), in the order in which the runs began. The likely
+        place is None if it is not known.
+      runs_per_place: how many runs each place gets.
+      places: the places to give runs to.
+      by_place: a dict with a list of runs for each place; the runs are added to these lists.
     """
     own: dict[_Place, list[_Found]] = {p: [] for p in places}
     others: list[_Found] = []
     for at, one in of_operation:
-        if at is not None and at in own and len(own[at]) < turns:
+        if at is not None and at in own and len(own[at]) < runs_per_place:
             own[at].append(one)
         else:
             others.append(one)
     left = iter(others)
     for at in places:
-        by_place[at] += [*own[at], *itertools.islice(left, turns - len(own[at]))]
+        by_place[at] += [*own[at], *itertools.islice(left, runs_per_place - len(own[at]))]
 
 
-def _numbered(found: Sequence[_Found], ordinals: Sequence[int]) -> list[Ran]:
-    """Returns runs with numbers of cores and of executions in place of the profile's names.
+def _with_core_numbers(found: Sequence[_Found], ordinals: Sequence[int]) -> list[Ran]:
+    """Converts runs: cores and executions get numbers in place of the profile's identifiers.
 
-    `ordinals` has, for each of this process's cores, the number that the platform gives the core's
-    device. Runs on devices that are not in `ordinals` are left out. Executions are numbered in the
-    order in which they begin.
+    `ordinals` has, for each of this process's cores, the number by which profiles name the core's
+    device. Runs on devices that are not in `ordinals` are left out. Executions, which are runs of
+    the program, are numbered in the order in which they begin.
     """
     seen = {one.where for one in found}
     names = list(ordinals)
@@ -360,10 +377,10 @@ def _numbered(found: Sequence[_Found], ordinals: Sequence[int]) -> list[Ran]:
 
 
 def leaves(ran: Sequence[Ran], inside: Mapping[str, set[str]]) -> list[Ran]:
-    """Returns the runs of operations, without those of loops, branches and calls.
+    """Returns `ran` without the runs of loops, branches and calls, whose time is in other runs.
 
     `inside` has, for the name of each loop, branch or call, the names of the operations in it. If
-    none of these operations ran, the runs of the loop, branch or call are kept.
+    `ran` has no run of these operations, the runs of the loop, branch or call are kept.
     """
     seen = {one.operation for one in ran}
     around = {name for name, inner in inside.items() if inner & seen}
@@ -382,7 +399,7 @@ def until_used(ran: Sequence[Ran], users: Mapping[str, set[str]]) -> list[Ran]:
     begins: dict[tuple[int, int, str], list[int]] = collections.defaultdict(list)
     for one in sorted(ran, key=lambda one: one.begin):
         begins[one.core, one.execution, one.operation].append(one.begin)
-    next_seen = {name: _first_seen(name, users, seen) for name in seen}
+    next_seen = {name: _recorded_users(name, users, seen) for name in seen}
     found = []
     for one in ran:
         end = one.end
@@ -395,15 +412,15 @@ def until_used(ran: Sequence[Ran], users: Mapping[str, set[str]]) -> list[Ran]:
     return found
 
 
-def _first_seen(name: str, users: Mapping[str, set[str]], seen: set[str]) -> set[str]:
-    """Returns the names of the first operations in a profile that use an operation's result.
+def _recorded_users(name: str, users: Mapping[str, set[str]], seen: set[str]) -> set[str]:
+    """Returns the names of operations in a profile that use the result of operation `name`.
 
-    If an operation that uses the result is not in the profile, it counts as one that took no time.
-    In place of such an operation, the operations that use its own result count as users.
+    An operation that uses the result may be missing in the profile: it is taken for one that needs
+    no time, and the operations that use its own result are returned in its place.
 
     Args:
       name: the operation's name.
-      users: by the name of an operation, the names of the operations that take its result.
+      users: for the name of an operation, the names of the operations that take its result.
       seen: the names of the operations that the profile has.
     """
     found: set[str] = set()

@@ -44,7 +44,7 @@ class Event:
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """A collective, as far as it is known from the program.
+    """What is known about a collective from the program, without a recording.
 
     Attributes:
       bytes_per_core: bytes that a core puts in (on a placement mesh: bytes that it receives); None
@@ -61,7 +61,7 @@ class Collective:
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """A step, from the end of the step before to its own end.
+    """A step; it begins when the step before it ends, so that pauses count.
 
     Attributes:
       begin: the begin, in nanoseconds since the epoch.
@@ -76,10 +76,10 @@ class Step:
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """A piece of work of the host.
+    """A piece of work that the host did during the recording.
 
     Attributes:
-      name: the name of the work.
+      name: the name of the work, such as "session.run".
       begin: the begin, in nanoseconds since the epoch.
       end: the end, in nanoseconds since the epoch.
     """
@@ -91,7 +91,7 @@ class Call:
 
 @dataclasses.dataclass(frozen=True)
 class Recording:
-    """The recording of one process.
+    """What was recorded on one process: its steps, and the operations that ran on its cores.
 
     Attributes:
       runtime: "placement_mesh", "cpu_replicas" or "xla".
@@ -186,10 +186,10 @@ def check_recorded(recording: Recording, advice: str) -> Recording:
 
 
 @contextlib.contextmanager
-def replaced(owner: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None]:
+def method_replaced(owner: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None]:
     """Replaces the method `name` of the object `owner` inside a ``with`` block.
 
-    `make` is a function that takes the method and returns the function to replace the method with.
+    `make` is a function that takes the old method and returns the new one, which may call it.
     """
     # Not None if another recording has replaced the method, too.
     own = vars(owner).get(name)
@@ -208,7 +208,7 @@ def now() -> int:
     return time.time_ns()
 
 
-def timed(calls: list[Call], name: str, work: Callable[[], Any]) -> Any:
+def record_call(calls: list[Call], name: str, work: Callable[[], Any]) -> Any:
     """Calls `work` and returns its result; adds a `Call` with this `name` and its times to `calls`.
 
     The call is added even if `work` raises an exception.
@@ -226,7 +226,7 @@ def steps_until(
     events: Iterable[Event],
     of_updates: AbstractSet[str],
 ) -> tuple[Step, ...]:
-    """Returns the steps that end at some times, in order; each begins where the step before ends.
+    """Returns the steps that end at the times `ends`; each begins where the step before ends.
 
     Args:
       begin: when the first step begins, in nanoseconds since the epoch.
@@ -250,9 +250,9 @@ def sums_of_updates(collectives: Mapping[str, Collective], graph: tf.Graph) -> s
     """Returns the names of the collectives that only steps with an update make.
 
     These are the collectives that are in branches and whose results go into trained variables. A
-    collective is not one of them if its result goes only into variables that a wrapper has for
-    itself, as a wrapper may sum such variables also in steps without an update. `collectives` has
-    the program's collectives by name, and the collections of `graph` have the variables.
+    collective whose result goes only into a wrapper's own variables is not one of them, as a
+    wrapper may sum its own variables also in steps without an update. `collectives` has the
+    program's collectives by name, and the collections of `graph` have the variables.
     """
     keys = tf.GraphKeys
     collections = (keys.GLOBAL_VARIABLES, keys.LOCAL_VARIABLES, STAND_INS, keys.TRAINABLE_VARIABLES)

@@ -145,7 +145,7 @@ Interval = Tuple[int, int]
 
 
 def covered(intervals: Iterable[Interval]) -> list[Interval]:
-    """Returns the union of intervals, as intervals in order that do not touch each other.
+    """Returns the union of intervals, as a sorted list of intervals that do not touch each other.
 
     Examples:
       >>> covered([(3, 5), (1, 4), (7, 8)])
@@ -161,7 +161,7 @@ def covered(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def length(intervals: Sequence[Interval]) -> int:
-    """Returns the total length of intervals, in nanoseconds."""
+    """Returns the sum of the lengths of intervals, in nanoseconds."""
     return sum(end - begin for begin, end in intervals)
 
 
@@ -210,7 +210,7 @@ def tabulate_times(recordings: Sequence[Recording]) -> Table:
     `recordings` has the recording of each process. The caller must have checked all recordings by
     `check_recorded`.
     """
-    spent = [_Spent(recording) for recording in recordings]
+    spent = [_WorkIntervals(recording) for recording in recordings]
     cores = tuple(times for one in spent for times in one.times(one.recording.steps))
     known = [step.is_update for step in recordings[0].steps]
     mixed = None not in known and len(set(known)) == 2
@@ -227,8 +227,11 @@ def tabulate_times(recordings: Sequence[Recording]) -> Table:
     )
 
 
-class _Spent:
-    """The intervals in which each core worked; times at which several operations ran count once."""
+class _WorkIntervals:
+    """The intervals in which each core of a process worked.
+
+    Times at which several operations ran at once count once.
+    """
 
     def __init__(self, recording: Recording):
         self.recording = recording
@@ -272,7 +275,7 @@ def _mean(cores: Sequence[CoreTimes]) -> CoreTimes:
     return CoreTimes(core="all", **means)
 
 
-def _mean_of(spent: Sequence[_Spent], is_update: bool) -> CoreTimes:
+def _mean_of(spent: Sequence[_WorkIntervals], is_update: bool) -> CoreTimes:
     found = []
     for one in spent:
         steps = [step for step in one.recording.steps if step.is_update is is_update]
@@ -300,7 +303,7 @@ def _longest(recordings: Sequence[Recording]) -> tuple[OperationTimes, ...]:
     return tuple(sorted(rows, key=lambda row: -row.milliseconds)[:_SHOWN])
 
 
-def _largest(spent: Sequence[_Spent]) -> tuple[CollectiveTimes, ...]:
+def _largest(spent: Sequence[_WorkIntervals]) -> tuple[CollectiveTimes, ...]:
     recordings = [one.recording for one in spent]
     facts = {name: c for r in recordings for name, c in r.collectives.items()}
     # Name -> place in `spent`, and core -> when it ran.

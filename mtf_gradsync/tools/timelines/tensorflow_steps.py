@@ -17,12 +17,12 @@ from mtf_gradsync.tools.timelines.recording import (
     Kind,
     Recording,
     check_recorded,
+    method_replaced,
     model_name,
     now,
-    replaced,
+    record_call,
     steps_until,
     sums_of_updates,
-    timed,
 )
 
 # Operations that put values of several cores together, on a placement mesh.
@@ -59,11 +59,11 @@ def record_replicas(session: CpuReplicaSession, lowering: Any) -> ContextManager
         for stats in runs:
             found = []
             for node in (n for device in stats.dev_stats for n in device.node_stats):
-                place, times = emulated.place_of(node.node_name), _times(node)
+                place, times = emulated.place_of(node.node_name), _begin_and_end(node)
                 if place is None or times is None:
                     continue
                 core, name = place
-                collective = _within(name, collectives)
+                collective = _collective_of(name, collectives)
                 if not collective:
                     found.append(Event(core, model_name(name), "compute", *times))
                 elif not (name == collective and sums.get(name)):  # a core's view of its sum
@@ -76,7 +76,9 @@ def record_replicas(session: CpuReplicaSession, lowering: Any) -> ContextManager
         cores = {core: f"core {core}" for core in range(count)}
         return cores, events, {model_name(name): one for name, one in collectives.items()}
 
-    return _recorded(session.tf_session, session.source, "cpu_replicas", "SOFTWARE_TRACE", read)
+    return _record_session(
+        session.tf_session, session.source, "cpu_replicas", "SOFTWARE_TRACE", read
+    )
 
 
 def record_mesh(session: Any, is_remote: bool) -> ContextManager[list[Recording]]:
@@ -104,7 +106,7 @@ def record_mesh(session: Any, is_remote: bool) -> ContextManager[list[Recording]
                 if core is None:
                     continue
                 for node in device.node_stats:
-                    operation, times = operations.get(node.node_name), _times(node)
+                    operation, times = operations.get(node.node_name), _begin_and_end(node)
                     # An operation that names no device runs on the host, beside the mesh.
                     on_host = number and operation is not None and not operation.device
                     if times is None or on_host or node.node_name.startswith("_"):
@@ -120,16 +122,20 @@ def record_mesh(session: Any, is_remote: bool) -> ContextManager[list[Recording]
                     found.append(Event(core, name, kind, *times))
                     seen[core] = device.device
             events.append(found)
-        return {core: _short(device) for core, device in sorted(seen.items())}, events, collectives
+        return (
+            {core: _short_device_name(device) for core, device in sorted(seen.items())},
+            events,
+            collectives,
+        )
 
     # A server gives times for FULL_TRACE only. In this process that level gives no other times of
     # CPUs, and begins a profiler that logs lines in every step.
     level = "FULL_TRACE" if is_remote else "SOFTWARE_TRACE"
-    return _recorded(session, graph, "placement_mesh", level, read)
+    return _record_session(session, graph, "placement_mesh", level, read)
 
 
 @contextlib.contextmanager
-def _recorded(
+def _record_session(
     session: Any, graph: tf.Graph, runtime: str, level: str, read: Callable[[Sequence[Any]], _Read]
 ) -> Iterator[list[Recording]]:
     """Records the steps of a ``tf.Session``: traces each call of ``run`` inside the block.
@@ -156,7 +162,7 @@ def _recorded(
                 asked.CopyFrom(options)
             asked.trace_level = getattr(tf.RunOptions, level)
             metadata = tf.RunMetadata() if run_metadata is None else run_metadata
-            values = timed(
+            values = record_call(
                 calls,
                 "session.run",
                 lambda: run(fetches, feed_dict, options=asked, run_metadata=metadata),
@@ -168,7 +174,7 @@ def _recorded(
 
     found: list[Recording] = []
     begin = now()
-    with replaced(session, "run", traced):
+    with method_replaced(session, "run", traced):
         yield found
     cores, events, collectives = read([stats for _, stats in runs])
     # Other calls, of a counter or of an evaluation, belong to the host's time.
@@ -179,7 +185,7 @@ def _recorded(
     found.append(check_recorded(recording, _ADVICE))
 
 
-def _times(node: Any) -> tuple[int, int] | None:
+def _begin_and_end(node: Any) -> tuple[int, int] | None:
     """Returns when an operation began and ended, in nanoseconds since the epoch.
 
     `node` is the ``NodeExecStats`` of the operation. The result is None if the operation did not
@@ -191,11 +197,12 @@ def _times(node: Any) -> tuple[int, int] | None:
     return (begin + first, begin + last) if last > first else None
 
 
-def _within(name: str, collectives: dict[str, Collective]) -> str:
-    """Returns the name of the collective of which an operation is a part; "" if there is none.
+def _collective_of(name: str, collectives: dict[str, Collective]) -> str:
+    """Returns the name of the collective to which an operation belongs; "" if there is none.
 
-    `name` is the operation's name, and `collectives` has all collectives by name. The name of an
-    operation that is a part of a collective begins with the collective's name and a slash.
+    `name` is the operation's name, and `collectives` has all collectives by name. An operation
+    belongs to a collective if it has the collective's name, or if its name begins with this name
+    and a slash.
     """
     while name and name not in collectives:
         name = name.rpartition("/")[0]
@@ -203,10 +210,10 @@ def _within(name: str, collectives: dict[str, Collective]) -> str:
 
 
 def _joined_bytes(operation: tf.Operation) -> int | None:
-    """Returns how many bytes an operation takes from other devices if it counts as a collective.
+    """Returns how many bytes a collective takes from other devices; None for other operations.
 
-    An operation counts as a collective if it joins tensors of several devices, or if it copies a
-    tensor of another device. The result is None for any other operation.
+    On a placement mesh, an operation counts as a collective if it is one of TensorFlow's own
+    collectives, if it joins tensors of several devices, or if it copies a tensor of another device.
     """
     if operation.type.startswith(_OWN_COLLECTIVES):
         return bytes_of(t for t in operation.inputs if t.dtype not in _NO_NUMBERS)
@@ -221,10 +228,10 @@ def _joined_bytes(operation: tf.Operation) -> int | None:
     return bytes_of(t for t in others if t.dtype not in _NO_NUMBERS)
 
 
-def _short(device: str) -> str:
-    """Returns a short name of a device, as in "CPU:3", or with the job and task before it.
+def _short_device_name(device: str) -> str:
+    """Returns a short name of a device, as in "CPU:3", or "worker 1 CPU:3" in a cluster.
 
-    `device` is TensorFlow's name of the device.
+    `device` is TensorFlow's name of the device, with job and task.
     """
     spec = tf.DeviceSpec.from_string(device)
     task = "" if spec.job in (None, "localhost") else f"{spec.job} {spec.task} "

@@ -32,7 +32,7 @@ class Written(NamedTuple):
       dropped: how many of the shortest runs the trace leaves out, so that the file is not too
         large.
       dropped_calls: how many pieces of work of the hosts the trace leaves out.
-      dropped_steps: how many marks of steps in the middle of the recording the trace leaves out.
+      dropped_steps: of how many steps, in the middle of the recording, the trace has no mark.
     """
 
     path: Path
@@ -73,9 +73,14 @@ def write_trace(
       ValueError: when `most_bytes` are fewer than an empty trace has.
     """
     path = Path(path)
-    timed, tracks = _timed(recordings)
+    timed, tracks = _operation_entries(recordings)
     # The most important rows come first.
-    parts = [[*_names(recordings), *tracks], _steps(recordings), _calls(recordings), timed]
+    parts = [
+        [*_track_names(recordings), *tracks],
+        _step_marks(recordings),
+        _host_entries(recordings),
+        timed,
+    ]
     rows = [json.dumps(row, separators=(",", ":")) for part in parts for row in part]
     sizes = list(itertools.accumulate(len(row) + len(_BETWEEN) for row in rows))
     kept = len(rows)
@@ -108,8 +113,8 @@ def _content(rows: Sequence[str], dropped: Sequence[int]) -> bytes:
     return f'{head[:-1]}, "traceEvents": [\n{_BETWEEN.join(rows)}\n]}}\n'.encode()
 
 
-def _names(recordings: Sequence[Recording]) -> Iterator[dict[str, Any]]:
-    """Yields entries of a trace that name the tracks of processes and each core's group of tracks.
+def _track_names(recordings: Sequence[Recording]) -> Iterator[dict[str, Any]]:
+    """Yields the entries of a trace that name tracks of processes and each core's group of tracks.
 
     `recordings` has the recording of each process. An entry is a dict, as Chrome's trace event
     format describes it.
@@ -123,10 +128,11 @@ def _names(recordings: Sequence[Recording]) -> Iterator[dict[str, Any]]:
             yield from _named(_core_pid(recording, core), name, _core_pid(recording, core))
 
 
-def _steps(recordings: Sequence[Recording]) -> list[dict[str, Any]]:
-    """Returns the entries of a trace that mark steps; those in the middle of a recording come last.
+def _step_marks(recordings: Sequence[Recording]) -> list[dict[str, Any]]:
+    """Returns the entries of a trace that mark steps.
 
-    If the trace becomes too large, the entries at the end of the returned list are left out first.
+    Steps in the middle of a recording come last in the list, because entries at its end are left
+    out first if the trace becomes too large.
     """
     found = []
     first = _first(recordings)
@@ -139,20 +145,25 @@ def _steps(recordings: Sequence[Recording]) -> list[dict[str, Any]]:
     return [row for _, row in sorted(found, key=lambda pair: pair[0])]
 
 
-def _calls(recordings: Sequence[Recording]) -> list[dict[str, Any]]:
-    """Returns the entries of a trace that show the work of the hosts; the shortest come last."""
+def _host_entries(recordings: Sequence[Recording]) -> list[dict[str, Any]]:
+    """Returns the entries of a trace that show the work of the hosts.
+
+    The shortest come last in the list, because entries at its end are left out first if the trace
+    becomes too large.
+    """
     first = _first(recordings)
     found = [(_host_pid(recording), call) for recording in recordings for call in recording.calls]
     found.sort(key=lambda pair: pair[1].begin - pair[1].end)
     return [_slice(pid, _HOST, c.name, c.begin, c.end, first) for pid, c in found]
 
 
-def _timed(
+def _operation_entries(
     recordings: Sequence[Recording],
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Returns the entries of a trace that show operations, and the entries that name their tracks.
 
-    The list of entries that show operations has the shortest operations last.
+    In the first list the shortest operations come last, because entries at its end are left out
+    first if the trace becomes too large.
     """
     found: list[tuple[int, dict[str, Any]]] = []
     tracks: list[dict[str, Any]] = []
@@ -160,8 +171,8 @@ def _timed(
     for recording in recordings:
         lanes: dict[tuple[int, str], list[int]] = {}
         for event in sorted(recording.events, key=lambda e: (e.begin, -e.end)):
-            lane = _lane(lanes.setdefault((event.core, event.kind), []), event)
-            pid, tid = _core_pid(recording, event.core), _tid(event.kind, lane)
+            track = _free_track(lanes.setdefault((event.core, event.kind), []), event)
+            pid, tid = _core_pid(recording, event.core), _track_number(event.kind, track)
             row = _slice(pid, tid, event.name, event.begin, event.end, first)
             row["cat"] = event.kind
             known = recording.collectives.get(event.name) if event.kind == "collective" else None
@@ -173,34 +184,36 @@ def _timed(
             found.append((event.end - event.begin, row))
         for (core, kind), ends in lanes.items():
             name = "collectives" if kind == "collective" else "operations"
-            for lane in range(len(ends)):
-                beside = f" {lane + 1}" if lane else ""
-                tracks += _thread(_core_pid(recording, core), _tid(kind, lane), name + beside)
+            for track in range(len(ends)):
+                beside = f" {track + 1}" if track else ""
+                tracks += _thread(
+                    _core_pid(recording, core), _track_number(kind, track), name + beside
+                )
     found.sort(key=lambda pair: -pair[0])
     return [row for _, row in found], tracks
 
 
-def _lane(ends: list[int], event: Event) -> int:
+def _free_track(ends: list[int], event: Event) -> int:
     """Chooses the track that shows an event; returns its number, from 0.
 
     The chosen track is the first one that is free when the event begins. `ends` has, for each
     track, the time until which the track is in use. The list `ends` is updated.
     """
-    for lane, end in enumerate(ends):
+    for track, end in enumerate(ends):
         if end <= event.begin:
-            ends[lane] = event.end
-            return lane
+            ends[track] = event.end
+            return track
     ends.append(event.end)
     return len(ends) - 1
 
 
-def _tid(kind: str, lane: int) -> int:
+def _track_number(kind: str, track: int) -> int:
     """Returns the number that a trace has for a track of a core.
 
-    `kind` is "compute" or "collective", and `lane` is the number of the track among the core's
+    `kind` is "compute" or "collective", and `track` is the number of the track among the core's
     tracks of this kind. Tracks of collectives have higher numbers than all other tracks.
     """
-    return lane + (_COLLECTIVES if kind == "collective" else _COMPUTE)
+    return track + (_COLLECTIVES if kind == "collective" else _COMPUTE)
 
 
 def _first(recordings: Sequence[Recording]) -> int:
@@ -282,7 +295,7 @@ def timeline(session: Any, path: str | Path | None = None, *, lowering: Any = No
     Raises:
       TypeError: when `session` is no session.
     """
-    return Timeline(_recording(session, lowering), path)
+    return Timeline(_recorder_of(session, lowering), path)
 
 
 class Timeline:
@@ -295,11 +308,11 @@ class Timeline:
     def __init__(
         self, recorder: ContextManager[list[Recording]] | None, path: str | Path | None = None
     ):
-        """Takes a context manager that records steps, and the file to write a trace to.
+        """Makes a timeline; users call `timeline` or `Timeline.of` for this.
 
-        `recorder` is a context manager that gives an empty list, and adds the recordings to this
-        list at the end of the ``with`` block. If the recordings were made before, `recorder` is
-        None. If `path` is None, no file is written.
+        `recorder` is a context manager that records steps: it gives an empty list, and adds the
+        recordings to this list at the end of the ``with`` block. `Timeline.of`, which has the
+        recordings already, gives None. `path` is the file to write a trace to, or None.
         """
         self._recorder, self._path = recorder, path
         self._running: ContextManager[list[Recording]] | None = None
@@ -366,8 +379,8 @@ class Timeline:
         """Marks the steps that updated the variables, for programs that count their updates.
 
         Args:
-          updates: the number of updates made before the first step, then the number by the end of
-            each step. A list of another length is ignored.
+          updates: how many updates were made before the first step, and then before the end of each
+            step: three numbers for two steps. A list of another length is ignored.
         """
 
         def marked(recording: Recording) -> Recording:
@@ -422,7 +435,7 @@ class Timeline:
         return self.written
 
 
-def _recording(session: Any, lowering: Any) -> ContextManager[list[Recording]]:
+def _recorder_of(session: Any, lowering: Any) -> ContextManager[list[Recording]]:
     """Returns the context manager that records steps on the runtime of a session.
 
     The context manager gives an empty list, and at the end of the ``with`` block it adds the

@@ -28,12 +28,12 @@ from mtf_gradsync.tools.timelines.recording import (
     Recording,
     TimelineError,
     check_recorded,
+    method_replaced,
     model_name,
     now,
-    replaced,
+    record_call,
     steps_until,
     sums_of_updates,
-    timed,
 )
 
 _Result = TypeVar("_Result")
@@ -61,7 +61,7 @@ def record_xla(session: XlaSession, lowering: Any) -> Iterator[list[Recording]]:
     def noted(dispatch: Any) -> Any:
         def dispatch_noted(*args: Any, **kwargs: Any) -> Dispatched:
             before = session.steps
-            step: Any = timed(calls, "dispatch", lambda: dispatch(*args, **kwargs))
+            step: Any = record_call(calls, "dispatch", lambda: dispatch(*args, **kwargs))
             if session.steps > before:  # the program ran
                 pending.append(step)
                 step.result = functools.partial(waited, step, step.result)
@@ -70,7 +70,7 @@ def record_xla(session: XlaSession, lowering: Any) -> Iterator[list[Recording]]:
         return dispatch_noted
 
     def waited(step: Dispatched, result: Any) -> Any:
-        value = timed(calls, "wait for the step", result)
+        value = record_call(calls, "wait for the step", result)
         if step in pending:
             pending.remove(step)
             ends.append(now())
@@ -79,33 +79,34 @@ def record_xla(session: XlaSession, lowering: Any) -> Iterator[list[Recording]]:
     session.wait()
     found: list[Recording] = []
     try:
-        _everywhere(session, lambda: _start(profiler))
+        _on_all_processes(session, lambda: _start(profiler))
         begin = now()
-        with replaced(session, "dispatch", noted):
+        with method_replaced(session, "dispatch", noted):
             yield found
         session.wait()
         ends += [now()] * len(pending)
-        recording = _everywhere(
+        recording = _on_all_processes(
             session,
             lambda: check_recorded(
-                _recording(session, lowering, _profile(profiler), begin, ends, calls), _ADVICE
+                _recording(session, lowering, _end_profile(profiler), begin, ends, calls), _ADVICE
             ),
         )
-        found += [recording] if session.cores.is_alone else _gathered(session, recording)
+        found += [recording] if session.cores.is_alone else _exchange_recordings(session, recording)
     finally:
         # An error that ends the block matters more than an error of the profiler.
         with contextlib.suppress(RuntimeError):
             profiler.stop()
 
 
-def _everywhere(session: XlaSession, work: Callable[[], _Result]) -> _Result:
-    """Calls `work` on this process and returns its result, once all processes have called theirs.
+def _on_all_processes(session: XlaSession, work: Callable[[], _Result]) -> _Result:
+    """Calls `work` on this process, waits until every process has done so; returns its result.
 
-    If `work` raises an exception on this process, this exception is raised. If `work` raises an
-    exception on another process of the session, a TimelineError is raised.
+    All processes of the session have to call this function. If `work` raises an exception on this
+    process, this exception is raised. If it raises an exception on another process only, a
+    TimelineError is raised here.
     """
     try:
-        return session.cores.together(work)
+        return session.cores.call_on_all_processes(work)
     except OtherProcessError as error:
         raise TimelineError(f"No process has a timeline. {error}") from error
 
@@ -117,8 +118,8 @@ def _start(profiler: Profiler) -> None:
         raise TimelineError(f"jax cannot begin a profile: {error}. {_ADVICE}") from error
 
 
-def _profile(profiler: Profiler) -> Any:
-    """Ends a profile of jax and returns it, as `profile_data` parses it.
+def _end_profile(profiler: Profiler) -> Any:
+    """Ends the profile that `profiler` has begun; returns it, as `profile_data` parses it.
 
     Raises a TimelineError if jax has no profile, or if the profile cannot be read.
     """
@@ -150,7 +151,8 @@ def _recording(
       lowering: the program's lowering, for the variables' names; may be None.
       profile: the profile, as `profile_data` parses it.
       begin: when the first step began, in nanoseconds since the epoch.
-      ends: when the host had the result of each step. The profile may know the ends better.
+      ends: when the host had the result of each step. If the profile shows when each step ended on
+        the devices, these times are used in place of `ends`.
       calls: the work of the host.
     """
     cores = session.cores
@@ -192,12 +194,12 @@ def _recording(
 
 
 def _ordinal(device: Any) -> int:
-    """Returns the number by which a profile of jax names a jax device."""
+    """Returns the number by which profiles of jax name a jax device."""
     found = getattr(device, "local_hardware_id", None)
     return device.id if found is None or device.platform == "cpu" else found
 
 
-def _gathered(session: XlaSession, recording: Recording) -> list[Recording]:
+def _exchange_recordings(session: XlaSession, recording: Recording) -> list[Recording]:
     """Exchanges the processes' recordings; returns all of them, in the processes' order.
 
     `recording` is the recording of this process. All processes of the session have to call this
@@ -245,7 +247,7 @@ class Operations(NamedTuple):
 def operations_of(
     programs: Iterable[tuple[bytes, ReplicaProgram]], rows: Sequence[CommunicationRow]
 ) -> Operations:
-    """Finds what is known about operations of compiled programs: names, kinds, users, bytes.
+    """Finds the names, kinds, users and bytes of operations of compiled programs.
 
     Each of `programs` is a pair: a serialized ``HloModuleProto`` of a compiled program, and the
     program of a core from which it was compiled. `rows` lists the collectives of the model's graph
@@ -264,7 +266,7 @@ def operations_of(
             name = instruction.proto.metadata.op_name
             if not name and called and called[0].root is not None:
                 name = called[0].root.proto.metadata.op_name
-            shown = _name(name, nodes) or instruction.name
+            shown = _shown_name(name, nodes) or instruction.name
             found.name[instruction.name] = shown
             if instruction.operation in COLLECTIVES:
                 found.collective.add(instruction.name)
@@ -278,8 +280,8 @@ def operations_of(
     return found
 
 
-def _name(name: str, nodes: AbstractSet[str] = frozenset()) -> str:
-    """Returns an operation's name in the model's graph, to show to users.
+def _shown_name(name: str, nodes: AbstractSet[str] = frozenset()) -> str:
+    """Returns the name to show for an operation of a compiled program: its name in the model.
 
     `name` is the operation's name in the metadata of the compiled program, and `nodes` are the
     names of the graph's nodes. If the compiler merged several operations of the graph into one, the
@@ -292,11 +294,11 @@ def _name(name: str, nodes: AbstractSet[str] = frozenset()) -> str:
 def _parts(name: str, nodes: AbstractSet[str] = frozenset()) -> list[str]:
     match = _MERGED.match(name)
     parts = [match[1] + part for part in match[2].split(":")] if match else [name]
-    return [_node(part, nodes) for part in parts]
+    return [_node_name(part, nodes) for part in parts]
 
 
-def _node(name: str, nodes: AbstractSet[str]) -> str:
-    """Returns the node of the graph that a name ends with, after its branches and loops.
+def _node_name(name: str, nodes: AbstractSet[str]) -> str:
+    """Returns the part of a name that names a node of the graph, without branches and loops.
 
     `nodes` are the names of the graph's nodes. If one of them is "node", the result for the name
     "cond/cond_1/node" is "node". If `name` does not end with the name of a node, `name` is returned

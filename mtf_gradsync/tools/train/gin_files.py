@@ -23,10 +23,10 @@ from mtf_gradsync.extension import did_you_mean
 from mtf_gradsync.runtimes._common import ConfigError, configs_dir
 from mtf_gradsync.tools._private.gin import (
     bindings,
-    called_in,
-    note_written,
+    bindings_that_call,
+    note_user_bindings,
+    pop_bindings,
     registered,
-    take,
     unused_macros,
 )
 from mtf_gradsync.tools.train.config import RunConfig, transformer_utils
@@ -81,7 +81,7 @@ def load(
         raise ConfigError(f"gin: {_one_line(error)}") from error
     folders = [Path(), *map(Path, search_paths), configs, configs.parent]
     named = [Path(folder, name) for name in gin_files for folder in folders]
-    note_written(
+    note_user_bindings(
         [*(path.read_text(encoding="utf-8") for path in named if path.is_file()), *gin_params]
     )
     return ignored
@@ -133,7 +133,7 @@ def explain(error: BaseException) -> str:
     # Proxy classes of gin have the name of their original class.
     text = f"the config cannot be run: {type(error).__name__}: {text}"
     for name in re.findall(r"in call to configurable '(?:\w+\.)*(\w+)'", text):
-        keys = [key for key in called_in(name) if key.endswith((".opt", ".optimizer"))]
+        keys = [key for key in bindings_that_call(name) if key.endswith((".opt", ".optimizer"))]
         if keys:
             text = (
                 f"{keys[0]} = @{name}(): take the parentheses away. "
@@ -214,7 +214,7 @@ def _take_over_utils_run(overrides: bool = False) -> list[str]:
     an existing binding with another value stays.
     """
     ignored = []
-    for name, value in take(_UTILS_RUN).items():
+    for name, value in pop_bindings(_UTILS_RUN).items():
         if name not in _FIELDS:
             gin.bind_parameter(f"{_UTILS_RUN}.{name}", value)
         elif overrides or not _is_bound(f"{_RUN}.{name}"):

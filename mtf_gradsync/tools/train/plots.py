@@ -15,9 +15,11 @@ _MOST_POINTS = 400
 
 
 class Series(NamedTuple):
-    """Measurements at steps ``[points]``: values ``[points]``, or ``[points, shards]``.
+    """A measurement over the steps of a run, as the points of a curve.
 
-    Each value is the mean of the measurements of `steps_per_point` logged steps.
+    `steps` has the step number of each point, ``[points]``. `values` has the value of each point,
+    ``[points]``, or ``[points, shards]`` if each shard is measured. If `steps_per_point` is above
+    1, a point stands for so many logged steps: it has the number of the last, and their mean value.
     """
 
     steps: np.ndarray

@@ -25,7 +25,7 @@ from mtf_gradsync.runtimes.starting import (
     only_run_in,
     remove_leftovers,
 )
-from mtf_gradsync.tools._private.gin import unread
+from mtf_gradsync.tools._private.gin import unread_bindings
 from mtf_gradsync.tools.islands import ElasticIslands, Folder, IslandError, read_status
 from mtf_gradsync.tools.islands.journal import Status
 from mtf_gradsync.tools.timelines import Timeline
@@ -460,7 +460,7 @@ def _unread_bindings() -> str:
     those that have no effect itself.
     """
     most_names = 12
-    names = [name for name in unread() if not name.startswith("utils.run.")]
+    names = [name for name in unread_bindings() if not name.startswith("utils.run.")]
     shown, more = ", ".join(names[:most_names]), len(names) - most_names
     also = f" and {more} more" if more > 0 else ""
     return f"nothing of this run reads the bindings of {shown}{also}" if names else ""

@@ -76,17 +76,19 @@ def described(hlo):
 def test_programs_that_take_nothing_of_each_other_wait(monkeypatch):
     """One that takes a result of the last one begins at once: it waits on the devices."""
     waited = []
-    monkeypatch.setattr(runner.loaded_program, "wait_for_turn", lambda: waited.append(True))
-    results = runner.loaded_program.run_in_turn(
+    monkeypatch.setattr(runner.loaded_program, "wait_for_last_program", lambda: waited.append(True))
+    results = runner.loaded_program.run_after_last_program(
         lambda given: [DeviceValues([np.zeros(1)]) for _ in "ab"], []
     )
     assert len(waited) == 1
     kept = DeviceValues([np.zeros(1)])
-    runner.loaded_program.run_in_turn(
+    runner.loaded_program.run_after_last_program(
         lambda given: [DeviceValues([np.zeros(1)])], [kept, results[1]]
     )
     assert len(waited) == 1
-    runner.loaded_program.run_in_turn(lambda given: [DeviceValues([np.zeros(1)])], [kept])
+    runner.loaded_program.run_after_last_program(
+        lambda given: [DeviceValues([np.zeros(1)])], [kept]
+    )
     assert len(waited) == 2
 
 

@@ -282,5 +282,5 @@ def test_chips_are_arranged_as_close_to_a_square_or_cube_as_can_be(chips, topolo
 
 
 def test_an_odd_number_of_chips_needs_a_topology():
-    with pytest.raises(ValueError, match=r"How 3 chips of v5e are arranged, .* give the topology"):
+    with pytest.raises(ValueError, match="how 3 chips of v5e are arranged: give the topology"):
         machines.topology_of("v5e:3")

@@ -4,7 +4,7 @@ import pytest
 
 from mtf_gradsync import xla
 from mtf_gradsync.tools import planning
-from mtf_gradsync.tools.planning.machines import HOP_SECONDS, Torus, bytes_sent, hops
+from mtf_gradsync.tools.planning.machines import HOP_SECONDS, Torus, bytes_sent, sequential_hops
 
 CHIPS = {chip.name: chip for chip in planning.CHIPS}
 
@@ -56,8 +56,12 @@ def test_an_unknown_collective_is_an_error():
 
 
 def test_hops_of_a_ring():
-    assert [hops(o, 4) for o in ("all-reduce", "all-gather", "collective-permute")] == [6, 3, 1]
-    assert hops("all-reduce", 1) == 0
+    assert [sequential_hops(o, 4) for o in ("all-reduce", "all-gather", "collective-permute")] == [
+        6,
+        3,
+        1,
+    ]
+    assert sequential_hops("all-reduce", 1) == 0
 
 
 class TestTorus:

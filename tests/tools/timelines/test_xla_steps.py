@@ -2,7 +2,7 @@
 
 import pytest
 
-from mtf_gradsync.tools.timelines.xla_steps import _name, _parts
+from mtf_gradsync.tools.timelines.xla_steps import _parts, _shown_name
 
 
 @pytest.mark.parametrize(
@@ -16,7 +16,7 @@ from mtf_gradsync.tools.timelines.xla_steps import _name, _parts
 )
 def test_names_that_the_graph_has(given, parts, shown):
     assert _parts(given) == parts
-    assert _name(given) == shown
+    assert _shown_name(given) == shown
 
 
 @pytest.mark.parametrize(
@@ -32,4 +32,4 @@ def test_names_that_the_graph_has(given, parts, shown):
 )
 def test_names_in_branches(given, shown):
     nodes = {"conditional/cond/sum", "b", "parallel_0/b", "sums/x"}
-    assert _name(given, nodes) == shown
+    assert _shown_name(given, nodes) == shown

@@ -1,12 +1,12 @@
 """Runs a training step that mtf_gradsync exported, on the devices that jax has here.
 
-It needs numpy and jax, but neither TensorFlow nor mtf_gradsync. Every exported folder has a copy of
-it. mtf_gradsync's own sessions compile and run programs with it, too. As a command, in an exported
-folder:
+This package, the runner, needs numpy and jax, but neither TensorFlow nor mtf_gradsync. Every
+exported folder has a copy of the runner. mtf_gradsync's own sessions compile and run programs with
+it, too. The runner as a command, in an exported folder:
 
     python run.py --steps 100 --inputs batches.npz
 
-As a module, with the exported folder on ``sys.path``:
+The runner as a module, with the exported folder on ``sys.path``:
 
     from runner import Step
     step = Step.load(folder)

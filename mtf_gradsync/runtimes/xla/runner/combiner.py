@@ -1,9 +1,9 @@
 """Combines collectives when a program is compiled for CPUs, as XLA does for TPUs and GPUs.
 
-The graph says which collectives are one group (`summed_together`); this module decides nothing
-about groups. Collectives of a group that do not depend on each other become one collective, in the
-order of the program. Which tensors a strategy packs itself is in `mtf_gradsync.reduce.sums`. Large
-packs are written piece by piece, in place of a slow concatenation.
+The graph says which collectives form a group (`summed_together`). The collectives of a group that
+do not depend on each other become one collective, in the order of the program. A strategy may also
+have packed tensors into one collective when the graph was built (see `mtf_gradsync.reduce.sums`).
+Such a pack, if it is large, is written piece by piece, because a concatenation is slow on CPUs.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ def nested_operations(operation: Any) -> Iterator[Any]:
 def text_of(module: Any, with_names: bool) -> str:
     """Returns an MLIR module as text.
 
-    `with_names` says whether the text has the names that the operations have in the graph.
+    `with_names` says whether the text has the names that the operations have in the graph of
+    TensorFlow.
     """
     return module.operation.get_asm(enable_debug_info=with_names)
 
@@ -98,11 +99,12 @@ def group_names(module: Any) -> list[str | None]:
 
 
 def combined_for_cpus(program: bytes | str, groups: Sequence[str | None] = ()) -> bytes | str:
-    """Returns a program with few collectives in place of each group, and with the same results.
+    """Returns a program in which the collectives of each group are combined into few of them.
 
-    `program` is StableHLO: text that names the groups in attributes, or a portable artifact. For an
-    artifact without these attributes, `groups` are the names that `group_names` returned. A program
-    that this jax cannot read is returned unchanged.
+    The results of the program stay the same. `program` is StableHLO: text in which attributes of
+    the collectives name their groups, or a portable artifact. For an artifact without these
+    attributes, `groups` are the names that `group_names` returned. A program that this jax cannot
+    read is returned unchanged.
     """
     from jax.interpreters import mlir
     from jaxlib.mlir import ir
@@ -134,8 +136,8 @@ class _Member(NamedTuple):
     cores: int  # how many cores a group of it has
 
     @property
-    def part(self) -> int:
-        """The number of elements that a core gives to a gather, or gets from a scatter or a sum."""
+    def elements_per_core(self) -> int:
+        """The number of elements that a core gives to an all-gather, or gets from other kinds."""
         return math.prod(self.given if self.op.name == _GATHER else self.result)
 
 
@@ -160,16 +162,16 @@ def _blocks(operation: Any) -> Iterator[Any]:
 
 def _combine_block(block: Any) -> bool:
     """Combines the collectives of each group in an MLIR block; returns whether it combined any."""
-    keys = [_key(op.operation) for op in block]
+    keys = [_combination_key(op.operation) for op in block]
     several = [key for key in dict.fromkeys(keys) if key is not None and keys.count(key) > 1]
     return any([_combine_group(block, key) for key in several])
 
 
-def _key(op: Any) -> tuple[str, ...] | None:
+def _combination_key(op: Any) -> tuple[str, ...] | None:
     """Returns a key that is equal for collectives that can be combined.
 
-    None if the MLIR operation `op` is no collective, or a collective without a group. The key holds
-    the group, the kind of collective, the type of elements, and which cores exchange.
+    The key holds the group, the kind of collective, the type of elements, and which cores exchange
+    data. The result is None if the MLIR operation `op` is no collective, or is in no group.
     """
     from jaxlib.mlir import ir
 
@@ -183,10 +185,10 @@ def _key(op: Any) -> tuple[str, ...] | None:
 
 
 def _combine_group(block: Any, key: tuple[str, ...]) -> bool:
-    """Combines the collectives in an MLIR block that have one key and do not depend on each other.
+    """Combines the collectives of an MLIR block that have a key and do not depend on each other.
 
-    `key` is what `_key` returns for them. At most `_MOST_BYTES` are combined in one collective.
-    Returns whether any were combined.
+    `key` is what `_combination_key` returned for the collectives. A combined collective has at most
+    `_MOST_BYTES`, so there may be several. Returns whether any collectives were combined.
     """
     operations = [op.operation for op in block]
     run: list[int] = []  # the positions of the collectives to combine next
@@ -196,13 +198,13 @@ def _combine_group(block: Any, key: tuple[str, ...]) -> bool:
 
     def finish() -> bool:
         if len(run) > 1:
-            after = operations[run[-1] + 1]
+            next_operation = operations[run[-1] + 1]
             members = [_member(operations[i]) for i in run]
             # Neighbours of one shape are stacked, not flattened.
-            _combine(sorted(members, key=lambda m: m.result), after)
+            _combine(sorted(members, key=lambda m: m.result), next_operation)
             for i in dependents:
                 if i < run[-1]:
-                    operations[i].move_before(after)
+                    operations[i].move_before(next_operation)
             for member in members:
                 member.op.erase()
         done = len(run) > 1
@@ -212,7 +214,7 @@ def _combine_group(block: Any, key: tuple[str, ...]) -> bool:
 
     for position, op in enumerate(operations):
         depends = bool(results) and any(value in results for value in _operands(op))
-        if _key(op) == key and _bytes(op) <= _MOST_BYTES:
+        if _combination_key(op) == key and _bytes(op) <= _MOST_BYTES:
             if depends or size + _bytes(op) > _MOST_BYTES:
                 combined |= finish()
                 size = 0
@@ -252,10 +254,11 @@ def _member(op: Any) -> _Member:
     return _Member(op, given, result, axis, ir.RankedTensorType(groups).shape[1])
 
 
-def _combine(members: Sequence[_Member], after: Any) -> None:
-    """Inserts one collective before the operation `after` in place of several, the `members`.
+def _combine(members: Sequence[_Member], next_operation: Any) -> None:
+    """Inserts one collective that does the work of all `members`, before `next_operation`.
 
-    Users of the members' results then use pieces of its result. The caller erases the members.
+    Operations that used the members' results then use pieces of the new collective's result. The
+    caller erases the members.
     """
     from jaxlib.mlir import ir
 
@@ -265,12 +268,12 @@ def _combine(members: Sequence[_Member], after: Any) -> None:
     merged = f"({':'.join(name[1] if name else '?' for name in names)})"
     location = ir.Location.name(merged) if all(names) else first.location
     stacks = first.name == _ALL_REDUCE and len({m.result for m in members}) == 1
-    sizes = [1] * len(members) if stacks else [m.part for m in members]
-    with ir.InsertionPoint(after):
+    sizes = [1] * len(members) if stacks else [m.elements_per_core for m in members]
+    with ir.InsertionPoint(next_operation):
         given = []
         for member in members:
             with member.op.location:
-                given.append(_sent(member, stacks))
+                given.append(_packable_operand(member, stacks))
         with location:
             axis = 0 if first.name == _ALL_REDUCE else 1
             packed = _concatenate(given, axis)
@@ -291,16 +294,16 @@ def _combine(members: Sequence[_Member], after: Any) -> None:
         for member, size in zip(members, sizes):
             with member.op.location:
                 piece = _slice(made, axis, begin, begin + size)
-                member.op.results[0].replace_all_uses_with(_received(member, piece))
+                member.op.results[0].replace_all_uses_with(_unpacked_result(member, piece))
             begin += size
 
 
-def _sent(member: _Member, stacks: bool) -> Any:
-    """Returns what a collective sends, reshaped so that it can be packed with others.
+def _packable_operand(member: _Member, stacks: bool) -> Any:
+    """Returns a collective's operand, reshaped so that it can be concatenated with others.
 
-    `stacks` says that all operands have one shape and are stacked: the result has a new first
-    dimension of size 1. Otherwise the result is flat for a sum, a matrix with one row for a gather,
-    and a matrix with a row for each core for a scatter.
+    `stacks` says that all operands have the same shape: then the result has a new first dimension
+    of size 1. Otherwise the result is flat for an all-reduce, a matrix with one row for an
+    all-gather, and a matrix with a row for each core for a reduce-scatter.
     """
     x, shape, axis = member.op.operands[0], list(member.given), member.axis
     if stacks:
@@ -312,13 +315,13 @@ def _sent(member: _Member, stacks: bool) -> Any:
     # A row for each core.
     x = _reshape(x, [*shape[:axis], member.cores, shape[axis] // member.cores, *shape[axis + 1 :]])
     rest = [i for i in range(len(shape) + 1) if i != axis]
-    return _reshape(_transpose(x, [axis, *rest]), [member.cores, member.part])
+    return _reshape(_transpose(x, [axis, *rest]), [member.cores, member.elements_per_core])
 
 
-def _received(member: _Member, piece: Any) -> Any:
-    """Returns the value that replaces a collective's result: its piece, in the result's shape.
+def _unpacked_result(member: _Member, piece: Any) -> Any:
+    """Returns the value that replaces a collective's result, in this result's shape.
 
-    `piece` is the collective's part of the combined collective's result.
+    `piece` is the collective's part of the combined collective's result, in the shape of the pack.
     """
     if member.op.name == _GATHER:
         axis, count = member.axis, len(member.given)
@@ -384,16 +387,16 @@ _SUMS = ("stablehlo.all_reduce", "stablehlo.reduce_scatter")
 
 
 def write_by_piece(module: Any) -> bool:
-    """Changes an MLIR module to write large packs piece by piece; returns whether it has any.
+    """Makes an MLIR module write large packs tensor by tensor; returns whether it has such packs.
 
-    A large pack is a concatenation of many tensors that is added up over cores. Each tensor is then
-    written into zeros, with ``dynamic_update_slice``.
+    A large pack is a concatenation of many tensors that is added up over cores. In its place, the
+    module then writes each of the tensors into an array of zeros, with ``dynamic_update_slice``.
     """
     operations = list(nested_operations(module.operation))
     packs = [op for op in operations if _is_large_concatenation(op)]
     if packs:
         for op in [op for op in operations if op.name == "stablehlo.reduce_scatter"]:
-            _scatter_as_packed(op)
+            _skip_reshape_of_pack(op)
     for op in packs:
         _by_piece(op)
     return bool(packs)
@@ -420,12 +423,13 @@ def _is_summed(op: Any) -> bool:
     return any(u.name in _SUMS for u in users)
 
 
-def _scatter_as_packed(op: Any) -> None:
-    """Makes a reduce-scatter take its operand, a pack of tensors, in the shape before a reshape.
+def _skip_reshape_of_pack(op: Any) -> None:
+    """Makes a reduce-scatter take a concatenation of tensors as it is before a reshape.
 
-    For TPUs the program reshapes the pack into tiles first. On CPUs this reshape would be fused
-    with the last piece into one loop. `op` is the reduce-scatter as an MLIR operation. It is not
-    changed if its operand is no reshape of a pack with the same rows.
+    Programs reshape the concatenation into the tiles of a TPU. On CPUs, XLA would fuse this reshape
+    with the write of the last tensor, into a loop over all tensors. `op` is the reduce-scatter, an
+    MLIR operation. It is not changed if its operand is not reshaped, or if the reshape changes the
+    number of rows.
     """
     from jaxlib.mlir import ir
 

@@ -12,7 +12,7 @@ from typing import Any, Callable, Iterator, Sequence
 
 import numpy as np
 
-from .files import check_free, dtype_of, read_manifest, without_dtype
+from .files import as_savable, check_free, dtype_of, read_manifest
 from .jax_devices import StepError, describe, exchange_at, make_cpu_devices
 from .step import Fetched, Input, Step, inputs_of
 
@@ -42,7 +42,7 @@ def main(argv: Sequence[str], folder: str, meet_at: Callable[..., Any] | None = 
 
 
 def parser(folder: str) -> argparse.ArgumentParser:
-    """Returns a parser of the command line; by default, it runs the step in `folder`."""
+    """Returns the parser of the command line; `folder` is the step to run if users name none."""
     made = argparse.ArgumentParser(
         prog="run.py", description="Runs training steps that mtf_gradsync exported."
     )
@@ -112,9 +112,7 @@ def _run(flags: argparse.Namespace, meet_at: Callable[..., Any] | None) -> None:
             say(f"each of the other {count - 1} steps {each * 1e3:.2f} ms")
     if flags.fetches and speaks:
         names = returned[0] if returned else {}
-        arrays: dict[str, Any] = {
-            n: np.stack([without_dtype(r[n]) for r in returned]) for n in names
-        }
+        arrays: dict[str, Any] = {n: np.stack([as_savable(r[n]) for r in returned]) for n in names}
         np.savez(flags.fetches, **arrays)
     if flags.save:
         step.save(flags.save, flags.replace)
@@ -128,7 +126,7 @@ _TIMEOUT = 300.0
 def _start_jax(
     flags: argparse.Namespace, cores: int, steps: int, meet_at: Callable[..., Any] | None
 ) -> None:
-    """Asks jax for CPU devices, and joins the other processes if the flags speak of any.
+    """Asks jax for CPU devices; joins the other processes if the flags are for several processes.
 
     Args:
       flags: the parsed command line.
@@ -180,9 +178,10 @@ def _batches(
 ) -> tuple[int, Iterator[dict[str, Any]]]:
     """Returns the number of steps to make, and an iterator over the inputs of each step.
 
-    The inputs come from a file or are made up, as `flags`, the parsed command line, say. A step's
-    inputs are arrays by name. `inputs` are the step's inputs, and `seed` is for made-up numbers.
-    Raises a StepError if the flags give no inputs that the step needs.
+    `flags`, the parsed command line, says whether the inputs are read from a file or made up. The
+    iterator yields, for each step, a dict from the names of inputs to arrays. `inputs` are all
+    inputs that the step reads, and `seed` is the seed of made-up numbers. Raises a StepError if the
+    step needs inputs and the flags say nothing about them.
     """
     needed = [i for i in inputs if i.default is None]
     if flags.inputs:

@@ -88,7 +88,7 @@ def write_folder(
         new, old = made / "new", made / "old"
         new.mkdir()
         with open(new / VALUES, "wb") as file:
-            arrays: dict[str, Any] = {name: without_dtype(x) for name, x in values.items()}
+            arrays: dict[str, Any] = {name: as_savable(x) for name, x in values.items()}
             np.savez(file, **arrays)
         text = json.dumps(manifest, indent=1) + "\n"
         for name, content in {**others, MANIFEST: text.encode()}.items():
@@ -150,7 +150,7 @@ def distinct_rows(per_core: Sequence[np.ndarray]) -> tuple[np.ndarray, list[int]
 def assemble(parameter: Mapping[str, Any], per_core: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
     """Assembles a variable from its slices on the cores; returns a dict from name to array.
 
-    The dict has the variable itself, or the variables that Mesh-TensorFlow stacked in it.
+    If Mesh-TensorFlow has stacked several variables into this one, the dict has each of them.
     `parameter` is the manifest's entry for the variable, and `per_core` has each core's slice.
     """
     layout = parameter["whole"]
@@ -172,10 +172,11 @@ def dtype_of(name: str) -> np.dtype:
         return np.dtype(getattr(ml_dtypes, name))
 
 
-def without_dtype(value: np.ndarray) -> np.ndarray:
-    """Returns an array that numpy can save.
+def as_savable(value: np.ndarray) -> np.ndarray:
+    """Returns an array in a dtype that numpy can save.
 
-    A dtype that numpy lacks, such as bfloat16, becomes an unsigned integer with the same bits.
+    Numbers of a dtype that numpy lacks, such as bfloat16, become unsigned integers of the same
+    bits. Other arrays are returned unchanged.
     """
     value = np.asarray(value)
     if value.dtype.kind != "V":
@@ -183,8 +184,8 @@ def without_dtype(value: np.ndarray) -> np.ndarray:
     return value.view(np.dtype(f"u{value.dtype.itemsize}"))
 
 
-def with_dtype(value: np.ndarray, name: str) -> np.ndarray:
-    """Returns an array from `without_dtype` with its old dtype again, which has the name `name`."""
+def from_savable(value: np.ndarray, name: str) -> np.ndarray:
+    """Undoes `as_savable`: returns the array in its original dtype, whose name is `name`."""
     return value.view(dtype_of(name))
 
 

@@ -25,7 +25,7 @@ def devices_errors(in_step: bool = True) -> Iterator[None]:
     """Turns XLA's errors in a ``with`` block into `DevicesError`, with XLA's message and a remedy.
 
     `in_step` says that the block runs a step. With in_step=False the block compiles: then only
-    errors about too little memory are turned, and all others stay as they are.
+    errors about too little memory become a `DevicesError`, and all others stay as they are.
     """
     try:
         yield
@@ -57,11 +57,11 @@ COUNT_FLAG = "--xla_force_host_platform_device_count"
 
 
 class DeviceValues:
-    """The values of a program on the cores of this process.
+    """An argument or a result of a program: its value on each core of this process.
 
-    Programs take them as single-device jax arrays, in the order of this process's devices. Programs
-    return them as one array `joined` over all devices of the program. This class holds either form,
-    and makes the other.
+    jax has two forms for such values: a list of single-device arrays (`arrays`), and one array over
+    all devices of the program (`joined`). An object of this class begins with one of the forms, and
+    makes the other one when it is asked for.
     """
 
     def __init__(self, arrays: Sequence[Any] | None = None, joined: Any = None):
@@ -78,14 +78,15 @@ class DeviceValues:
 
     @property
     def arrays_or_joined(self) -> Any:
-        """Returns the joined array if there is one, the list of arrays otherwise."""
+        """The one array over all devices if it was made already, otherwise the list `arrays`."""
         return self._arrays if self._joined is None else self._joined
 
     def joined(self, sharding: Any) -> Any:
-        """Returns the values as one jax array with a sharding over all devices of the program.
+        """Returns the values as one jax array over all devices of the program.
 
-        `sharding` is a jax sharding that replicates. Values may differ between devices all the
-        same: the sharding only tells jax that each device has an array of the full shape.
+        `sharding` is the array's jax sharding, which replicates over these devices. Although jax
+        then takes the values on all devices for equal, they may differ: the sharding only has to
+        say that each device has an array of the full shape.
         """
         import jax
 
@@ -99,8 +100,8 @@ class DeviceValues:
 def make_cpu_devices(count: int, replace: bool = False) -> None:
     """Asks jax for `count` CPU devices of this process, in the environment variable XLA_FLAGS.
 
-    If XLA_FLAGS already has a number of CPU devices, only replace=True changes that number. It has
-    no effect once jax has started its devices.
+    If XLA_FLAGS already has a number of CPU devices, only replace=True changes that number. A call
+    has no effect once jax has started its devices.
     """
     flags = os.environ.get("XLA_FLAGS", "").split()
     others = [flag for flag in flags if not flag.startswith(COUNT_FLAG)]
@@ -166,9 +167,9 @@ def first_devices(devices: Sequence[Any], count: int) -> list[Any]:
 def put(per_core: Sequence[np.ndarray], devices: Sequence[Any]) -> DeviceValues:
     """Copies an array to each of this process's devices; 64-bit numbers keep their types.
 
-    `per_core` has the array for each device, in the order of `devices`, which are this process's. A
-    CPU device may use the memory of its array as its own. So no other code may write to the array,
-    and two arrays that a step writes over may not share memory.
+    `per_core` has the array for each device, in the order of `devices`, which are this process's.
+    For a CPU device, jax may use the array's memory in place of a copy. So no other code may write
+    to the array, and if a step writes over two arrays, they may not share memory.
     """
     import jax
 
@@ -233,8 +234,8 @@ def exchanged(row: np.ndarray, devices: tuple[Any, ...], how: str = "gather") ->
     """Returns all processes' arrays, stacked (how="gather") or added up (how="sum").
 
     `row` is this process's array, and `devices` are the devices of all processes. All processes
-    have to call this, with arrays of one shape and dtype. They are stacked in the order of the
-    processes' numbers.
+    have to call this function, with arrays of one shape and dtype. The arrays are stacked in the
+    order of the processes' numbers.
     """
     import jax
 

@@ -16,27 +16,29 @@ _last: DeviceValues | None = None
 _results: weakref.WeakSet[DeviceValues] = weakref.WeakSet()
 
 
-def run_in_turn(
+def run_after_last_program(
     run: Callable[[Sequence[DeviceValues]], list[DeviceValues]], arguments: Sequence[DeviceValues]
 ) -> list[DeviceValues]:
-    """Calls a function that runs a program, once the program called before it cannot overlap.
+    """Calls `run`, which starts a program, so that this program cannot overlap the last program.
 
-    If the program takes results of the last program, the devices let it wait for these. If not,
-    this process waits until the last program has ended, and raises its error if it failed.
-    `run` starts the program with `arguments`, the values that the program takes, and returns its
-    results. They are returned, and may not be ready yet.
+    The last program is the one that this function has started before. If the new program takes one
+    of its results, the devices themselves wait for this result. If not, this process first waits
+    until the last program has ended; an error of the last program is raised here.
+
+    `arguments` are the values that the new program takes, for `run`. Returns what `run` returns:
+    the new program's results, which may not be computed yet.
     """
     global _last, _results
     if _results.isdisjoint(arguments):
-        wait_for_turn()
+        wait_for_last_program()
     results = run(arguments)
     # One result is enough: all are ready at once, when all collectives are over.
     _last, _results = results[0], weakref.WeakSet(results)
     return results
 
 
-def wait_for_turn() -> None:
-    """Waits until the program that was called last has ended on all devices of this process.
+def wait_for_last_program() -> None:
+    """Waits until the program that was started last has ended on all devices of this process.
 
     If the program failed, its error is raised here.
     """
@@ -84,7 +86,7 @@ def compiled(
         ) from error
     except (RuntimeError, ValueError) as error:
         raise RefusedError(
-            f"XLA (jax {jax.__version__}) cannot read the program, or not compile it for "
+            f"XLA (jax {jax.__version__}) cannot read the program or cannot compile it for "
             f"{describe(devices)}: {short(error)}"
         ) from error
 
@@ -108,10 +110,10 @@ def compile_options(devices: Sequence[Any], options: Mapping[str, Any] | None = 
 
 
 def serialized_executable(executable: Any, devices: Sequence[Any]) -> bytes:
-    """Returns an executable of `compiled` as bytes, to be loaded later on such devices.
+    """Converts an executable that `compiled` made to bytes, which `loaded_executable` can load.
 
-    `devices` are the devices that it was compiled for. Raises a RuntimeError if their platform
-    cannot do that.
+    `devices` are the devices that the executable was compiled for. Raises a RuntimeError if the
+    platform of these devices cannot serialize executables.
     """
     return devices[0].client.serialize_executable(executable)
 
@@ -152,7 +154,7 @@ class LoadedProgram:
         `arguments` are the values of the program's parameters, in order. Arguments over which
         results are written cannot be used again.
         """
-        return run_in_turn(self._run, arguments) if self._waits else self._run(arguments)
+        return run_after_last_program(self._run, arguments) if self._waits else self._run(arguments)
 
     def _run(self, arguments: Sequence[DeviceValues]) -> list[DeviceValues]:
         given = [a.joined(self._sharding) if self._joins else a.arrays_or_joined for a in arguments]

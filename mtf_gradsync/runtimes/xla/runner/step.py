@@ -19,13 +19,13 @@ from .files import (
     check_free,
     distinct_rows,
     dtype_of,
+    from_savable,
     read_manifest,
     read_sums,
-    with_dtype,
     write_folder,
 )
 from .jax_devices import DeviceValues, StepError, devices_errors
-from .loaded_program import LoadedProgram, RefusedError, compiled, wait_for_turn
+from .loaded_program import LoadedProgram, RefusedError, compiled, wait_for_last_program
 
 
 class Input(NamedTuple):
@@ -52,8 +52,8 @@ class Input(NamedTuple):
 class Fetched(Mapping):
     """The values that a step returned, by name. Reading a value waits for the step.
 
-    Each is the value on this process's first core. `per_core` returns the values on all cores of
-    this process.
+    The value of a name is the one on this process's first core. `per_core` returns the values on
+    all cores of this process.
     """
 
     def __init__(self, values: Mapping[str, DeviceValues]):
@@ -77,7 +77,7 @@ class Fetched(Mapping):
 
 
 class Step:
-    """A training step whose variables stay on the devices, where new values overwrite old ones.
+    """An exported training step; its variables stay on the devices, and are updated there.
 
     Attributes:
       manifest: content of manifest.json.
@@ -137,15 +137,15 @@ class Step:
             executable = compiled(program, self.devices)
         except RefusedError as error:
             raise StepError(
-                f"{error} It was made beside jax {self.manifest['made_by']['jax']}: install that "
-                "version or a later one."
+                f"{error} The step was exported with jax {self.manifest['made_by']['jax']}: "
+                "install that version or a later one."
             ) from error
         self._program = LoadedProgram(executable, self.devices)
         self._on_devices: dict[str, DeviceValues] = {}
         with np.load(folder / VALUES, allow_pickle=False) as values:
             for p in parameters:
                 if p["kind"] != "input" or p["default"] == "kept":
-                    stored = with_dtype(values[array_name(p)], p["dtype"])
+                    stored = from_savable(values[array_name(p)], p["dtype"])
                     per_core = [np.array(stored[p["rows"][core]]) for core in self.cores]
                     self._on_devices[p["name"]] = self._put(per_core)
 
@@ -189,8 +189,8 @@ class Step:
             the assembled array.
 
         Returns:
-          The values by name. Arrays are assembled from the cores' slices. Variables that Mesh-TF
-          stacked in another variable appear under their own names.
+          The values by name. Arrays are assembled from the cores' slices. If Mesh-TF has stacked
+          several variables into one, each of them has an entry with its own name.
         """
         found: dict[str, Any] = {}
         self._finish()
@@ -207,11 +207,12 @@ class Step:
     def save(self, folder: str, replace: bool = False) -> None:
         """Writes a folder like the one that was loaded, with the variables' newest values.
 
-        With several processes, all have to call it; the one with the first core writes.
+        With several processes, all of them have to call `save`; the process with the first core
+        writes the folder.
 
         Args:
           folder: the folder to write.
-          replace: whether it may replace an exported step in `folder`.
+          replace: whether the new folder may replace an exported step in `folder`.
 
         Raises:
           StepError: when something exists at `folder` that may not be replaced.
@@ -237,7 +238,7 @@ class Step:
     def _finish(self) -> None:
         """Waits for all steps; called before another program exchanges values between processes."""
         with devices_errors():
-            wait_for_turn()
+            wait_for_last_program()
 
     def _put(self, per_core: Sequence[np.ndarray]) -> DeviceValues:
         with devices_errors():

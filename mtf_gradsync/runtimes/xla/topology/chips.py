@@ -21,8 +21,8 @@ class Chip(NamedTuple):
       hbm_bytes_per_second: bytes read from the memory and written to it.
       links: the number of links to neighbouring chips.
       link_bytes_per_second: bytes over one link in one direction.
-      full_ring: the number of chips along a direction of a whole pod; the links of so many chips
-        close to a ring. 0 if optical switches close the rings: they do in slices whose sizes are
+      full_ring: the least number of chips along a direction whose links close to a ring: that of a
+        whole pod. 0 if optical switches close the rings: they do so in slices whose sizes are
         multiples of 4 along all directions.
       sources: web addresses of the sources: for the chip's figures, and for the links' figures.
     """
@@ -36,20 +36,18 @@ class Chip(NamedTuple):
     full_ring: int
     sources: tuple[str, ...]
 
-    def closes(self, direction: int, directions: tuple[int, ...]) -> bool:
-        """Returns whether the links along a direction of a slice close to a ring.
+    def links_close_ring(self, length: int, lengths: tuple[int, ...]) -> bool:
+        """Returns whether the links along one direction of a slice close to a ring.
+
+        The rule is from https://jax-ml.github.io/scaling-book/tpus (networking).
 
         Args:
-          direction: the number of chips along the direction.
-          directions: the numbers of chips along all directions of the slice.
-
-        Returns:
-          Whether the links close. The source of the rule is
-          https://jax-ml.github.io/scaling-book/tpus (networking).
+          length: the number of chips along the direction, such as 4.
+          lengths: the numbers of chips along all directions of the slice, such as (4, 8).
         """
         if self.full_ring:
-            return direction >= self.full_ring
-        return direction > 1 and all(size % 4 == 0 for size in directions if size > 1)
+            return length >= self.full_ring
+        return length > 1 and all(size % 4 == 0 for size in lengths if size > 1)
 
 
 #: Cloud's tables give the links of v5e, v5p, v6e and tpu7x as one figure for all links of a chip in
@@ -76,7 +74,7 @@ class Rates(NamedTuple):
 
 
 class Generation(NamedTuple):
-    """A TPU generation, as its programs see it.
+    """A TPU generation: how programs count the cores of a chip, and the memory of a core.
 
     Attributes:
       name: the generation's name in names of topologies: "v3" in "v3:2x2", for example.

@@ -119,9 +119,9 @@ class CompiledProgram:
         return {g.name: self.memory.total <= g.memory_per_core for g in self._generations()}
 
     def _generations(self) -> list[Generation]:
-        """Returns all TPU generations.
+        """Returns all TPU generations, for a comparison with the memory of their cores.
 
-        The generation of `topology` is as the topology's name says: a v4 chip is one core or two.
+        If `topology` counts a v4 chip as two cores ("/two_cores"), the entry for v4 does so, too.
         """
         own = slice_of(self.topology).generation
         return [own if g.name == own.name else g for g in GENERATIONS]
@@ -144,7 +144,7 @@ class CompiledProgram:
     def to_json(self) -> str:
         """Returns all attributes as JSON text, with the results of `accepted` and `fits`.
 
-        The total of `memory` is in it, too.
+        The entry "memory" also has the total of the memory.
         """
         content = dataclasses.asdict(self)
         content["accepted"] = self.accepted

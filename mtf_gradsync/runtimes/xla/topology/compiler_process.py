@@ -1,7 +1,7 @@
 """Runs the TPU compiler in a process of its own.
 
-libtpu reads its environment variables only once, when it is loaded. And if the compiler crashes, it
-ends only its own process.
+There are two reasons for this: libtpu reads its environment variables only once, when it is loaded,
+and a crash of the compiler ends the process that it runs in.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class CompilerDiedError(RuntimeError):
     """The error of a compiler whose process ended without an answer."""
 
 
-def ask(
+def compile_in_process(
     folder: str,
     module: str | None,
     topology: str,
@@ -48,13 +48,16 @@ def ask(
       estimate: the StableHLO of further programs to compile, by name.
       update_not_split: whether to compile the program a second time, without splitting the weight
         update over the cores.
-      begun: a function that is called with the other process when it runs, so that the caller can
-        end it.
+      begun: a function that is called with the other process once it runs, so that the caller can
+        end the process.
 
     Returns:
       If libtpu does not know the topology, a dict with "no_topology": libtpu's message. Otherwise a
-      dict with "device_kind", "num_cores" and "places". If the program was compiled, it also has
-      "seconds", "memory" and "cost"; if the compiler refused it, "error".
+      dict about the topology, with "device_kind", "num_cores" and "places": for each core, the
+      coordinates of its chip and its number on the chip. If the program was compiled, the dict also
+      has "seconds", which is the time of the compilation, "memory" with the fields of `CoreMemory`,
+      and "cost" with the compiler's estimates by name. If the compiler refused the program, the
+      dict has "error".
 
     Raises:
       CompilerDiedError: when the process ended without an answer.

@@ -21,10 +21,12 @@ _CHIPS_PER_HOST = 4
 
 
 def main(private: Any, folder: str) -> dict[str, Any]:
-    """Compiles ``module.mlir`` of a folder as ``request.json`` asks; see `compiler_process.ask`.
+    """Compiles the program in a folder for a TPU; returns the compiler's answer as a dict.
 
-    `private` is the module `mtf_gradsync.runtimes._private.jax`. `folder` has these files, and gets
-    the compiled programs. Returns the answer that `compiler_process.ask` returns.
+    `folder` has two files, which `compiler_process.compile_in_process` has written:
+    ``module.mlir``, the program, and ``request.json``, which says how to compile it. The compiled
+    programs are written into `folder`. The result is the one that `compile_in_process` returns.
+    `private` is the module `mtf_gradsync.runtimes._private.jax`.
     """
     # `private` is the module `mtf_gradsync.runtimes._private.jax`, which cannot be imported here.
     from jax.experimental import topologies
@@ -36,7 +38,7 @@ def main(private: Any, folder: str) -> dict[str, Any]:
     with open(path("request.json")) as file:
         request = json.load(file)
     name, config = request["topology"], request["chip_config"]
-    options = {**_hosts(name), **({"chip_config_name": config} if config else {})}
+    options = {**_host_options(name), **({"chip_config_name": config} if config else {})}
     if request["slices"] > 1:
         options["num_slices"] = request["slices"]
     try:
@@ -90,11 +92,11 @@ def main(private: Any, folder: str) -> dict[str, Any]:
     return answer
 
 
-def _hosts(topology: str) -> dict[str, Any]:
-    """Returns the options for libtpu that say how the chips of a topology are on hosts.
+def _host_options(topology: str) -> dict[str, Any]:
+    """Returns the options for libtpu that say how the chips of a topology are spread over hosts.
 
-    `topology` is libtpu's name of it. A slice of fewer chips than a host has is put on one host.
-    For larger slices the dict is empty.
+    `topology` is libtpu's name of the topology. A slice of fewer chips than a host has is put on
+    one host. For larger slices the dict is empty.
     """
     sizes = topology.partition(":")[2].split("x")
     if not all(size.isdigit() for size in sizes):

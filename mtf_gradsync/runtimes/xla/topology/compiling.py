@@ -19,13 +19,13 @@ from mtf_gradsync.runtimes.xla.replica_program import replica_program
 from mtf_gradsync.runtimes.xla.stablehlo import to_stablehlo
 from mtf_gradsync.runtimes.xla.topology.chips import GENERATIONS
 from mtf_gradsync.runtimes.xla.topology.compiled import CompiledProgram, CoreMemory
-from mtf_gradsync.runtimes.xla.topology.compiler_process import ask
+from mtf_gradsync.runtimes.xla.topology.compiler_process import compile_in_process
 from mtf_gradsync.runtimes.xla.topology.estimate import (
     CostEstimate,
-    OneTurnMore,
+    OneMoreIteration,
     read_estimate,
-    turns_more,
     with_conditions,
+    with_one_more_iteration,
 )
 from mtf_gradsync.runtimes.xla.topology.slices import slice_of
 
@@ -85,7 +85,7 @@ def compile_for_tpu(
             ". Build both on the same mesh: their estimates are compared core by core."
         )
     lowered = lower(program, fetches)
-    others = {} if lowered.module is None else _conditions(lowered.module)
+    others = {} if lowered.module is None else _without_conditionals(lowered.module)
     refused = ""
     if bare is not None:
         module, refused = _lower_bare(bare, bare_fetches)
@@ -112,7 +112,7 @@ def lower(program: Program, fetches: Sequence[Any] = ()) -> LoweredProgram:
     """Returns a core's program as StableHLO, for `compile_lowered`; needs no TPU compiler.
 
     `fetches` are the tensors of the program that a step returns. If TensorFlow refuses to turn an
-    operation into HLO, the result has the reason.
+    operation into HLO, the result has no program, but the reason.
     """
     replica = replica_program(program, fetches)
     try:
@@ -132,7 +132,8 @@ def compile_lowered(
 ) -> CompiledProgram:
     """Returns the TPU compiler's answer for a program that `lower` made.
 
-    To estimate loops, each program is compiled once more for each of its loops.
+    To estimate what an iteration of a loop costs, each program is compiled once more for each of
+    its loops.
 
     Args:
       lowered: the program.
@@ -143,26 +144,28 @@ def compile_lowered(
       update_not_split: whether to compile the program a second time, without splitting its update
         over the cores.
       begun: a function that is called once, with the compiler's process, right after its start.
-      by_branches: whether a program with a single conditional is compiled once and not three times.
-        Its estimates with the condition true or false then count what the branches of the compiled
-        program do.
+      by_branches: whether a program with a single conditional is compiled once and not three times
+        (as it is, with the condition true, and with the condition false). The estimates for a true
+        and a false condition then add up what the branches of the one compiled program do.
     """
     refused, num_replicas = lowered.refused, lowered.num_replicas
     by_branches = by_branches and others is None and (lowered.module or "").count(_IF) == 1
     if by_branches:
         others = {}
     if others is None:
-        others = {} if lowered.module is None else _conditions(lowered.module)
+        others = {} if lowered.module is None else _without_conditionals(lowered.module)
     estimated = {**({} if lowered.module is None else {"step": lowered.module}), **others}
-    loops = {name: turns_more(module) for name, module in estimated.items()}
-    with_turns = {
+    loops = {name: with_one_more_iteration(module) for name, module in estimated.items()}
+    with_iterations = {
         f"{name}.loop_{i}": one.module
         for name, (found, _) in loops.items()
         for i, one in enumerate(found)
     }
     with tempfile.TemporaryDirectory(prefix="mtf_gradsync_") as folder:
-        every = {**others, **with_turns}
-        answer = ask(folder, lowered.module, topology, num_replicas, every, update_not_split, begun)
+        every = {**others, **with_iterations}
+        answer = compile_in_process(
+            folder, lowered.module, topology, num_replicas, every, update_not_split, begun
+        )
         _check_topology(topology, answer, num_replicas)
         if "error" in answer:
             refused = f"the TPU compiler: {_short(answer['error'])}"
@@ -224,16 +227,17 @@ def compile_lowered(
 
 
 def _with_loops(
-    name: str, read: Mapping[str, CostEstimate], loops: Sequence[OneTurnMore], unknown: int
+    name: str, read: Mapping[str, CostEstimate], loops: Sequence[OneMoreIteration], unknown: int
 ) -> CostEstimate:
     """Returns the estimate of a program in which every iteration of its loops counts.
 
     Args:
       name: the program's name in `read`.
-      read: the compiler's estimates by name: of the program, in which each iteration counts once,
-        and of each program in `loops`.
-      loops: for each loop, the program with one more iteration of it.
-      unknown: how many loops count once because their number of iterations is not known.
+      read: estimates by name: of the program, in which one iteration of each loop counts, and of
+        each program in `loops`.
+      loops: for each loop, the program with one more iteration of this loop.
+      unknown: of how many loops one iteration counts, because their number of iterations is not
+        known.
     """
     once = total = read[name]
     for i, one in enumerate(loops):
@@ -248,22 +252,23 @@ def _with_loops(
 def places_of(topology: str) -> tuple[tuple[int, ...], ...]:
     """Returns each core's place in a topology: the coordinates of its chip, its number on the chip.
 
-    The cores are in the order of a program's cores. `topology` is its name, as in "v3:2x2". Raises
-    a ValueError if libtpu does not know it, and an XlaMissingError if libtpu is not installed.
+    The cores are in the order of a program's cores. `topology` is the topology's name, as in
+    "v3:2x2". Raises a ValueError if libtpu does not know the topology, and an XlaMissingError if
+    libtpu is not installed.
     """
     slice_of(topology)
     check_installed("jax", "jaxlib", "libtpu")
     with tempfile.TemporaryDirectory(prefix="mtf_gradsync_") as folder:
-        answer = ask(folder, None, topology, 0)
+        answer = compile_in_process(folder, None, topology, 0)
     _check_known(topology, answer)
     return tuple(tuple(place) for place in answer["places"])
 
 
 def _lower_bare(bare: Program, fetches: Sequence[Any]) -> tuple[str | None, str]:
-    """Lowers the program with the bare optimizer; returns its StableHLO and "", or None and why.
+    """Lowers the program with the bare optimizer; returns its StableHLO, and "".
 
-    The second value is the reason why TensorFlow refuses the program. `fetches` are the tensors
-    that a step of it returns.
+    If TensorFlow refuses the program, the result is None, and the reason. `fetches` are the tensors
+    that a step of the program returns.
     """
     try:
         lowered = lower(bare, fetches)
@@ -272,11 +277,12 @@ def _lower_bare(bare: Program, fetches: Sequence[Any]) -> tuple[str | None, str]
     return lowered.module, lowered.refused
 
 
-def _conditions(module: str) -> dict[str, str]:
-    """Returns a program with all conditions true, and the program with all conditions false.
+def _without_conditionals(module: str) -> dict[str, str]:
+    """Returns a program's two variants: with all conditions true, and with all conditions false.
 
-    `module` is the program's StableHLO. The result is a dict of StableHLO with the keys
-    "conditions_true" and "conditions_false". It is empty if the program has no conditionals.
+    In a variant, the branch that is taken stands in place of each conditional. `module` is the
+    program's StableHLO. The result is a dict of StableHLO with the keys "conditions_true" and
+    "conditions_false". It is empty if the program has no conditionals.
     """
     made = {f"conditions_{str(v).lower()}": with_conditions(module, v) for v in (True, False)}
     return {name: text for name, text in made.items() if text is not None}

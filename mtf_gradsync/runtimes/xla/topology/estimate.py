@@ -8,7 +8,7 @@ from typing import Any, Iterator, Mapping, NamedTuple
 
 from mtf_gradsync.runtimes.xla.hlo import read_module, stored_bytes
 from mtf_gradsync.runtimes.xla.runner.combiner import nested_operations
-from mtf_gradsync.runtimes.xla.stablehlo import TURNS, main_of
+from mtf_gradsync.runtimes.xla.stablehlo import ITERATIONS, main_of
 from mtf_gradsync.runtimes.xla.topology.chips import Rates
 from mtf_gradsync.runtimes.xla.topology.roofline import work_of
 
@@ -28,8 +28,8 @@ _OPPOSITE = "mtf_gradsync.opposite"
 class CostEstimate:
     """The estimated cost of one step on one core. It is not measured.
 
-    It adds up the operations of the compiled program, as if they ran one after the other. The time
-    on links, on the host and for the input does not count.
+    The estimate adds up the operations of the compiled program, as if they ran one after the other.
+    The time on links, on the host and for the input does not count.
 
     Attributes:
       flops: floating-point operations, by the compiler's count.
@@ -65,18 +65,18 @@ class CostEstimate:
 
     @property
     def roofline_seconds(self) -> float:
-        """The least possible time in seconds: for all operations or for all bytes, if longer.
+        """The least possible time in seconds: that of all operations or of all bytes, if longer.
 
-        0 if the rates are unknown.
+        The value is 0 if the rates are unknown.
         """
         if self.rates is None:
             return 0.0
         return max(self.flops / self.rates.flops, self.bytes_accessed / self.rates.bytes)
 
     def plus(self, times: int, less: CostEstimate, more: CostEstimate) -> CostEstimate:
-        """Returns this estimate plus `times` times the difference of two others, `more` - `less`.
+        """Returns this estimate + `times` * (`more` - `less`), figure by figure.
 
-        Only the figures that add up change, such as operations, bytes and seconds.
+        Figures that cannot be added up, such as the rates, stay as they are in this estimate.
         """
         sums = {
             name: getattr(self, name) + times * (getattr(more, name) - getattr(less, name))
@@ -88,7 +88,7 @@ class CostEstimate:
 def read_estimate(
     numbers: Mapping[str, float], compiled: bytes, rates: Rates, conditions: bool | None = None
 ) -> CostEstimate:
-    """Estimates a compiled program's cost, in which one iteration of each loop counts.
+    """Estimates a compiled program's cost, counting one iteration of each loop.
 
     Args:
       numbers: libtpu's "flops", "bytes accessed" and "optimal_seconds" of the program. The last is
@@ -126,11 +126,11 @@ def read_estimate(
 def with_conditions(module: str, value: bool) -> str | None:
     """Returns a StableHLO program's text with each conditional replaced by one of its branches.
 
-    `module` is the program's text, and `value` decides on the branch: it is the value of all
-    conditions, except that a condition which is the negation of another ("report if not finite"
+    `module` is the program's text, and `value` is the value of all conditions, which decides on
+    the branches. Only a condition that is the negation of another one ("report if not finite"
     beside "update if finite") has the opposite value. Returns None for a program without
-    conditionals. The compiler's own estimate of a conditional is not the cost of the branch that a
-    step runs.
+    conditionals. A program is changed in this way to estimate the cost of the branches that a step
+    runs, because the compiler's estimate of a conditional is another cost.
     """
     from jax.interpreters import mlir
     from jaxlib.mlir import ir
@@ -154,14 +154,15 @@ def with_conditions(module: str, value: bool) -> str | None:
             if conditional is None:
                 return str(parsed) if found else None
             is_true = value is not (_OPPOSITE in conditional.attributes)
-            _put_in_line(conditional, 0 if is_true else 1)
+            _replace_by_branch(conditional, 0 if is_true else 1)
             found += 1
 
 
-def _put_in_line(conditional: Any, branch: int) -> None:
-    """Replaces a conditional, an MLIR operation, by its branch number `branch`: 0 is for true.
+def _replace_by_branch(conditional: Any, branch: int) -> None:
+    """Replaces a conditional, an MLIR operation, by the operations of one of its branches.
 
-    A constant condition would not do: the compiler keeps conditionals that have collectives.
+    `branch` is the branch's number: 0 is the branch that runs if the condition is true. Making the
+    condition a constant is not enough: the compiler keeps conditionals that have collectives.
     """
     *operations, last = conditional.regions[branch].blocks[0].operations
     for operation in operations:
@@ -174,22 +175,23 @@ def _put_in_line(conditional: Any, branch: int) -> None:
 _WHILE = "stablehlo.while"
 
 
-class OneTurnMore(NamedTuple):
-    """A program with one more iteration of one loop, placed before the loop."""
+class OneMoreIteration(NamedTuple):
+    """A program in which one loop has one more iteration, whose operations are before the loop."""
 
     module: str  # StableHLO
     times: int  # how many times to add the difference of the estimates to the program's
 
 
-def turns_more(module: str) -> tuple[list[OneTurnMore], int]:
-    """Makes programs that have one more iteration of one loop, to estimate what an iteration costs.
+def with_one_more_iteration(module: str) -> tuple[list[OneMoreIteration], int]:
+    """Makes, for each loop of a program, a program with one more iteration of this loop.
 
-    The cost is the difference between the estimate of such a program and that of `module`, the
-    StableHLO of the program.
+    `module` is the StableHLO of the original program. An iteration of the loop costs the difference
+    between the estimates of the new program and of the original one.
 
     Returns:
-      A program for each loop whose number of iterations is known (attribute `TURNS`), as are those
-      of the loops around it. Then the number of loops for which this is not so.
+      The new programs, and the number of loops for which there is none because their number of
+      iterations (attribute `ITERATIONS`), or that of a loop around them, is not known. There is no
+      new program either for a loop with fewer than two iterations.
     """
     if _WHILE not in module:
         return [], 0
@@ -200,23 +202,27 @@ def turns_more(module: str) -> tuple[list[OneTurnMore], int]:
     with mlir.make_ir_context(), ir.Location.unknown():
         parsed = ir.Module.parse(module)
         for number, (loop, around) in enumerate(_loops(main_of(parsed))):
-            turns = [ir.IntegerAttr(op.attributes[TURNS]).value if TURNS in op.attributes else None
-                     for op in (*around, loop)]  # fmt: skip
-            known = [n for n in turns if n is not None]
+            all_loops = (*around, loop)
+            known = [
+                ir.IntegerAttr(op.attributes[ITERATIONS]).value
+                for op in all_loops
+                if ITERATIONS in op.attributes
+            ]
             outer = math.prod(known[:-1])
-            if len(known) < len(turns):
+            if len(known) < len(all_loops):
                 unknown += 1
             elif known[-1] > 1 and outer:  # a loop without iterations is removed by the compiler
                 copy = ir.Module.parse(module)
-                _put_a_turn_before(list(_loops(main_of(copy)))[number][0])
-                found.append(OneTurnMore(str(copy), known[-1] * outer - outer))
+                _put_iteration_before(list(_loops(main_of(copy)))[number][0])
+                found.append(OneMoreIteration(str(copy), known[-1] * outer - outer))
     return found, unknown
 
 
 def _loops(operation: Any, around: tuple[Any, ...] = ()) -> Iterator[tuple[Any, tuple[Any, ...]]]:
     """Yields each loop in an MLIR operation, with a tuple of the loops around it, outermost first.
 
-    `around` are the loops around `operation` itself. Copies of a program give the same order.
+    `around` are the loops around `operation` itself. The order of the loops is the same for a copy
+    of the program, so that a loop can be found in the copy by its number.
     """
     for region in operation.regions:
         for block in region:
@@ -227,20 +233,20 @@ def _loops(operation: Any, around: tuple[Any, ...] = ()) -> Iterator[tuple[Any, 
                 yield from _loops(inner, (*around, inner) if is_loop else around)
 
 
-def _put_a_turn_before(loop: Any) -> None:
-    """Copies a loop's body to a place before the loop, which then begins with the copy's results.
+def _put_iteration_before(loop: Any) -> None:
+    """Puts a copy of a loop's body before the loop; the loop then begins with the copy's results.
 
     `loop` is an MLIR operation.
     """
     from jaxlib.mlir import ir
 
-    turn = loop.clone(ip=ir.InsertionPoint(loop))
-    block = turn.regions[1].blocks[0]
+    copied_loop = loop.clone(ip=ir.InsertionPoint(loop))
+    block = copied_loop.regions[1].blocks[0]
     *operations, last = block.operations
-    for argument, value in zip(block.arguments, turn.operands):
+    for argument, value in zip(block.arguments, copied_loop.operands):
         argument.replace_all_uses_with(value)
     for operation in operations:
         operation.operation.move_before(loop)
     for number, value in enumerate(list(last.operands)):
         loop.operands[number] = value
-    turn.erase()
+    copied_loop.erase()

@@ -42,7 +42,7 @@ def why_doubtful(seconds: float, roofline: float) -> str:
 
 
 class Work(NamedTuple):
-    """The work of a step on one core; loops count as one iteration."""
+    """What a step of a compiled program does on one core; one iteration of each loop counts."""
 
     flops: float  # operations in products of matrices and in convolutions
     bytes: float  # bytes that operations read and write
@@ -56,14 +56,14 @@ class Work(NamedTuple):
 
 
 def work_of(module: HloModule, rates: Rates, conditions: bool | None = None) -> Work:
-    """Adds up what a step of a compiled program does on one core.
+    """Adds up the operations, bytes and seconds of a compiled program's step on one core.
 
     `rates` are the core's rates, for the time. `conditions` is the value of all conditions, which
     decides which branches count; None counts no branch.
     """
     flops = bytes_ = seconds = 0.0
     custom_calls = []
-    for instruction in _run_by(module.entry, conditions):
+    for instruction in _timed_instructions(module.entry, conditions):
         own_flops, own_bytes = _flops(instruction), _bytes(instruction)
         flops, bytes_ = flops + own_flops, bytes_ + own_bytes
         seconds += max(own_flops / rates.flops, own_bytes / rates.bytes)
@@ -72,11 +72,11 @@ def work_of(module: HloModule, rates: Rates, conditions: bool | None = None) -> 
     return Work(flops, bytes_, seconds, tuple(custom_calls))
 
 
-def _run_by(computation: Computation, conditions: bool | None) -> Iterator[Instruction]:
-    """Yields the instructions of a computation that take time, those of loops once.
+def _timed_instructions(computation: Computation, conditions: bool | None) -> Iterator[Instruction]:
+    """Yields the instructions of a computation that take time when it runs.
 
-    `conditions` is the value of all conditions, which decides which branches are run; None for no
-    branch.
+    The instructions in a loop are yielded once, as for one iteration. `conditions` is the value of
+    all conditions, which decides which branches run; if it is None, no branch runs.
     """
     for instruction in computation.instructions:
         called: Sequence[Computation] = ()
@@ -86,7 +86,7 @@ def _run_by(computation: Computation, conditions: bool | None) -> Iterator[Instr
             # The first branch is for true.
             called = instruction.called[:1] if conditions else instruction.called[1:]
         for one in called:
-            yield from _run_by(one, conditions)
+            yield from _timed_instructions(one, conditions)
         if instruction.opcode not in (*_FREE, "while", "call", "conditional"):
             yield instruction
 
@@ -121,9 +121,9 @@ def _bytes(instruction: Instruction) -> int:
         return 0
     read = written = 0
     if not opcode.endswith("-done"):
-        read = sum(_read_by(instruction, n) for n in range(len(instruction.operands)))
+        read = sum(_bytes_read(instruction, n) for n in range(len(instruction.operands)))
     if not opcode.endswith("-start"):
-        written = _written(instruction)
+        written = _bytes_written(instruction)
     return read + written
 
 
@@ -135,45 +135,51 @@ def _copies_beside(instruction: Instruction) -> bool:
     return instruction.opcode in ("copy-start", "copy-done")
 
 
-def _read_by(instruction: Instruction, number: int) -> int:
-    """Returns how many bytes of its operand `number`, from 0, an instruction reads."""
+def _bytes_read(instruction: Instruction, number: int) -> int:
+    """Returns how many bytes of its operand number `number`, counted from 0, an instruction reads.
+
+    An operation such as a slice reads only a part of its operand.
+    """
     whole, opcode = instruction.operands[number].bytes, instruction.opcode
     if number == 0 and opcode in _SLICES:
         return min(whole, instruction.bytes)
     if number == 0 and opcode == "dynamic-update-slice":
         return 0  # it is written into
     if opcode in ("fusion", "async-start"):
-        return min(whole, _read_within(instruction.called[0].parameter(number)))
+        return min(whole, _bytes_read_in_fusion(instruction.called[0].parameter(number)))
     return whole
 
 
-def _read_within(value: Instruction) -> int:
-    """Returns how many bytes of a fusion's parameter, `value`, the fusion's instructions read."""
+def _bytes_read_in_fusion(value: Instruction) -> int:
+    """Returns how many bytes of `value`, a parameter of a fusion, the fusion's instructions read.
+
+    The result is the sum over all instructions that use the parameter.
+    """
     if not value.users:
         return value.bytes
     return sum(
-        _read_within(user) if user.opcode in _PASSED_ON else _read_by(user, number)
+        _bytes_read_in_fusion(user) if user.opcode in _PASSED_ON else _bytes_read(user, number)
         for user, number in value.users
     )
 
 
-def _written(instruction: Instruction) -> int:
+def _bytes_written(instruction: Instruction) -> int:
     """Returns how many bytes an instruction writes; an update in place writes only its slice."""
     if instruction.opcode == "dynamic-update-slice":
         into, written = instruction.operands[:2]
-        if _passed_on(into).opcode in ("parameter", "get-tuple-element"):
+        if _before_reshapes(into).opcode in ("parameter", "get-tuple-element"):
             return written.bytes
     root = instruction.called[0].root if instruction.opcode == "fusion" else None
-    return instruction.bytes if root is None else _written_by_root(root)
+    return instruction.bytes if root is None else _bytes_written_by_root(root)
 
 
-def _written_by_root(root: Instruction) -> int:
+def _bytes_written_by_root(root: Instruction) -> int:
     if root.opcode == "tuple":
-        return sum(map(_written_by_root, root.operands))
-    return _written(_passed_on(root))
+        return sum(map(_bytes_written_by_root, root.operands))
+    return _bytes_written(_before_reshapes(root))
 
 
-def _passed_on(value: Instruction) -> Instruction:
+def _before_reshapes(value: Instruction) -> Instruction:
     """Returns the instruction that computed a value; skips instructions that only reshape it."""
     while value.opcode in _PASSED_ON:
         value = value.operands[0]
@@ -181,16 +187,16 @@ def _passed_on(value: Instruction) -> Instruction:
 
 
 def _flops_of_convolution(convolution: Any, left: Any, right: Any) -> float:
-    """Returns how many floating-point operations a convolution does, without those on padding.
+    """Returns how many floating-point operations a convolution does with numbers of its input.
 
-    Operations on dilation do not count, either: the TPU compiler writes products of matrices as
-    convolutions with much of both. `convolution` is XLA's ``HloInstructionProto``, and `left` and
-    `right` are the ``ShapeProto`` of its input and its kernel.
+    Multiplications with the zeros of padding or dilation do not count: the TPU compiler writes
+    products of matrices as convolutions with many such zeros. `convolution` is XLA's
+    ``HloInstructionProto``, and `left` and `right` are the ``ShapeProto`` of its input and kernel.
     """
     numbers = convolution.convolution_dimension_numbers
     positions = 1
     for i, window in enumerate(convolution.window.dimensions):
-        positions *= _positions(
+        positions *= _multiplications_along(
             left.dimensions[numbers.input_spatial_dimensions[i]],
             right.dimensions[numbers.kernel_spatial_dimensions[i]],
             convolution.shape.dimensions[numbers.output_spatial_dimensions[i]],
@@ -205,13 +211,13 @@ def _flops_of_convolution(convolution: Any, left: Any, right: Any) -> float:
     return 2.0 * features * batch * results * positions
 
 
-def _positions(numbers: int, kernel: int, results: int, window: Any) -> int:
-    """Returns the number of multiplications along a dimension of a convolution.
+def _multiplications_along(numbers: int, kernel: int, results: int, window: Any) -> int:
+    """Returns the number of multiplications along one dimension of a convolution.
 
-    These are the pairs of a kernel element and a result for which the kernel element is over a
-    number of the input, not over padding or dilation. `numbers`, `kernel` and `results` are the
-    sizes of input, kernel and result along the dimension. `window` is XLA's message with stride,
-    padding and dilation along it.
+    A multiplication is a pair of a kernel element and a result, if the kernel element then lies
+    over a number of the input, not over padding or dilation. `numbers`, `kernel` and `results` are
+    the sizes of input, kernel and result along the dimension. `window` is XLA's message with the
+    stride, padding and dilation along the dimension.
     """
     found = 0
     for place in range(kernel):

@@ -28,9 +28,9 @@ class Slice(NamedTuple):
 
     Attributes:
       topology: libtpu's name of the topology, as in "v4:2x2x1".
-      config: libtpu's name of how the chips' cores appear, as in "megacore"; "" for libtpu's
-        default.
-      generation: the generation, with the memory of a core as `config` defines it.
+      config: libtpu's name for how the cores of a chip are counted: with "megacore" a v4 chip is
+        one core, with "default" it is two. "" leaves the choice to libtpu.
+      generation: the generation, with the memory of a core as `config` counts cores.
       chip: the published figures of the chip.
       slices: the number of equal slices, joined by a data center network.
     """
@@ -99,8 +99,8 @@ def _topology_of_cloud(name: str) -> str:
     doublings = max(chips, 1).bit_length() - 1
     if rest or chips != 2**doublings:
         raise ValueError(
-            f"How the chips of {name!r} are arranged, its name does not say: give the topology, as "
-            f"in {next(g.example for g in GENERATIONS if g.name == kind)!r}."
+            f"The name {name!r} does not say how the chips are arranged: give the topology, as in "
+            f"{next(g.example for g in GENERATIONS if g.name == kind)!r}."
         )
     directions = 3 if next(c for c in CHIPS if c.name == kind).links == 6 else 2
     sizes = [2 ** ((doublings + i) // directions) for i in range(directions)]

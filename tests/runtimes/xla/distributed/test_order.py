@@ -27,4 +27,4 @@ def test_a_jaxlib_that_hangs_is_refused(monkeypatch):
 
     monkeypatch.setattr(jaxlib, "__version__", "0.4.31")
     with pytest.raises(ProcessesError, match=r"jaxlib 0\.4\.33 or later; this is jaxlib 0\.4\.31"):
-        core_devices.check_keeps_order()
+        core_devices.check_jaxlib_for_processes()

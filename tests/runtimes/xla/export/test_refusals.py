@@ -91,7 +91,7 @@ def test_a_program_that_this_jax_cannot_read(folder, capsys):
     rewrite(folder, "program.stablehlo", b"ML\xefR from the future")
     said = refused(capsys, folder, "--random-inputs")
     assert "cannot read the program" in said
-    assert "It was made beside jax" in said
+    assert "The step was exported with jax" in said
 
 
 @pytest.mark.slow

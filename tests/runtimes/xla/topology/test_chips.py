@@ -64,7 +64,9 @@ def test_what_is_no_slice_is_an_error_that_says_how_to_name_one(name):
 
 @pytest.mark.parametrize("name", ["v5p-12288", "v4-24", "v4-7", "v5litepod-0"])
 def test_a_name_that_does_not_say_the_arrangement_is_an_error(name):
-    with pytest.raises(ValueError, match=f"{name}' are arranged, its name does not say: give the"):
+    with pytest.raises(
+        ValueError, match=f"'{name}' does not say how the chips are arranged: give the"
+    ):
         slice_of(name)
 
 

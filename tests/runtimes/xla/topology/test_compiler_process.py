@@ -3,7 +3,11 @@
 import pytest
 
 from mtf_gradsync.runtimes.xla.topology import compiler_process
-from mtf_gradsync.runtimes.xla.topology.compiler_process import CompilerDiedError, ask, reason_in
+from mtf_gradsync.runtimes.xla.topology.compiler_process import (
+    CompilerDiedError,
+    compile_in_process,
+    reason_in,
+)
 
 CHECK_FAILED = """\
 WARNING: could not determine TPU accelerator type.
@@ -42,4 +46,4 @@ def test_the_error_has_status_and_reason(monkeypatch, tmp_path):
     script.write_text(f"print({CHECK_FAILED!r})\nraise SystemExit(3)")
     monkeypatch.setattr(compiler_process.compiler_script, "__file__", str(script))
     with pytest.raises(CompilerDiedError, match=r"status 3 and no answer. It printed: fusion_em"):
-        ask(str(tmp_path), None, "v5e:2x2", 0)
+        compile_in_process(str(tmp_path), None, "v5e:2x2", 0)

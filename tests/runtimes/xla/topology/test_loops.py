@@ -6,7 +6,7 @@ import tensorflow.compat.v1 as tf
 from mtf_gradsync import simd
 from mtf_gradsync.runtimes._private.jax import stablehlo_to_hlo
 from mtf_gradsync.runtimes.xla.topology.compiling import lower
-from mtf_gradsync.runtimes.xla.topology.estimate import turns_more
+from mtf_gradsync.runtimes.xla.topology.estimate import with_one_more_iteration
 
 pytestmark = pytest.mark.xla
 
@@ -44,7 +44,7 @@ WHILE = "stablehlo.while"
 
 def test_a_turn_stands_before_the_loop():
     one = loop()
-    (more,), unknown = turns_more(one)
+    (more,), unknown = with_one_more_iteration(one)
     # 2, 4, 6, 8: four turns, of which one is counted.
     assert (more.times, unknown) == (3, 0)
     assert (counts(one), counts(more.module)) == ((1, 1), (2, 1))
@@ -52,7 +52,7 @@ def test_a_turn_stands_before_the_loop():
 
 def test_loops_in_loops_turn_as_often_as_both():
     nested = loop(inner=3)
-    (outer, inner), unknown = turns_more(nested)
+    (outer, inner), unknown = with_one_more_iteration(nested)
     # What an inner turn has more is in 4 * 3 turns, 4 of which are in the outer ones.
     assert (outer.times, inner.times, unknown) == (3, 4 * 3 - 4, 0)
     assert [counts(m)[1] for m in (nested, outer.module, inner.module)] == [2, 3, 2]
@@ -70,12 +70,12 @@ def test_loops_in_loops_turn_as_often_as_both():
     ids=["begins", "compares", "multiplies", "counts down", "does not end"],
 )
 def test_turns_that_the_program_does_not_say_are_not_known(changes):
-    assert turns_more(loop(**changes)) == ([], 1)
-    assert turns_more(loop(**changes, inner=3)) == ([], 2)
+    assert with_one_more_iteration(loop(**changes)) == ([], 1)
+    assert with_one_more_iteration(loop(**changes, inner=3)) == ([], 2)
 
 
 def test_one_turn_none_and_no_loop_need_no_other_program():
-    assert turns_more(loop(end=4)) == ([], 0)
+    assert with_one_more_iteration(loop(end=4)) == ([], 0)
     # The compiler removes a loop that never turns, and those in it.
-    assert turns_more(loop(end=2, inner=3)) == ([], 0)
-    assert turns_more("module @step {}") == ([], 0)
+    assert with_one_more_iteration(loop(end=2, inner=3)) == ([], 0)
+    assert with_one_more_iteration("module @step {}") == ([], 0)
