@@ -55,7 +55,7 @@ from mtf_gradsync.reduce import (
     FusedAllReduce,
     placement_mesh_impl,
 )
-from mtf_gradsync.step import StandIn, after_lowering, before_lowering
+from mtf_gradsync.step import StandIn, complete_graph, finish_lowering
 
 # Where programs run, and what people do with them, by the names that these rooms have always had.
 _ROOMS = {
@@ -134,7 +134,7 @@ read_only_own_flags()
 recompute_each_shard_by_itself()
 draw_by_step()
 check_bare_optimizers()
-call_around_lowering(before_lowering, after_lowering)
+call_around_lowering(complete_graph, finish_lowering)
 keep_apart_when_combined(StandIn)
 keep_summaries_in_meta_graphs()
 explain_mesh_tensors_to_tensorflow()

@@ -260,11 +260,15 @@ def walk(starts: Iterable[_T], following: Callable[[_T], Iterable[_T]]) -> Itera
 _K = TypeVar("_K", bound=Hashable)
 
 
-def by_key(keys: Sequence[_K], make: Callable[[_K, list[int]], Sequence[Any]]) -> list[Any]:
-    """Returns a list with a result for each of `keys`; equal keys get their results together.
+def map_by_key(keys: Sequence[_K], make: Callable[[_K, list[int]], Sequence[Any]]) -> list[Any]:
+    """Calls `make` once for each different key; returns a result for each of `keys`, in order.
 
-    `make(key, positions)` is called once for each different key, where `positions` are the indices
-    at which `keys` has that key. `make` returns a result for each of these positions, in order.
+    `make(key, positions)` gets the positions at which `keys` has the key, and returns a result for
+    each of them.
+
+    Examples:
+      >>> map_by_key(["a", "b", "a"], lambda key, positions: [f"{key}{i}" for i in positions])
+      ['a0', 'b1', 'a2']
     """
     positions: dict[_K, list[int]] = {}
     for position, key in enumerate(keys):
@@ -279,7 +283,7 @@ _64_BITS = (1 << 64) - 1
 
 
 def mixed(seed: int, seed2: int) -> int:
-    """Returns a new seed, a hash of two seeds: an int in the range of int64."""
+    """Returns a new seed that depends on two given seeds: their hash, an int in int64's range."""
     word = 0
     for part in (seed, seed2):
         # The mixing step of splitmix64.

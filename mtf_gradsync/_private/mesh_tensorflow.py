@@ -23,10 +23,10 @@ def bfloat16_group_size(mesh_impl: mtf.MeshImpl) -> int:
     return mesh_impl._allreduce_in_bfloat16_max_group_size
 
 
-def give_outputs(operation: mtf.Operation, tensors: list[mtf.Tensor]) -> None:
-    """Makes `tensors` the outputs of a new operation, all of whose dimensions may be split.
+def set_operation_outputs(operation: mtf.Operation, tensors: list[mtf.Tensor]) -> None:
+    """Sets the outputs of a new operation, which has its inputs already.
 
-    The operation has its inputs already.
+    All dimensions of its inputs and outputs may be split over the mesh.
     """
     operation._outputs = tensors
     # Mesh-TF's automatic layout asks for it once inputs and outputs are known.
@@ -87,12 +87,13 @@ def _as_tensor(x: Reshaped, dtype: Any = None, name: Any = None, as_ref: bool = 
 tf.register_tensor_conversion_function(Reshaped, _as_tensor)
 
 
-def give_value(variable: mtf.Variable, shape: mtf.Shape) -> mtf.Tensor:
+def reshape_variable(variable: mtf.Variable, shape: mtf.Shape) -> mtf.Tensor:
     """Changes the shape of a variable that is not lowered yet; returns its new value, a tensor.
 
     The new shape must have as many elements as the old shape. The variable's master, which
-    checkpoints hold, keeps the old shape. After the call, the caller has to make the variable's old
-    value the output of another operation, by `take_over`.
+    checkpoints hold, keeps the old shape. Operations still read the tensor that was the variable's
+    value before the call. By `move_outputs` the caller has to make it the output of an operation
+    that reshapes the new value.
     """
     variable._outputs = [mtf.Tensor(variable, shape, variable.activation_dtype)]
     master = variable.get_master()
@@ -109,7 +110,7 @@ def master_of(variable: mtf.Variable) -> tf.Variable:
     return variable._master
 
 
-def give_copy_to_slices(laid_out_variable: Any, copy: tf.Operation) -> None:
+def set_copy_to_slices(laid_out_variable: Any, copy: tf.Operation) -> None:
     """Sets the operation by which a lowered variable copies its master to its slices."""
     laid_out_variable._copy_master_to_slices = copy
 
@@ -123,14 +124,14 @@ def keep_unstacked(variable: mtf.Variable, dtype: mtf.VariableDType) -> None:
     variable._dtype = dtype
 
 
-def take_over(operation: mtf.Operation, tensors: list[mtf.Tensor]) -> None:
-    """Makes existing tensors the outputs of a new operation, and the operation their maker.
+def move_outputs(operation: mtf.Operation, tensors: list[mtf.Tensor]) -> None:
+    """Makes existing tensors the outputs of `operation`, in place of the operation that made them.
 
-    Mesh-TF's autostack makes tensors the outputs of other operations in the same way.
+    `operation` is new and has its inputs already. Mesh-TF's autostack moves tensors in this way.
     """
     for tensor in tensors:
         tensor._operation = operation
-    give_outputs(operation, tensors)
+    set_operation_outputs(operation, tensors)
 
 
 def reassign(
@@ -143,7 +144,7 @@ def reassign(
     operation._variables, operation._inputs = list(variables), list(values)
 
 
-def give_assign_fn(operation: mtf.Assign, assign_fn: Any) -> None:
+def set_assign_fn(operation: mtf.Assign, assign_fn: Any) -> None:
     """Sets the function by which an assignment writes each slice, such as `mtf.assign_slice`."""
     operation._assign_fn = assign_fn
 

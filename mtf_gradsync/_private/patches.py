@@ -243,7 +243,11 @@ def _recompute(
     """
     given = {t: t for t in all_inputs}
     if control_dependencies:
-        given.update(_after(output_grads[0], [t for t in explicit_inputs if t.dtype.is_floating]))
+        given.update(
+            _copies_computed_after(
+                output_grads[0], [t for t in explicit_inputs if t.dtype.is_floating]
+            )
+        )
     operations, copies = all_inputs[0].graph.clone_operations(forward_operations, given)
     grads = mtf.ops.gradients(
         ys=[copies[t] for t in outputs],
@@ -257,14 +261,16 @@ def _recompute(
     return grads
 
 
-def _after(grad: mtf.Tensor, tensors: list[mtf.Tensor]) -> dict[mtf.Tensor, mtf.Tensor]:
-    """Returns copies of some of `tensors` that can be computed only after a gradient.
+def _copies_computed_after(
+    grad: mtf.Tensor, tensors: list[mtf.Tensor]
+) -> dict[mtf.Tensor, mtf.Tensor]:
+    """Returns copies of some of `tensors` that can be computed only once `grad` is computed.
 
-    The keys of the result are the tensors, and the values are their copies. Tensors that have the
-    gradient's first dimension (the examples) are copied, and wait for their own example's gradient.
-    Tensors without this dimension would have to wait for a sum over examples. If no tensor has this
-    dimension, the tensors with most of the gradient's dimensions are copied. Variables are copied
-    only if there are no other tensors.
+    The result maps the tensors to their copies. Copied are the tensors that have the gradient's
+    first dimension (the examples): each example waits for its own gradient. Tensors without this
+    dimension would have to wait for a sum over examples. If no tensor has this dimension, the
+    tensors are copied that share most dimensions with the gradient. Variables are copied only if
+    there are no other tensors.
     """
     first = grad.shape.dims[:1]
     shared = {t: [d for d in grad.shape.dims if d in t.shape.dims] for t in tensors}
@@ -419,7 +425,7 @@ def draw_by_step() -> None:
     def by_step(random: Any) -> Any:
         def draw(self: Any, shape: mtf.Shape, tf_fn: Any, kwargs: dict[str, Any]) -> Any:
             stateless = _STATELESS.get(tf_fn)
-            numbers = None if stateless is None else _Numbers.of(tf.get_default_graph())
+            numbers = None if stateless is None else _StepSeeds.of(tf.get_default_graph())
             if stateless is None or numbers is None:
                 return random(self, shape, tf_fn, kwargs)
             slice_shape, operation = self.slice_shape(shape), next(numbers.operations)
@@ -440,27 +446,27 @@ def draw_by_step() -> None:
     patch(mtf.placement_mesh_impl.PlacementMeshImpl, "random", by_step)
 
 
-class _Numbers:
-    """The numbers that a graph's random operations make their seeds of.
+class _StepSeeds:
+    """What the random operations of a graph make their seeds of, so that the step decides them.
 
     Attributes:
       seed: the seed of the graph.
       step: an int64 tensor ``[2]`` with other values in each step.
-      operations: an iterator that gives each random operation its number.
+      operations: an iterator over 1, 2, ...; each random operation takes one number.
     """
 
     def __init__(self, graph: tf.Graph, counter: Any):
         self.seed: int = graph.seed
         self.operations: Iterator[int] = itertools.count(1)
         with tf.control_dependencies(None), tf.name_scope("random_step"), tf.device(counter.device):
-            self.step = _words(counter)
+            self.step = _numbers_of_run(counter)
 
     @classmethod
-    def of(cls, graph: tf.Graph) -> _Numbers | None:
-        """Returns the `_Numbers` of a graph; None if random operations cannot depend on the step.
+    def of(cls, graph: tf.Graph) -> _StepSeeds | None:
+        """Returns the `_StepSeeds` of a graph; None if random operations cannot depend on the step.
 
-        Random operations cannot depend on the step in a graph without a seed or a global step, or
-        inside of a loop.
+        The result is None for a graph without a seed or without a global step (a resource
+        variable), and while operations are made inside of a loop.
         """
         if graph.seed is None or is_in_loop(graph):
             return None
@@ -472,14 +478,14 @@ class _Numbers:
         return _OF_GRAPH[graph]
 
 
-_OF_GRAPH: weakref.WeakKeyDictionary[tf.Graph, _Numbers] = weakref.WeakKeyDictionary()
+_OF_GRAPH: weakref.WeakKeyDictionary[tf.Graph, _StepSeeds] = weakref.WeakKeyDictionary()
 
 
-def _words(counter: Any) -> tf.Tensor:
+def _numbers_of_run(counter: Any) -> tf.Tensor:
     """Returns an int64 tensor ``[2]`` that has other values in each run of the program's step.
 
-    The first number is the number of earlier runs with the same value of `counter`, the global
-    step. The second number is the value of `counter`.
+    The second number is the value of `counter`, the global step. The first number counts the runs
+    directly before this one that had the same value of `counter`.
     """
     count = tf.cast(counter.read_value(), tf.int64)
     advance_step_after(counter, [count.op])

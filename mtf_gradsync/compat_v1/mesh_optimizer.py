@@ -100,7 +100,7 @@ class MeshOptimizer(mtf.optimize.Optimizer):
         self._last: _MeshState | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Returns what a copy takes over: the settings, without the variables of steps."""
+        """Returns what a copy of the optimizer gets: its settings, but no variables of a graph."""
         return {**self.__dict__, "_last": None}
 
     def apply_grads(
@@ -226,7 +226,7 @@ class MeshOptimizer(mtf.optimize.Optimizer):
                     variable.master_dtype.name,
                 )
             free = _free_slot_name(variable, slot.name)
-            state.slots[key] = _make(
+            state.slots[key] = _make_state_variable(
                 variable.mesh, free, variable.shape, variable.master_dtype, slot.initial
             )
         return state.slots[key]
@@ -294,10 +294,12 @@ def _make_power(mesh: mtf.Mesh, name: str, value: Any) -> mtf.Variable:
     free = _first_free(f"{scope}/{name}" if scope else name, is_taken)
     dtype = tf.as_dtype(getattr(value, "dtype", tf.float32)).base_dtype
     with root_scope():
-        return _make(mesh, free, mtf.Shape([]), dtype, value)
+        return _make_state_variable(mesh, free, mtf.Shape([]), dtype, value)
 
 
-def _make(mesh: mtf.Mesh, name: str, shape: mtf.Shape, dtype: tf.DType, value: Any) -> mtf.Variable:
+def _make_state_variable(
+    mesh: mtf.Mesh, name: str, shape: mtf.Shape, dtype: tf.DType, value: Any
+) -> mtf.Variable:
     """Returns a new mesh variable that is not trained; all of its elements begin with `value`.
 
     `value` is a number or a tf scalar.

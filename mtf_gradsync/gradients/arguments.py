@@ -10,7 +10,7 @@ import numpy as np
 
 from mtf_gradsync._common import check_number, elements, is_number
 from mtf_gradsync._private.libraries import TF_VALUES, mtf, tf
-from mtf_gradsync._private.mesh_tensorflow import give_outputs
+from mtf_gradsync._private.mesh_tensorflow import set_operation_outputs
 from mtf_gradsync._private.tensorflow import in_loop_or_branch
 from mtf_gradsync.gradients.operations import MaybeGradients, on_mesh
 from mtf_gradsync.mesh.axes import is_simd
@@ -248,7 +248,7 @@ def is_scalar(value: Any) -> bool:
 
 
 class Bounds(NamedTuple):
-    """The bounds of an argument.
+    """The bounds of the values of an argument, a number.
 
     Attributes:
       least: the least value that is allowed.
@@ -265,7 +265,7 @@ class Bounds(NamedTuple):
             return f"finite and {self.least:g} or more"
         return f"from {self.least:g} up to {self.below:g} (not included)"
 
-    def hold(self, x: Any) -> Any:
+    def contain(self, x: Any) -> Any:
         """Returns whether x is within the bounds; a NaN is not.
 
         The result is a bool if x is a number. If x is a numpy array or a tf tensor, it is an array
@@ -275,11 +275,11 @@ class Bounds(NamedTuple):
         return is_right if self.below is None else is_right & (x < self.below)
 
 
-def within(value: Any, dtype: tf.DType) -> tf.Tensor:
-    """Returns a number or tf tensor as a tf tensor of `dtype`.
+def saturated_cast(value: Any, dtype: tf.DType) -> tf.Tensor:
+    """Returns a number or tf tensor, cast to `dtype`, as a tf tensor.
 
-    If `dtype` is an integer dtype, integers that it cannot hold become its largest or its least
-    number.
+    If both dtypes are integer dtypes, numbers that `dtype` cannot hold become its largest or its
+    least number.
     """
     value = tf.convert_to_tensor(value)
     both = value.dtype.is_integer and dtype.is_integer
@@ -312,9 +312,9 @@ def scalar_of_step(
     given, value = value, value.value if isinstance(value, mtf.Variable) else value
     with plan.outside_of_branches([value] if isinstance(value, mtf.Tensor) else ()):
         if not isinstance(value, mtf.Tensor):
-            value = mtf.import_tf_tensor(mesh, within(value, dtype), mtf.Shape([]))
+            value = mtf.import_tf_tensor(mesh, saturated_cast(value, dtype), mtf.Shape([]))
         if value.dtype != dtype:
-            value = mtf.cwise(lambda x: within(x, dtype), [value], dtype)
+            value = mtf.cwise(lambda x: saturated_cast(x, dtype), [value], dtype)
         checked = _CheckedScalar(on_mesh(value, mesh), f"{owner}: {argument}", bounds).outputs[0]
         if not plan.is_in_branch:
             scalars.made = {**scalars.made, key: (given, checked)}
@@ -333,32 +333,36 @@ class _CheckedScalar(Watched):
     def __init__(self, value: mtf.Tensor, argument: str, bounds: Bounds):
         super().__init__([], [value], [], [], "checked_argument")
         self._bounds, self._text = bounds, f"{argument} must be {bounds}, got"
-        give_outputs(self, [mtf.Tensor(self, value.shape, value.dtype)])
+        set_operation_outputs(self, [mtf.Tensor(self, value.shape, value.dtype)])
 
     def lower(self, lowering: mtf.Lowering) -> None:
         mesh_impl, dtype = lowering.mesh_impl(self), self.inputs[0].dtype
         value = lowering.tensors[self.inputs[0]].to_laid_out_tensor()
         if not is_simd(mesh_impl):
             first = value.all_slices[0]
-            check = tf.raw_ops.Assert(condition=self._bounds.hold(first), data=[self._text, first])
+            check = tf.raw_ops.Assert(
+                condition=self._bounds.contain(first), data=[self._text, first]
+            )
             with tf.control_dependencies([check]):
                 value = mesh_impl.slicewise(tf.identity, value)
         else:
-            self.can_be_told = self.can_be_told and not in_loop_or_branch(tf.get_default_graph())
+            self.counts_are_readable = self.counts_are_readable and not in_loop_or_branch(
+                tf.get_default_graph()
+            )
             self.note_lowering(lowering)
             other = self._bounds.least if dtype.is_integer else np.nan
 
             def checked(x: tf.Tensor) -> tf.Tensor:
-                return tf.where_v2(self._bounds.hold(x), x, tf.cast(other, x.dtype))
+                return tf.where_v2(self._bounds.contain(x), x, tf.cast(other, x.dtype))
 
             value = mesh_impl.slicewise(checked, value)
         lowering.set_tensor_lowering(self.outputs[0], value)
 
-    def apart(self, told: np.ndarray) -> tuple[list[np.ndarray], list[np.ndarray]]:
-        return [], [told.view(np.float32)[0]]
+    def split_counts(self, bits: np.ndarray) -> tuple[list[np.ndarray], list[np.ndarray]]:
+        return [], [bits.view(np.float32)[0]]
 
     def is_due(self, before: Sequence[Any] | None, now: Sequence[Any]) -> bool:
-        return bool(now) and not self._bounds.hold(now[0])
+        return bool(now) and not self._bounds.contain(now[0])
 
     def find(
         self, before: Sequence[Any] | None, now: Sequence[Any], records: Sequence[Any]

@@ -23,8 +23,8 @@ from mtf_gradsync.gradients.operations import (
     MaybeGradients,
     each_mesh,
     gradient_name,
+    map_present,
     on_mesh,
-    on_present,
     reduced_values,
 )
 from mtf_gradsync.gradients.shards import per_shard, sum_shards
@@ -99,8 +99,8 @@ def check_clip_norm(clip_norm: Any) -> None:
         raise ValueError(f"clip_norm must be a scalar, got {clip_norm!r}.")
 
 
-class _Groups(PlanExtension):
-    """A graph's record of which gradients were clipped together, and of which losses.
+class _ClippedTogether(PlanExtension):
+    """A graph's record of which gradients were clipped together, and of their losses.
 
     The record serves to warn of a program that clips some gradients of a loss by one norm, and
     other gradients of the same loss by another norm.
@@ -160,7 +160,7 @@ def clip_together(
     axes: ReplicaAxes | None,
     strategy: Strategy,
     owner: str,
-    behind: Sequence[mtf.Tensor] | None = None,
+    earlier_grads: Sequence[mtf.Tensor] | None = None,
 ) -> tuple[list[mtf.Tensor | None], mtf.Tensor | None]:
     """Scales gradients down so that their norm is at most `clip_norm`; arguments are not checked.
 
@@ -171,9 +171,10 @@ def clip_together(
       axes: the replica axes of per-shard gradients, or None.
       strategy: the strategy that reduces the norm.
       owner: the name of the optimizer or function that clip_norm was given to, for errors.
-      behind: earlier gradients that `grads` were computed from, if the inputs of operations do not
-        lead back to these. The earlier gradients serve to warn of a program that clips gradients of
-        one loss by several norms.
+      earlier_grads: earlier gradients that `grads` were computed from, if following the inputs of
+        operations back from `grads` does not lead to them (accumulated gradients, for example). The
+        earlier gradients serve to warn of a program that clips gradients of one loss by several
+        norms. None takes `grads`.
 
     Returns:
       The clipped gradients, in order, and the norm before clipping: a scalar, or of shape `[shard
@@ -182,7 +183,7 @@ def clip_together(
     present = [g for g in grads if g is not None]
     if not present:
         return list(grads), None
-    StepPlan.of(present[0].graph).extension(_Groups).add(behind or present)
+    StepPlan.of(present[0].graph).extension(_ClippedTogether).add(earlier_grads or present)
     norm = global_norm(present, strategy) if axes is None else shard_norms(present, axes, strategy)
     if is_tensor(clip_norm):
         limit = scalar_of_step(clip_norm, norm.mesh, norm.dtype, "clip_norm", owner, Bounds(0.0))
@@ -196,7 +197,7 @@ def clip_together(
     def scaled(mesh: mtf.Mesh, some: list[mtf.Tensor]) -> Sequence[mtf.Tensor]:
         return ScaleGradients(some, on_mesh(factor, mesh), clipping).outputs
 
-    return on_present(grads, lambda some: each_mesh(some, scaled)), norm
+    return map_present(grads, lambda some: each_mesh(some, scaled)), norm
 
 
 def _factor(norm: tf.Tensor, limit: Any) -> tf.Tensor:

@@ -33,30 +33,33 @@ _logger = logging.getLogger("mtf_gradsync")
 
 
 class Use(NamedTuple):
-    """The way in which an operation computes with pending (not yet reduced) inputs.
+    """How an operation computes with pending (not yet reduced) inputs so that results are pending.
 
     Attributes:
-      positions: positions of the inputs that the operation is jointly linear in. Its other inputs
-        are factors.
+      positions: positions of the inputs that the operation is linear in, taken together. Its other
+        inputs are factors.
       axes: the mesh axes that the operation's outputs stay pending over because its inputs are
         pending over them.
-      first: mesh axes, none of them a replica axis, over which pending inputs are reduced before
-        the operation, because one of its tensors is split over them.
-      own_axes: the mesh axes that the operation itself sums over.
-      joins: whether the operation's result has fewer bytes than the pending sums that it is
-        computed from and nothing else uses, so that the result is reduced in place of these sums.
+      first: the mesh axes over which pending inputs are reduced before the operation, because one
+        of the operation's inputs or outputs is split over them. None of them is a replica axis.
+      summed_axes: the mesh axes that the operation itself sums over.
+      is_smaller: whether the result has fewer bytes than those pending sums that it is computed
+        from and that nothing else uses. The result is then reduced in place of these sums.
     """
 
     positions: tuple[int, ...]
     axes: Axes
     first: Axes
-    own_axes: Axes
-    joins: bool = False
+    summed_axes: Axes
+    is_smaller: bool = False
 
     @property
-    def is_new_sum(self) -> bool:
-        """Whether the operation's results are reduced when they are needed, and not its inputs."""
-        return (bool(self.own_axes) or self.joins) and not self.first
+    def reduces_results(self) -> bool:
+        """Whether the operation's results are themselves summed over the mesh once they are needed.
+
+        If not, the operation's inputs are reduced, and its results are computed from these.
+        """
+        return (bool(self.summed_axes) or self.is_smaller) and not self.first
 
 
 class Cause(enum.Enum):
@@ -88,7 +91,7 @@ class Flow:
     used. (Mesh-TF makes the gradients of all inputs of an operation, whether they are used or not.)
 
     Attributes:
-      operations: the operations that are followed.
+      operations: the operations that the forecast follows.
       axes: pending tensor -> the mesh axes that it is pending over.
       uses: operation -> how it keeps sums pending; only operations that can do so are keys.
       forced: operation -> the pending inputs that have to be reduced before the operation runs.
@@ -108,7 +111,7 @@ class Flow:
         """Follows the operations that compute the targets, usually gradients, and `sums`.
 
         The tensors `sums` are targets, too. They count as sums over the mesh even if the layout
-        splits them, so that each shard has its own slice.
+        splits them so that each shard has a slice of its own.
         """
         self._layout = layout
         self.axes: dict[mtf.Tensor, Axes] = {}
@@ -127,8 +130,8 @@ class Flow:
                 self._follow(operation)
         # A sum that something else uses as well has to be reduced for that use anyway.
         used.update([*dict.fromkeys(targets), *(t for ts in self.forced.values() for t in ts)])
-        for op in (t.operation for t in targets if self._joins(t, used)):
-            self.uses[op] = self.uses[op]._replace(joins=True)
+        for op in (t.operation for t in targets if self._is_smaller_than_its_sums(t, used)):
+            self.uses[op] = self.uses[op]._replace(is_smaller=True)
 
     # Which operations compute a tensor.
 
@@ -138,10 +141,10 @@ class Flow:
         The result is empty for a variable, and for a tensor of which each shard holds its own part.
         """
         operation = tensor.operation
-        if self._layout.of_shards(tensor) or isinstance(operation, mtf.Variable):
+        if self._layout.is_split_over_shards(tensor) or isinstance(operation, mtf.Variable):
             return []
         if passes_on(operation):
-            return [_passed_on(operation)[operation.outputs.index(tensor)]]
+            return [_inputs_passed_on(operation)[operation.outputs.index(tensor)]]
         if isinstance(operation, mtf.WhileLoopOperation):
             if tensor not in operation.outputs:  # a loop's variable, seen from inside
                 return []
@@ -155,7 +158,9 @@ class Flow:
 
         The walk back ends at tensors of which each shard holds its own part; these are left out.
         """
-        return [t for t in walk([target], self._sources) if not self._layout.of_shards(t)]
+        return [
+            t for t in walk([target], self._sources) if not self._layout.is_split_over_shards(t)
+        ]
 
     def before(self, target: mtf.Tensor) -> list[mtf.Operation]:
         """Returns the operations that a tensor is computed by, directly or indirectly.
@@ -167,7 +172,7 @@ class Flow:
 
     def _is_made_of_pending(self, operation: mtf.Operation) -> bool:
         return any(t in self.axes for t in operation.inputs) and not any(
-            self._layout.of_shards(t) for t in operation.outputs
+            self._layout.is_split_over_shards(t) for t in operation.outputs
         )
 
     # Which sums stay pending.
@@ -178,14 +183,14 @@ class Flow:
             # Sums over the iterations of a loop stay pending (Mesh-TF's accumulators).
             self._give(outputs, loop_body(operation).outputs)
             return
-        own = self._own_axes(operation)
+        own = self._summed_axes(operation)
         pending = {i: self.axes[t] for i, t in enumerate(operation.inputs) if t in self.axes}
         late = own and own & Axes().union(*map(self._layout.split, outputs))
         if late or self.carried.intersection(outputs):
             self._force(operation, own)
             return
         if passes_on(operation):
-            self._give(outputs, _passed_on(operation))
+            self._give(outputs, _inputs_passed_on(operation))
             return
         if pending and self._delays(operation, pending):
             self._give(outputs, [operation.inputs[0]] * len(outputs))
@@ -198,7 +203,9 @@ class Flow:
             self._force(operation, Axes())
         if own:
             self.axes.update((t, own) for t in outputs)
-            if (use is None or use.is_new_sum) and sums_before_broadcast(operation) is not None:
+            if (use is None or use.reduces_results) and sums_before_broadcast(
+                operation
+            ) is not None:
                 self.broadcast.add(operation)
 
     def _force(self, operation: mtf.Operation, own: Axes) -> None:
@@ -211,8 +218,8 @@ class Flow:
     def _give(self, outputs: list[mtf.Tensor], sources: list[mtf.Tensor]) -> None:
         self.axes.update((o, self.axes[s]) for o, s in zip(outputs, sources) if s in self.axes)
 
-    def _own_axes(self, operation: mtf.Operation) -> Axes:
-        """Returns the mesh axes that an operation sums over."""
+    def _summed_axes(self, operation: mtf.Operation) -> Axes:
+        """Returns the mesh axes that an operation itself sums over; an empty set if none."""
         if not is_product_or_sum(operation):
             return Axes()
         kept = {d for t in operation.outputs for d in t.shape.dims}
@@ -220,7 +227,7 @@ class Flow:
         return Axes({self._layout.axis_of(operation.mesh, d) for d in summed} - {None})
 
     def _delays(self, operation: mtf.Operation, pending: dict[int, Axes]) -> bool:
-        """Returns whether Mesh-TF itself leaves an operation's result pending.
+        """Returns whether Mesh-TF, without this package, leaves an operation's result pending.
 
         `pending` has the positions of pending inputs, each with the mesh axes that the input is
         pending over.
@@ -249,11 +256,12 @@ class Flow:
             return None
         return Use(positions, axes - first, first, own)
 
-    def _joins(self, target: mtf.Tensor, used: Counter[mtf.Tensor]) -> bool:
-        """Returns whether reducing a target sends less than reducing the sums that it is made of.
+    def _is_smaller_than_its_sums(self, target: mtf.Tensor, used: Counter[mtf.Tensor]) -> bool:
+        """Returns whether reducing a target sends less than reducing the sums that it comes from.
 
-        Of the sums that the target is made of, only those that nothing else uses count. `used` has
-        for each tensor the number of operations that read the tensor.
+        Of these sums only those count that nothing else uses. `used` has for each tensor the number
+        of operations that read the tensor. The result is false if one of the sums is pending over
+        other mesh axes than the target, or has a wider dtype and is reduced for its precision.
         """
         operation, left = target.operation, target.shape.size * target.dtype.size
         is_sum = operation not in self.uses or operation in self.broadcast
@@ -277,7 +285,7 @@ class Flow:
     # What the forecast says about tensors.
 
     def keeps_pending(self, operation: mtf.Operation) -> bool:
-        """Returns whether an operation passes pending sums on unreduced; False for loops."""
+        """Returns whether an operation's results stay pending if its inputs do; False for loops."""
         if operation in self.uses:
             return True
         is_loop = isinstance(operation, (mtf.WhileLoopOperation, mtf.CustomGradientOperation))
@@ -286,14 +294,14 @@ class Flow:
         )
 
     def is_derived(self, tensor: mtf.Tensor) -> bool:
-        """Returns whether a pending tensor is reduced by way of other sums.
+        """Returns whether a pending tensor is computed from other sums once these are reduced.
 
         For a derived tensor, the pending sums that it is computed from are reduced, and the reduced
         tensor is computed from the reduced sums. For any other pending tensor, the parts of the
         tensor itself are added up.
         """
         use = self.uses.get(tensor.operation)
-        return (use is not None and not use.is_new_sum) or tensor.operation in self.broadcast
+        return (use is not None and not use.reduces_results) or tensor.operation in self.broadcast
 
     def sums_behind(self, targets: Iterable[mtf.Tensor], reduced: bool) -> list[mtf.Tensor]:
         """Returns the pending sums that have to be reduced before `targets` can be used.
@@ -349,11 +357,12 @@ class Flow:
     def dropped_sums(
         self, targets: Sequence[mtf.Tensor]
     ) -> dict[mtf.Operation, tuple[Cause, mtf.Tensor]]:
-        """Returns operations that may leave out a sum over the shards that targets need.
+        """Returns operations after which a sum over the shards may be missing.
 
-        The operations are the keys of the returned dictionary. The value of an operation is the
-        cause, and one of the targets that are computed by the operation. Operations of Mesh-TF that
-        gather values of all shards do not count, because they communicate by themselves.
+        The keys of the returned dictionary are the operations. The value of an operation is a pair:
+        the cause, and one of the targets, which is computed by this operation and needs the sum.
+        Operations of Mesh-TF that gather values of all shards do not count, because they
+        communicate by themselves.
         """
         found: dict[mtf.Operation, tuple[Cause, mtf.Tensor]] = {}
         if any(self._gathers(t) for operation in self.operations for t in operation.outputs):
@@ -402,8 +411,8 @@ def _carried_by_loops(operations: Iterable[mtf.Operation]) -> set[mtf.Tensor]:
     }
 
 
-def _passed_on(operation: mtf.Operation) -> list[mtf.Tensor]:
-    """Returns, for each output, the tensor that an operation passes on as that output."""
+def _inputs_passed_on(operation: mtf.Operation) -> list[mtf.Tensor]:
+    """Returns, for each output of an operation that `passes_on` accepts, the tensor it equals."""
     if isinstance(operation, mtf.CustomGradientOperation):
         return custom_gradient_results(operation)
     return operation.inputs
@@ -469,7 +478,7 @@ def sums_before_broadcast(operation: mtf.Operation) -> mtf.Shape | None:
 
 
 def linear_positions(operation: mtf.Operation, pending: Collection[int]) -> tuple[int, ...] | None:
-    """Returns positions of inputs that an operation is jointly linear in, `pending` among them.
+    """Returns positions of inputs that an operation is linear in together, `pending` among them.
 
     `pending` has the positions of the pending inputs, at least one. The other positions in the
     result are those of inputs that the operation is linear in only together with the pending
@@ -536,8 +545,8 @@ _PRODUCTS = frozenset({
 _REPEATABLE = frozenset({"ReadVariableOp", "VarHandleOp"})
 
 
-class _Term(enum.Enum):
-    """A tensor's dependence on the arguments: none (it is a factor), linear, or it is zero."""
+class _Dependence(enum.Enum):
+    """How a tensor depends on arguments of a function: not at all, linearly, or by being zero."""
 
     SHARED = enum.auto()
     LINEAR = enum.auto()
@@ -549,7 +558,7 @@ def linear_arguments(
     specs: Sequence[tuple[Sequence[int], tf.DType]],
     arguments: Sequence[int],
 ) -> bool:
-    """Returns whether a function is known to be jointly linear in some of its arguments.
+    """Returns whether a function is known to be linear in some arguments, taken together.
 
     The function takes tf tensors of the shapes and dtypes in `specs`; `arguments` has the positions
     of the arguments in question. The function is called once, in a graph of its own. The check
@@ -560,38 +569,40 @@ def linear_arguments(
     except Exception as error:  # a user's function, which may not run in another graph
         _logger.debug("%r could not be traced, and counts as not linear: %s", fn, error)
         return False
-    terms: dict[str, _Term | None] = {
-        x.name: _Term.LINEAR if i in arguments else _Term.SHARED
+    terms: dict[str, _Dependence | None] = {
+        x.name: _Dependence.LINEAR if i in arguments else _Dependence.SHARED
         for i, x in enumerate(traced.inputs)
     }
-    terms.update((inner.name, _Term.SHARED) for _, inner in traced.captures)
+    terms.update((inner.name, _Dependence.SHARED) for _, inner in traced.captures)
     for op in traced.operations:
         if any(x.name in terms for x in op.outputs):
             continue
-        term = _of(op, [terms.get(x.name) for x in op.inputs])
+        term = _dependence_of(op, [terms.get(x.name) for x in op.inputs])
         terms.update((x.name, term) for x in op.outputs)
-    return all(terms.get(x.name) in (_Term.LINEAR, _Term.ZERO) for x in traced.outputs)
+    return all(terms.get(x.name) in (_Dependence.LINEAR, _Dependence.ZERO) for x in traced.outputs)
 
 
-def _of(op: tf.Operation, inputs: Sequence[_Term | None]) -> _Term | None:
+def _dependence_of(op: tf.Operation, inputs: Sequence[_Dependence | None]) -> _Dependence | None:
     """Returns how a tf operation's results depend on the arguments of a traced function.
 
-    `inputs` has for each input of the operation how the input depends on the function's arguments.
-    None, in `inputs` and in the result, means that the dependence is not known.
+    `inputs` has the dependence of each input of the operation. None, in `inputs` and as the result,
+    means that the dependence is not known, or is none of `_Dependence`.
     """
     if None in inputs or (op.op_def.is_stateful and op.type not in _REPEATABLE):
         return None  # each processor would draw random numbers of its own
     if op.type == "ZerosLike" or (
         op.type == "Const" and not np.any(tf.make_ndarray(op.get_attr("value")))
     ):
-        return _Term.ZERO
-    linear = [i for i, term in enumerate(inputs) if term is _Term.LINEAR]
+        return _Dependence.ZERO
+    linear = [i for i, term in enumerate(inputs) if term is _Dependence.LINEAR]
     if not linear:
-        return _Term.SHARED
+        return _Dependence.SHARED
     if op.type in _PRODUCTS:
-        return _Term.LINEAR if len(linear) == 1 else None
+        return _Dependence.LINEAR if len(linear) == 1 else None
     if op.type == "Cast" and not all(x.dtype.is_floating for x in (*op.inputs, *op.outputs)):
         return None
     together = range(len(inputs))[_TOGETHER.get(op.type, slice(0))]
-    fits = set(linear).issubset(together) and all(inputs[i] is not _Term.SHARED for i in together)
-    return _Term.LINEAR if fits else None
+    fits = set(linear).issubset(together) and all(
+        inputs[i] is not _Dependence.SHARED for i in together
+    )
+    return _Dependence.LINEAR if fits else None

@@ -22,15 +22,15 @@ class Layout(NamedTuple):
       axis_of: a function of a mesh and a tensor dimension. It returns the number of the mesh axis
         that splits the dimension, or None.
       replica_axes: a function of a mesh. It returns the mesh axes that the batch is split over.
-      own: a function of a tensor, made by `own_slices`. It returns the replica axes along which
-        each shard's slice of the tensor was computed from that shard's data alone. If `own` is
-        None, all replica axes that split a tensor count as such axes; this is enough for programs
-        that only add shards up.
+      own_data_axes: a function of a tensor, made by `find_own_data_axes`. It returns the replica
+        axes along which each slice of the tensor was computed from one shard's data alone. If
+        `own_data_axes` is None, all replica axes that split a tensor count as such axes; this is
+        enough for programs that only add shards up.
     """
 
     axis_of: Callable[[mtf.Mesh, mtf.Dimension], int | None]
     replica_axes: Callable[[mtf.Mesh], Axes]
-    own: Callable[[mtf.Tensor], Axes] | None = None
+    own_data_axes: Callable[[mtf.Tensor], Axes] | None = None
 
     @classmethod
     def of(cls, axes: ReplicaAxes, of_mesh: mtf.Mesh) -> Layout:
@@ -52,24 +52,27 @@ class Layout(NamedTuple):
         return Axes(axes - {None})
 
     def split_over_shards(self, tensor: mtf.Tensor) -> Axes:
-        """Returns the replica axes that split a tensor into slices of one shard's own data each.
+        """Returns the replica axes along which each slice of a tensor has one shard's data alone.
 
-        The attribute `own` says what counts as a shard's own data.
+        These are the axes that split the tensor and that the attribute `own_data_axes` gives.
         """
         split = self.split(tensor) & self.replica_axes(tensor.mesh)
-        return split & self.own(tensor) if split and self.own else split
+        return split & self.own_data_axes(tensor) if split and self.own_data_axes else split
 
-    def of_shards(self, tensor: mtf.Tensor) -> bool:
-        """Returns whether all replica axes split a tensor, so that each shard has its own slice."""
+    def is_split_over_shards(self, tensor: mtf.Tensor) -> bool:
+        """Returns whether each shard has its own slice of a tensor, of its own data alone.
+
+        The result is false if `split_over_shards` lacks one of the replica axes.
+        """
         replica_axes = self.replica_axes(tensor.mesh)
         return bool(replica_axes) and self.split_over_shards(tensor).issuperset(replica_axes)
 
-    def order(self, shape: mtf.Shape, mesh: mtf.Mesh) -> dict[int, int]:
-        """Returns the mesh axes that split a shape, each with a number for the dimension it splits.
+    def sizes_before_axes(self, shape: mtf.Shape, mesh: mtf.Mesh) -> dict[int, int]:
+        """Returns, for each mesh axis that splits a shape, the size of what precedes the split.
 
-        The number of a mesh axis is the product of the sizes of all dimensions before the dimension
-        that the axis splits. A reshape that changes none of these numbers moves no data between
-        processors.
+        This is the product of the sizes of all dimensions before the dimension that the axis
+        splits: `{1: 12}` if mesh axis 1 splits the last dimension of the shape [4, 3, 8]. A reshape
+        that changes none of these products moves no data between processors.
         """
         before, found = 1, {}
         for dim in shape.dims:
@@ -83,27 +86,30 @@ class Layout(NamedTuple):
         """Returns whether a reshape moves no data between processors."""
         (source,), (result,) = operation.inputs, operation.outputs
         mesh = operation.mesh
-        return self.order(source.shape, mesh) == self.order(result.shape, mesh)
+        return self.sizes_before_axes(source.shape, mesh) == self.sizes_before_axes(
+            result.shape, mesh
+        )
 
 
 # Operations without inputs that bring no data.
 _MADE = (mtf.Variable, mtf.Constant, mtf.RandomOperation, mtf.RangeOperation)
 
 
-def own_slices(
+def find_own_data_axes(
     graph: mtf.Graph, layout: Layout, batch_dims: Collection[str]
 ) -> Callable[[mtf.Tensor], Axes]:
-    """Returns a function of a tensor, for `Layout.own`.
+    """Returns the function of a tensor that `Layout.own_data_axes` is to be set to.
 
     The returned function takes a tensor, and returns the replica axes along which each slice of the
-    tensor was computed from the data of one shard alone. `layout` is a layout whose attribute `own`
-    is not set yet, and `batch_dims` are the names of the batch dimensions.
+    tensor was computed from the data of one shard alone. `layout` is a layout whose attribute
+    `own_data_axes` is not set yet, and `batch_dims` are the names of the batch dimensions.
 
-    Slices along a batch dimension have the data of one shard alone, and so do the slices of tensors
-    that are computed from them without moving data. Slices along another dimension that is split
-    over a replica axis have data of several shards in three cases: a reshape moves the examples of
-    all shards to experts, a sum over the shards is broadcast to a variable that is split, or an
-    input has a dimension of variables and is a factor for experts.
+    Each slice along a batch dimension has the data of one shard alone. So has each slice of a
+    tensor that is computed from such slices without moving data between processors. There are three
+    cases in which slices along another dimension, split over a replica axis, have data of several
+    shards. A reshape has moved the examples of all shards to experts. A sum over the shards was
+    broadcast to a variable that is split. Or the tensor is an input of the program, and the
+    dimension is one of a variable, such as the experts of a mixture.
     """
     known: dict[mtf.Tensor, Axes] = {}
     of_variables = {tuple(v.shape.dims) for v in graph.trainable_variables}
@@ -116,10 +122,10 @@ def own_slices(
         replica_axes = layout.replica_axes(tensor.mesh).intersection(split)
         return Axes(a for a in replica_axes if split[a] in batch_dims or a in found)
 
-    def computed(operation: mtf.Operation, position: int) -> Axes:
-        """Returns the replica axes along which an output is computed from shards' own slices.
+    def axes_of_output(operation: mtf.Operation, position: int) -> Axes:
+        """Returns the axes along which an operation computes an output from shards' own slices.
 
-        `position` is the position of the output among the operation's outputs.
+        The output is `operation.outputs[position]`.
         """
         output, inputs = operation.outputs[position], list(map(own, operation.inputs))
         if isinstance(operation, mtf.WhileLoopOperation):
@@ -133,7 +139,7 @@ def own_slices(
             return inputs[position]  # a list of gradients
         if isinstance(operation, mtf.ReshapeOperation):
             (source,), mesh = operation.inputs, operation.mesh
-            before, after = (layout.order(x.shape, mesh) for x in (source, output))
+            before, after = (layout.sizes_before_axes(x.shape, mesh) for x in (source, output))
             return Axes(a for a in inputs[0] if before[a] == after.get(a))
         if isinstance(operation, mtf.AddOperation) and tuple(output.shape.dims) in of_variables:
             # With a term that all shards share, a variable's gradient is no shard's own.
@@ -142,7 +148,7 @@ def own_slices(
 
     for operation in flat(graph.operations):
         for position, output in enumerate(operation.outputs):
-            known[output] = own(output, computed(operation, position))
+            known[output] = own(output, axes_of_output(operation, position))
     return own
 
 
@@ -327,17 +333,17 @@ def split_of_inputs(
 ) -> Split:
     """Returns the dimensions along which the layout splits a program's inputs and losses.
 
-    The inputs are those that `targets` (gradients) depend on, and the losses are the losses of each
-    example. If there are mesh axes that split both an input and a loss, only dimensions split over
-    these axes are returned. Dimensions that a variable also has are returned only if no other
-    dimensions are found. `axis_of` is as in `Layout`.
+    The inputs are those that `targets` (gradients) depend on, and the losses include the loss of
+    each example. If a mesh axis splits both an input and a loss, only dimensions that are split
+    over such axes are returned. Dimensions that a variable also has are returned only if there are
+    no others. `axis_of` is as in `Layout`.
     """
     weights = {
         dim.name for v in graph.trainable_variables if v.mesh is mesh for dim in v.shape.dims
     }
     both = [
         [dim for t in tensors if t.mesh is mesh for dim in t.shape.dims]
-        for tensors in (_data(graph, targets), _losses(graph))
+        for tensors in (_input_data(graph, targets), _losses(graph))
     ]
     for of_weights in (False, True):
         inputs, losses = (
@@ -356,12 +362,13 @@ def split_of_inputs(
     return Split({}, False)
 
 
-def _data(graph: mtf.Graph, targets: Sequence[mtf.Tensor]) -> list[mtf.Tensor]:
-    """Returns the input data of a program: imported tensors, and tensors made of one alone.
+def _input_data(graph: mtf.Graph, targets: Sequence[mtf.Tensor]) -> list[mtf.Tensor]:
+    """Returns the tensors that hold a program's input data, if `targets` depend on them.
 
-    Only tensors that `targets` depend on are returned.
+    These are the imported tensors, and the outputs of operations that have one of these tensors as
+    their only input (a cast, for example).
     """
-    needed = _before(targets)
+    needed = _operations_before(targets)
     found: dict[mtf.Tensor, None] = {}
     for operation in flat(graph.operations):
         if operation not in needed or isinstance(operation, (*_MADE, *_WIDENS)):
@@ -373,7 +380,7 @@ def _data(graph: mtf.Graph, targets: Sequence[mtf.Tensor]) -> list[mtf.Tensor]:
 
 
 def _losses(graph: mtf.Graph) -> list[mtf.Tensor]:
-    """Returns the losses of a graph, and the tensors that are summed up to give them."""
+    """Returns the losses of a graph, and the tensors that are added up to make the losses."""
 
     def terms(tensor: mtf.Tensor) -> list[mtf.Tensor]:
         operation = tensor.operation
@@ -384,8 +391,8 @@ def _losses(graph: mtf.Graph) -> list[mtf.Tensor]:
     return [t for t in walk(losses, terms) if not isinstance(t.operation, mtf.Variable)]
 
 
-def _before(targets: Sequence[mtf.Tensor]) -> set[mtf.Operation]:
-    """Returns all operations that `targets` are computed by, directly or indirectly."""
+def _operations_before(targets: Sequence[mtf.Tensor]) -> set[mtf.Operation]:
+    """Returns all operations that compute `targets`, directly or indirectly."""
 
     def sources(operation: mtf.Operation) -> list[mtf.Operation]:
         is_loop = isinstance(operation, mtf.WhileLoopOperation)

@@ -9,7 +9,7 @@ from mtf_gradsync._common import walk
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._private.mesh_tensorflow import Seed, computed_from, gradients_calls, loop_body
 from mtf_gradsync.gradients.flow import linear_positions
-from mtf_gradsync.gradients.operations import MaybeGradients, on_mesh, on_present
+from mtf_gradsync.gradients.operations import MaybeGradients, map_present, on_mesh
 from mtf_gradsync.step import ExtensionLowering, PlanExtension, StepPlan
 from mtf_gradsync.step.plan import flat
 
@@ -60,7 +60,7 @@ def _rounded_to(seeds: Iterable[Seed]) -> Callable[[tf.Tensor], tf.Tensor]:
     return rounded
 
 
-def take_without_scale(grads: MaybeGradients, names: Sequence[str]) -> None:
+def record_unscaled_use(grads: MaybeGradients, names: Sequence[str]) -> None:
     """Records that an optimizer uses the gradients `grads` without scaling their losses.
 
     `names` has the name of each gradient's variable, for errors. Raises ValueError if another
@@ -133,7 +133,7 @@ def unscaled_gradients(
     inverses = {mesh: on_mesh(inverse, mesh) for mesh in dict.fromkeys(g.mesh for g in raw)}
     outputs = {grad: _unscaled(grad, inverses[grad.mesh]) for grad in raw}
     scaled.unscaled = {**scaled.unscaled, **dict.fromkeys(outputs.values(), owner)}
-    return on_present(grads, lambda some: [outputs.get(g, g) for g in some])
+    return map_present(grads, lambda some: [outputs.get(g, g) for g in some])
 
 
 def losses_behind(grads: Sequence[mtf.Tensor]) -> list[mtf.Tensor]:
@@ -145,7 +145,7 @@ def losses_behind(grads: Sequence[mtf.Tensor]) -> list[mtf.Tensor]:
         return []
     computed = {x: call.losses for call in gradients_calls(grads[0].graph) for x in call.outputs}
     outside = set(grads[0].graph.operations)
-    found = [x for t in _before(grads, computed) for x in computed.get(t, ())]
+    found = [x for t in _walk_back(grads, computed) for x in computed.get(t, ())]
     return list(dict.fromkeys(x for x in found if x.operation in outside))
 
 
@@ -163,7 +163,7 @@ def losses_of_step(grads: Sequence[mtf.Tensor]) -> list[mtf.Tensor]:
     outside = set(graph.operations)
     loops = [op for op in graph.operations if isinstance(op, mtf.WhileLoopOperation)]
     added_up = {x: y for op in loops for x, y in zip(loop_body(op).outputs, op.outputs)}
-    found = dict.fromkeys(x for t in _before(grads, computed) for x in computed.get(t, ()))
+    found = dict.fromkeys(x for t in _walk_back(grads, computed) for x in computed.get(t, ()))
     values = [x if x.operation in outside else added_up.get(x) for x in found]
     return [] if None in values else values
 
@@ -179,7 +179,7 @@ def _check_first_order(graph: mtf.Graph, seeds: set[Seed], owner: str) -> None:
         return
     outputs = {x for call in calls for x in call.outputs}
     for call in calls:
-        tensor = next((t for t in _before(call.losses) if t in outputs), None)
+        tensor = next((t for t in _walk_back(call.losses) if t in outputs), None)
         if tensor is not None:
             raise ValueError(
                 f"{owner} scales losses of several calls of mtf.gradients, and the gradient "
@@ -236,7 +236,10 @@ class _ScaleInGradient(NamedTuple):
 
 
 def _seeds_of(graph: mtf.Graph) -> dict[mtf.Tensor, list[Seed]]:
-    """Returns each gradient that `mtf.gradients` made, with the seeds that it was computed from."""
+    """Returns the gradients that `mtf.gradients` made in a graph, each with its seeds.
+
+    A seed is the tensor of ones that the call began with for one of the losses.
+    """
     return {x: call.seeds for call in gradients_calls(graph) for x in call.outputs}
 
 
@@ -248,7 +251,7 @@ def _scale_in(
     `scaled` is the record of the gradient's graph. `computed` has the gradients that
     `mtf.gradients` made, with their seeds.
     """
-    before = list(_before([grad], scaled.unscaled, computed))
+    before = list(_walk_back([grad], scaled.unscaled, computed))
     owners = {scaled.unscaled[t] for t in before if t in scaled.unscaled}
     ends = {t for t in before if t in computed and t not in scaled.unscaled}
     seeds = {seed for t in ends for seed in computed[t]}
@@ -259,8 +262,8 @@ def _scale_in(
     return _ScaleInGradient(frozenset(seeds), frozenset(owners), not_linear)
 
 
-def _before(tensors: Sequence[mtf.Tensor], *ends: Container[mtf.Tensor]) -> Iterator[mtf.Tensor]:
-    """Yields tensors and all that they are computed from; the walk ends at members of `ends`.
+def _walk_back(tensors: Sequence[mtf.Tensor], *ends: Container[mtf.Tensor]) -> Iterator[mtf.Tensor]:
+    """Yields tensors and all tensors that they are computed from, back to members of `ends`.
 
     Tensors that are in `ends` are yielded, too, but not the tensors that they are computed from.
     """

@@ -138,7 +138,7 @@ class SumOverGradients(GradientOperation):
         self._axes = axes
         self._strategy = strategy
         batch_dims = None if axes is None else axes.batch_dims
-        PendingSums.want(grads, True, batch_dims, strategy)
+        PendingSums.declare_use(grads, True, batch_dims, strategy)
         super().__init__(
             grads,
             [mtf.Shape([*self._shard_dims, *self._numbers])],
@@ -205,7 +205,7 @@ class NotFinite(GradientOperation):
         self._strategy, self._of_shards_only, self._shared = strategy, of_shards_only, shared
         self._shard_dims = list(axes.shard_dims) if axes else []
         names = axes.batch_dims if axes else None
-        PendingSums.want(grads, False, names, strategy)
+        PendingSums.declare_use(grads, False, names, strategy)
         shape = mtf.Shape([*self._shard_dims, mtf.Dimension("gradients", len(grads))])
         super().__init__(grads, [shape], "not_finite", [tf.float32])
 
@@ -236,7 +236,7 @@ class NotFinite(GradientOperation):
 _RANGES = mtf.Dimension("ranges_of_squares", 2)
 
 
-def _measured(
+def _sum_of_measure(
     grads: MaybeGradients,
     reducer: Strategy | None,
     measure: Measure,
@@ -277,7 +277,7 @@ def _measured(
 def _norms(
     grads: MaybeGradients, reducer: Strategy | None, axes: Any = None, of_shards: str = ""
 ) -> mtf.Tensor:
-    sums = _measured(grads, reducer, _sums_of_squares, axes, of_shards, [_RANGES])
+    sums = _sum_of_measure(grads, reducer, _sums_of_squares, axes, of_shards, [_RANGES])
     return _Root(sums).outputs[0]
 
 
@@ -303,7 +303,8 @@ def global_norm(grads: MaybeGradients, reducer: Strategy | None = None) -> mtf.T
       reducer: the reduction strategy; None takes `FusedAllReduce()`.
 
     Returns:
-      An mtf scalar on the first gradient's mesh, float32, or float64 if a gradient is.
+      An mtf scalar on the first gradient's mesh, of float64 if a gradient is float64, and of
+      float32 otherwise.
 
     Raises:
       TypeError: an argument is of the wrong type, or a gradient has an integer dtype.
@@ -352,7 +353,7 @@ def not_finite(grads: MaybeGradients, reducer: Strategy | None = None) -> mtf.Te
 
     The arguments, the errors, and the mesh and dtype of the result are as for `global_norm`.
     """
-    return _measured(grads, reducer, _any_not_finite)
+    return _sum_of_measure(grads, reducer, _any_not_finite)
 
 
 def which_not_finite(
@@ -397,7 +398,7 @@ def shards_not_finite(
     The value is greater than 0 for shards that have a NaN or an infinity. Arguments and errors are
     those of `shard_norms`.
     """
-    return _measured(grads, reducer, _any_not_finite, axes, "shards_not_finite")
+    return _sum_of_measure(grads, reducer, _any_not_finite, axes, "shards_not_finite")
 
 
 def common_shard_dims(grads: Sequence[mtf.Tensor], axes: ReplicaAxes) -> list[mtf.Dimension]:

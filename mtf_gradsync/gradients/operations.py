@@ -14,13 +14,13 @@ from typing import (
     Sequence,
 )
 
-from mtf_gradsync._common import by_key
+from mtf_gradsync._common import map_by_key
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._private.mesh_tensorflow import (
-    give_outputs,
     gradients_calls,
     loop_body,
     lowered_on,
+    set_operation_outputs,
     sum_made_by,
 )
 from mtf_gradsync._private.tensorflow import control_flow_context
@@ -37,9 +37,9 @@ class GradientOperation(mtf.Operation):
 
     Attributes:
       takes_pending: whether the operation can read pending (not yet reduced) inputs as they are.
-        Inputs that the operation declared by `PendingSums.want` with `reduced=True` are reduced all
-        the same. If `takes_pending` is false, all pending inputs are reduced, unless the operation
-        is linear in them.
+        Inputs that the operation declared by `PendingSums.declare_use` with `reduced=True` are
+        reduced all the same. If `takes_pending` is false, all pending inputs are reduced, unless
+        the operation is linear in them.
       is_linear: whether the operation's outputs are linear in all of its inputs together.
     """
 
@@ -70,7 +70,7 @@ class GradientOperation(mtf.Operation):
             mtf.Tensor(self, shape, dtype, index=index)
             for index, (shape, dtype) in enumerate(zip(shapes, dtypes))
         ]
-        give_outputs(self, tensors)
+        set_operation_outputs(self, tensors)
 
     def set_outputs(self, lowering: mtf.Lowering, values: Sequence[Any]) -> None:
         """Records `values` as the lowered values of the operation's outputs, in order."""
@@ -147,7 +147,7 @@ def reshaped(mesh_impl: Any, value: Any, shape: Sequence[int]) -> Any:
     return mesh_impl.slicewise(lambda x: tf.reshape(x, shape), value)
 
 
-def on_present(
+def map_present(
     grads: MaybeGradients, make: Callable[[list[mtf.Tensor]], Sequence[mtf.Tensor]]
 ) -> list[mtf.Tensor | None]:
     """Calls `make` with the gradients that are not None, and puts None back between its results.
@@ -175,7 +175,7 @@ def each_mesh(
     def of_mesh(mesh: mtf.Mesh, some: list[int]) -> Sequence[mtf.Tensor]:
         return make(mesh, [grads[i] for i in some])
 
-    return by_key([g.mesh for g in grads], of_mesh)
+    return map_by_key([g.mesh for g in grads], of_mesh)
 
 
 def dims_to_sum(
@@ -255,11 +255,11 @@ class PendingSum(mtf.LazyAllreduceSum):
 
     @property
     def sends_nothing(self) -> bool:
-        """Whether the sum can be read without any communication that is still to be made."""
+        """Whether reading the sum now would send nothing, because all communication is done."""
         return self.is_reduced or (bool(self._sources) and all(map(_sends_nothing, self._sources)))
 
     def set_reduced(self, value: Any) -> None:
-        """Sets the `LaidOutTensor` of the sum, right after it was made."""
+        """Stores the sum, a `LaidOutTensor`; called by the function that has made the sum."""
         self._reduced_value = value
         if self.add_counter_fn:
             self.add_counter_fn()
@@ -361,7 +361,7 @@ def reduce_partial_sums(
         return reduce_scatter_by(strategy, mesh_impl, values, groups, [sent[i] for i in indices])
 
     keys = [(s.mesh_axes, bool(some)) for s, some in zip(sums, sent)]
-    results = by_key(keys, reduce)
+    results = map_by_key(keys, reduce)
     for number, (cut, some) in enumerate(zip(cuts, sent)):
         if len(some) < len(cut):
             left = [c for c in cut if c not in some]

@@ -9,10 +9,10 @@ from typing import Any, Callable, Collection, ContextManager, NamedTuple, Sequen
 
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._private.mesh_tensorflow import (
-    give_outputs,
     loop_body,
     loop_condition,
     scalar_of,
+    set_operation_outputs,
 )
 from mtf_gradsync.gradients.flow import Flow, Use, sums_before_broadcast
 from mtf_gradsync.gradients.layout import Axes, Layout, used_axes
@@ -36,8 +36,8 @@ class Bucket(NamedTuple):
 
     Attributes:
       strategy: the reduction strategy of the sums.
-      by_program: whether only the program itself uses the sums, and no wrapper. The program may use
-        such sums on some steps only.
+      by_program: whether only operations of the program itself use the sums, and no wrapper does.
+        The program may use such sums on some steps only.
     """
 
     strategy: Strategy
@@ -65,8 +65,8 @@ class PendingLowering(ExtensionLowering):
           flow: the forecast of which operations keep sums pending.
           buckets: the sums that are reduced together, each with its bucket. The dictionary is
             changed during the lowering.
-          missing: the object that warns of operations that leave out a sum; None if no operation is
-            suspected of it.
+          missing: the object that warns of operations after which a sum is missing; None if there
+            is no operation to watch.
         """
         self.flow = flow
         self._lowering = lowering
@@ -90,18 +90,22 @@ class PendingLowering(ExtensionLowering):
             else:
                 self._sum_and_broadcast(operation, shape)
         for tensor in operation.outputs:
-            self._note_summed(operation, self.flow.axes.get(tensor, Axes()) - self._axes_of(tensor))
+            self._note_summed(
+                operation, self.flow.axes.get(tensor, Axes()) - self._pending_axes(tensor)
+            )
         for tensor in self.flow.carried.intersection(operation.outputs):
             # Mesh-TF would carry each processor's part into the next iteration.
             self._tensors[tensor] = self._tensors[tensor].to_laid_out_tensor()
         return True
 
-    def mixed(self, tensor: mtf.Tensor, mesh_axes: Collection[int]) -> mtf.Operation | None:
-        """Returns an operation before a tensor that has summed over mesh axes against the forecast.
+    def unexpected_sum(
+        self, tensor: mtf.Tensor, mesh_axes: Collection[int]
+    ) -> mtf.Operation | None:
+        """Returns an operation that computes `tensor` and has summed over mesh axes too early.
 
-        According to the forecast, the operation's result would stay pending over some of
-        `mesh_axes`, but the operation has summed over one of these axes. None is returned if there
-        is no such operation.
+        The forecast said that the operation's result would stay pending over some of `mesh_axes`,
+        but when the operation was lowered, it summed over one of these axes. The result is None if
+        there is no such operation.
         """
         for operation in self.flow.before(tensor) if self._differs else ():
             if self._differs.get(operation, Axes()).intersection(mesh_axes):
@@ -109,13 +113,16 @@ class PendingLowering(ExtensionLowering):
         return None
 
     def _lower_unfollowed(self, operation: mtf.Operation) -> bool:
-        if not any(self._is_reduced_here(operation, t) for t in self._pending_inputs(operation)):
+        if not any(self._must_be_reduced(operation, t) for t in self._pending_inputs(operation)):
             return False
         self._lower(operation, None)
         return True
 
-    def _is_reduced_here(self, operation: mtf.Operation, tensor: mtf.Tensor) -> bool:
-        """Returns whether a pending input is reduced before Mesh-TF lowers the operation."""
+    def _must_be_reduced(self, operation: mtf.Operation, tensor: mtf.Tensor) -> bool:
+        """Returns whether the pending input `tensor` is reduced before Mesh-TF lowers `operation`.
+
+        Mesh-TF itself decides about all other pending inputs.
+        """
         # tf.gradients cannot take a pending sum; Mesh-TF would use the parts of a derived one.
         return isinstance(operation, mtf.GenericGradOperation) or self.flow.is_derived(tensor)
 
@@ -123,17 +130,17 @@ class PendingLowering(ExtensionLowering):
         """Lowers an operation.
 
         `use` says how the operation computes with pending inputs so that its results stay pending;
-        if `use` is None, the operation takes reduced inputs. Sums that Mesh-TF itself makes lazily
-        stay pending in any case.
+        if `use` is None, the operation takes reduced inputs. A sum that Mesh-TF itself leaves
+        pending becomes a `PendingSum` in any case.
         """
         pending = self._pending_inputs(operation)
         if use is not None and pending:
-            self._carry_on(operation, use)
+            self._keep_results_pending(operation, use)
             return
         reduced = {
             t: self._tensors[t].to_laid_out_tensor()
             for t in pending
-            if self._is_reduced_here(operation, t)
+            if self._must_be_reduced(operation, t)
         }
         with in_place_of(self._lowering, reduced):
             operation.lower_itself(self._lowering)
@@ -148,7 +155,7 @@ class PendingLowering(ExtensionLowering):
         (output,) = operation.outputs
         first = copy.copy(operation)
         small = mtf.Tensor(first, shape, output.dtype)
-        give_outputs(first, [small])
+        set_operation_outputs(first, [small])
         if output in self._buckets:  # the small sum is reduced instead, as there is less to send
             self._buckets[small] = self._buckets.pop(output)
         self._lower(first, self.flow.uses.get(operation))
@@ -157,20 +164,20 @@ class PendingLowering(ExtensionLowering):
         def broadcast(value: Any) -> Any:
             return mesh_impl.broadcast_impl(value.to_laid_out_tensor(), shape, output.shape)
 
-        if output not in self.flow.axes or not self._axes_of(small):
+        if output not in self.flow.axes or not self._pending_axes(small):
             self._tensors[output] = broadcast(self._tensors[small])
             return
         self._tensors[output] = PendingSum(
             mesh_impl,
-            sorted(self._axes_of(small)),
+            sorted(self._pending_axes(small)),
             mesh_impl.slice_shape(output.shape),
             lambda: broadcast(self._tensors[small].laid_out_input),
             lambda x: x.set_reduced(broadcast(self._tensors[small])),
             sources=[self._tensors[small]],
         )
 
-    def _axes_of(self, tensor: mtf.Tensor) -> Axes:
-        """Returns the mesh axes that a tensor is pending over, as it was lowered; often none."""
+    def _pending_axes(self, tensor: mtf.Tensor) -> Axes:
+        """Returns the mesh axes that a lowered tensor is pending over; an empty set if none."""
         lowered = self._tensors.get(tensor)
         return Axes(lowered.mesh_axes if isinstance(lowered, mtf.LazyAllreduceSum) else ())
 
@@ -224,16 +231,16 @@ class PendingLowering(ExtensionLowering):
             sorted(lazy.mesh_axes),  # Mesh-TF adds pending sums only if their axes are in one order
             parts.slice_shape,
             lambda: parts,
-            self._sum_for(tensor),
+            self._sum_function(tensor),
             lazy.add_counter_fn,
         )
 
-    def _sum_for(self, tensor: mtf.Tensor) -> Callable[[PendingSum], None]:
-        """Returns the function that makes the sum of a `PendingSum` of `tensor`.
+    def _sum_function(self, tensor: mtf.Tensor) -> Callable[[PendingSum], None]:
+        """Returns the function that reduces `tensor`, for the constructor of its `PendingSum`.
 
-        The returned function makes the sum, and stores it in the `PendingSum`. If `tensor` is in a
-        bucket, the function also makes and stores all other sums of the bucket whose parts can be
-        read at this point.
+        The function gets the `PendingSum`, which calls it when the sum is first needed. It adds up
+        the parts, and stores the sum in the `PendingSum`. If `tensor` is in a bucket, the same call
+        also reduces the other sums of the bucket that `_unreduced_sums` finds, in one message.
         """
 
         def make(one: PendingSum) -> None:
@@ -241,15 +248,19 @@ class PendingLowering(ExtensionLowering):
             if bucket is None:
                 one.set_reduced(one.mesh_impl.allreduce(one.laid_out_input, one.mesh_axes, "SUM"))
                 return
-            sums = self._ready_with(one, bucket)
+            sums = self._unreduced_sums(one, bucket)
             parts = [PartialSum(x.laid_out_input, tuple(sorted(x.mesh_axes))) for x in sums]
             for x, value in zip(sums, reduce_partial_sums(one.mesh_impl, parts, bucket.strategy)):
                 x.set_reduced(value)
 
         return make
 
-    def _ready_with(self, one: PendingSum, bucket: Bucket) -> list[PendingSum]:
-        """Returns `one` and the unreduced sums of its bucket of the same mesh, branch and loop."""
+    def _unreduced_sums(self, one: PendingSum, bucket: Bucket) -> list[PendingSum]:
+        """Returns the sums to reduce together with `one`, a sum of the bucket; `one` is among them.
+
+        They are those sums of the bucket that are not reduced yet, and that are on the same mesh
+        and in the same graph, branch or loop as `one`.
+        """
         found = {}
         for tensor, other in self._buckets.items():
             lowered = self._tensors.get(tensor)
@@ -265,18 +276,18 @@ class PendingLowering(ExtensionLowering):
 
     # Sums that stay pending through an operation.
 
-    def _carry_on(self, operation: mtf.Operation, use: Use) -> None:
+    def _keep_results_pending(self, operation: mtf.Operation, use: Use) -> None:
         lowering = self._lowering
         mesh_impl = lowering.mesh_impl(operation)
         home = current_context()
         kept: dict[tuple[str, Any], list[Any]] = {}
 
-        def once(form: str, make: Callable[[], list[Any]]) -> list[Any]:
-            """Returns what `make` returned, which is called once in each branch, loop or graph.
+        def made_once(form: str, make: Callable[[], list[Any]]) -> list[Any]:
+            """Returns the result of `make`, and keeps it for later calls with the same `form`.
 
-            If `make` was called in the graph, loop or branch of the operation itself, the result of
-            that call is returned in all others, too. `form` is "parts" or "reduced", and says what
-            `make` returns: the parts or the sums of all outputs.
+            A kept result is returned if it was made in the current graph, loop or branch, or in
+            those of the operation itself; otherwise `make` is called. `form` says what `make`
+            returns: "parts" are the parts of all outputs, "reduced" are their sums.
             """
             here = current_context()
             if (form, home) in kept:
@@ -286,27 +297,27 @@ class PendingLowering(ExtensionLowering):
             return kept[form, here]
 
         def parts(number: int) -> Any:
-            value = once("parts", lambda: self._parts(operation, use))[number]
+            value = made_once("parts", lambda: self._parts(operation, use))[number]
             axes: Axes = Axes()
             if isinstance(value, mtf.LazyAllreduceSum):
                 axes, value = Axes(value.mesh_axes), value.laid_out_input.to_laid_out_tensor()
-            self._note_summed(operation, use.own_axes - axes)
-            return share(mesh_impl, value, use.own_axes - axes)
+            self._note_summed(operation, use.summed_axes - axes)
+            return share(mesh_impl, value, use.summed_axes - axes)
 
         def lower_on_sums() -> list[Any]:
             sums = {t: self._tensors[t].to_laid_out_tensor() for t in operation.inputs}
             return self._lowered(operation, sums)
 
         def reduce(number: int, one: PendingSum) -> None:
-            one.set_reduced(once("reduced", lower_on_sums)[number].to_laid_out_tensor())
+            one.set_reduced(made_once("reduced", lower_on_sums)[number].to_laid_out_tensor())
 
-        sources = [] if use.is_new_sum else [self._tensors[t] for t in operation.inputs]
+        sources = [] if use.reduces_results else [self._tensors[t] for t in operation.inputs]
         for number, tensor in enumerate(operation.outputs):
-            is_new = use.is_new_sum
-            make = self._sum_for(tensor) if is_new else functools.partial(reduce, number)
+            is_new = use.reduces_results
+            make = self._sum_function(tensor) if is_new else functools.partial(reduce, number)
             self._tensors[tensor] = PendingSum(
                 mesh_impl,
-                sorted(use.axes | use.own_axes),
+                sorted(use.axes | use.summed_axes),
                 mesh_impl.slice_shape(tensor.shape),
                 functools.partial(parts, number),
                 make,
@@ -356,7 +367,7 @@ class PendingLowering(ExtensionLowering):
     def _lowered(self, operation: mtf.Operation, inputs: dict[mtf.Tensor, Any]) -> list[Any]:
         """Lowers an operation with the lowered values `inputs` of its inputs; returns its outputs.
 
-        The lowering's own values of inputs and outputs stay as they were.
+        Afterwards the lowering has the same values for these inputs and outputs as before.
         """
         outputs = operation.outputs
         before = {t: self._tensors.get(t) for t in outputs}
@@ -369,8 +380,8 @@ class PendingLowering(ExtensionLowering):
         return values
 
 
-class _Want(NamedTuple):
-    """Gradients that a wrapper uses; the fields are the arguments of `PendingSums.want`."""
+class _DeclaredUse(NamedTuple):
+    """Gradients that a wrapper uses; the fields are the arguments of `PendingSums.declare_use`."""
 
     tensors: tuple[mtf.Tensor, ...]
     reduced: bool
@@ -383,10 +394,10 @@ class PendingSums(PlanExtension):
     """The extension of a plan that keeps sums pending, and reduces them together."""
 
     def __init__(self) -> None:
-        self._wants: tuple[_Want, ...] = ()
+        self._declared: tuple[_DeclaredUse, ...] = ()
 
     @classmethod
-    def want(
+    def declare_use(
         cls,
         tensors: Sequence[mtf.Tensor],
         reduced: bool,
@@ -396,8 +407,8 @@ class PendingSums(PlanExtension):
     ) -> None:
         """Declares, before the graph is lowered, that an operation will use gradients of one mesh.
 
-        All sums that have to be reduced are then reduced together, at the first operation that
-        needs one of them; this operation may be in the model.
+        All sums that have to be reduced are then reduced together, when the first operation that
+        needs one of them is lowered. This may be an operation of the model.
 
         Args:
           tensors: the gradients.
@@ -414,7 +425,7 @@ class PendingSums(PlanExtension):
         plan.adopt()
         pending = plan.extension(cls)
         names = None if batch_dims is None else tuple(batch_dims)
-        pending._wants += (_Want(tuple(tensors), reduced, names, strategy, are_sums),)
+        pending._declared += (_DeclaredUse(tuple(tensors), reduced, names, strategy, are_sums),)
 
     @classmethod
     def of_lowering(cls, lowering: mtf.Lowering) -> PendingLowering:
@@ -425,7 +436,7 @@ class PendingSums(PlanExtension):
     def begin(self, lowering: mtf.Lowering) -> PendingLowering:
         graph = lowering.graph
         targets, sums = (
-            [t for want in self._wants if want.are_sums is are for t in want.tensors]
+            [t for use in self._declared if use.are_sums is are for t in use.tensors]
             for are in (False, True)
         )
 
@@ -435,8 +446,8 @@ class PendingSums(PlanExtension):
 
         @functools.lru_cache(maxsize=None)
         def replica_axes(mesh: mtf.Mesh) -> Axes:
-            own = [want for want in self._wants if want.tensors[0].mesh is mesh]
-            names = [want.batch_dims for want in own or self._wants]
+            own = [use for use in self._declared if use.tensors[0].mesh is mesh]
+            names = [use.batch_dims for use in own or self._declared]
             return used_axes(graph, mesh, axis_of, [*targets, *sums], names)
 
         flow = Flow(graph, targets, Layout(axis_of, replica_axes), sums)
@@ -445,16 +456,16 @@ class PendingSums(PlanExtension):
         return PendingLowering(lowering, flow, self._buckets(flow), missing)
 
     def _buckets(self, flow: Flow) -> dict[mtf.Tensor, Bucket]:
-        """Returns the sums to reduce, each with its bucket.
+        """Returns the tensors whose parts have to be added up over the mesh, each with its bucket.
 
-        The sums are in the order in which wrappers declared them; sums of the program itself are
-        last.
+        They are in the order in which wrappers declared their uses. Sums that only the program's
+        own operations use are last.
         """
         found: dict[mtf.Tensor, Bucket] = {}
-        for want in self._wants:
-            for tensor in flow.sums_behind(want.tensors, want.reduced):
-                found.setdefault(tensor, Bucket(want.strategy, by_program=False))
-        if self._wants:
+        for use in self._declared:
+            for tensor in flow.sums_behind(use.tensors, use.reduced):
+                found.setdefault(tensor, Bucket(use.strategy, by_program=False))
+        if self._declared:
             # Sums that only the program itself needs reduced (for a norm that it logs, for example)
             # are reduced apart from the others: the program may not need them in every step.
             own = [
@@ -464,5 +475,5 @@ class PendingSums(PlanExtension):
                 for t in tensors
             ]
             for tensor in flow.sums_behind(own, True):
-                found.setdefault(tensor, Bucket(self._wants[0].strategy, by_program=True))
+                found.setdefault(tensor, Bucket(self._declared[0].strategy, by_program=True))
         return found

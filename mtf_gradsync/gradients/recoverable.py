@@ -1,4 +1,4 @@
-"""Checks whether per-shard gradients are recoverable, and warns of sums over shards left out.
+"""Checks whether per-shard gradients are recoverable, and warns if a sum over shards is missing.
 
 Per-shard gradients are recoverable if each shard's own gradient can still be read from the gradient
 of the whole batch.
@@ -16,8 +16,8 @@ from mtf_gradsync.gradients.layout import (
     Axes,
     Layout,
     check_batch_dims,
+    find_own_data_axes,
     names_of_batch,
-    own_slices,
     passes_on,
 )
 from mtf_gradsync.gradients.operations import (
@@ -32,14 +32,14 @@ from mtf_gradsync.step import ValuesAfter
 from mtf_gradsync.step.plan import flat
 
 
-class MadeOfSums:
-    """The way in which a gradient was computed, linearly, from sums over the shards.
+class GradientFromSums:
+    """The operations that compute a gradient, linearly, from sums over the shards.
 
     Attributes:
       sums: pending (not yet reduced) tensors that the gradient is linear in. Each shard's part of
         them is recoverable.
-      shared: tensors that do not depend on any shard's data, and that the gradient is linear in,
-        too. An example is the gradient of a penalty on weights.
+      shared: further tensors that the gradient is linear in. They do not depend on any shard's
+        data: the gradient of a penalty on weights is an example.
     """
 
     def __init__(
@@ -53,18 +53,21 @@ class MadeOfSums:
         self._grad, self._operations = grad, list(operations)
         self.sums, self.shared = list(sums), list(shared)
 
-    def remade(self, sums: Sequence[mtf.Tensor], shared: Sequence[mtf.Tensor]) -> mtf.Tensor:
-        """Returns the gradient computed again from other values in place of its sums.
+    def compute_from(self, sums: Sequence[mtf.Tensor], shared: Sequence[mtf.Tensor]) -> mtf.Tensor:
+        """Returns the gradient that the same operations compute from other tensors.
 
-        `sums` and `shared` are the new values: tensors of the same shapes and in the same order as
-        in the attributes of these names. Pending tensors among them are reduced.
+        `sums` and `shared` replace the tensors in the attributes of these names. They have the same
+        shapes, in the same order. Pending tensors among them are reduced first.
         """
         given = [*self.sums, *self.shared]
-        return _MakeAgain(self._grad, given, [*sums, *shared], self._operations).outputs[0]
+        return _ComputeAgain(self._grad, given, [*sums, *shared], self._operations).outputs[0]
 
 
-class _MakeAgain(GradientOperation):
-    """A tensor that is computed again by its operations, from other values of some tensors."""
+class _ComputeAgain(GradientOperation):
+    """An operation that runs given operations again, with `values` in place of the tensors `given`.
+
+    Its output is the tensor that then takes the place of `result`.
+    """
 
     def __init__(
         self,
@@ -89,11 +92,11 @@ class _MakeAgain(GradientOperation):
         self.set_outputs(lowering, [result])
 
 
-def made_of_sums(grad: mtf.Tensor, flow: Flow, layout: Layout) -> MadeOfSums | None:
+def find_sums_of(grad: mtf.Tensor, flow: Flow, layout: Layout) -> GradientFromSums | None:
     """Returns how a gradient is computed, linearly, from recoverable sums; None if it is not.
 
-    `flow` is the forecast of which operations keep sums pending, made for targets that include the
-    gradient. `layout` is the layout that the forecast was made with.
+    `flow` is a forecast of which operations keep sums pending; the gradient is one of its targets.
+    `layout` is the layout that the forecast was made with.
     """
     replica_axes = layout.replica_axes(grad.mesh)
     outside = set(grad.graph.operations)
@@ -130,7 +133,7 @@ def made_of_sums(grad: mtf.Tensor, flow: Flow, layout: Layout) -> MadeOfSums | N
         operations.add(operation)
         todo += [inputs[i] for i in positions]
     in_order = [op for op in grad.graph.operations if op in operations]
-    return MadeOfSums(grad, list(sums), list(shared), in_order) if sums else None
+    return GradientFromSums(grad, list(sums), list(shared), in_order) if sums else None
 
 
 _ACCEPT = "give accept_summed=True to take an equal share of the gradient for each shard"
@@ -166,39 +169,40 @@ _SAYS = {
 }
 
 
-class Apart:
+class Recoverability:
     """For each of a list of gradients: whether every shard's own gradient is recoverable from it.
 
     The keys of all attributes are positions in the list of gradients.
 
     Attributes:
-      mixed: gradients from which shards' gradients are not recoverable, with an operation that
-        mixed the shards' data.
-      made_of_sums: those gradients of `mixed` that are linear in recoverable sums, with the way in
-        which they are computed from the sums.
-      shared: gradients that are split over a replica axis but do not depend on any shard's data,
-        such as the gradient of a penalty on weights, with their operations. Each shard is given an
-        equal share of all slices.
+      mixed: the gradients from which shards' own gradients are not recoverable. The values say
+        which operation mixed the shards' data, and why.
+      from_sums: those gradients of `mixed` that are linear in recoverable sums. The values say how
+        they are computed from the sums.
+      shared: the gradients that do not depend on any shard's data, such as the gradient of a
+        penalty on weights, although they are split over a replica axis. Each shard's own gradient
+        is then an equal share of the whole gradient. The values name the gradient's operation.
     """
 
     def __init__(self, grads: MaybeGradients, axes: ReplicaAxes, within: ReplicaAxes | None = None):
         """Examines gradients without shard dims.
 
-        `axes` are replica axes of the mesh that the program will be lowered on. If `axes` are only
-        some of the mesh axes that the batch is split over, `within` has all of these mesh axes.
-        Raises ValueError if the batch is split over a mesh axis that is in neither argument.
+        `axes` are the replica axes whose shards' gradients are to be recovered, on the mesh that
+        the program will be lowered on. If the batch is split over further mesh axes, `within` has
+        all axes that split it. Raises ValueError if the batch is split over a mesh axis that is in
+        neither argument.
         """
         self.mixed: dict[int, Mixing] = {}
-        self.made_of_sums: dict[int, MadeOfSums] = {}
+        self.from_sums: dict[int, GradientFromSums] = {}
         self.shared: dict[int, Mixing] = {}
         self._grads, self._flow, self._axes = grads, None, Axes(axes.mesh_axes)
         self._layout = axes
-        present = _checked(grads, axes, within)
+        present = _gradients_to_examine(grads, axes, within)
         if not present:
             return
         graph, layout = present[0].graph, Layout.of(axes, present[0].mesh)
-        own = own_slices(graph, layout, names_of_batch(present, axes))
-        layout = layout._replace(own=own)
+        own = find_own_data_axes(graph, layout, names_of_batch(present, axes))
+        layout = layout._replace(own_data_axes=own)
         flow = self._flow = Flow(graph, present, layout)
         for i, grad in enumerate(grads):
             if grad is None:
@@ -206,21 +210,21 @@ class Apart:
             mixing = flow.mixes_shards(grad)
             if mixing is not None:
                 self.mixed[i] = mixing
-                made = made_of_sums(grad, flow, layout)
+                made = find_sums_of(grad, flow, layout)
                 if made is not None:
-                    self.made_of_sums[i] = made
+                    self.from_sums[i] = made
             elif layout.split(grad) & set(axes.mesh_axes) - layout.split_over_shards(grad):
                 is_pending = flow.axes.get(grad, Axes()).intersection(axes.mesh_axes)
-                is_known = not is_pending and not _is_ours(flow, grad)
+                is_known = not is_pending and not _is_computed_by_package(flow, grad)
                 found = self.shared if is_known else self.mixed
                 found[i] = Mixing(grad.operation, Cause.SPLIT)
 
-    def without_data(self, i: int) -> mtf.Tensor | None:
-        """Returns the term of gradient `i` that does not depend on shards' data; None if none.
+    def term_without_data(self, i: int) -> mtf.Tensor | None:
+        """Returns the term of a gradient that no shard's data changes; None if it has no such term.
 
-        Each shard's own gradient must be recoverable from gradient `i`. An example of a term that
-        does not depend on data is the gradient of a penalty on weights, which `per_shard` divides
-        equally among the shards. Sums that a loop makes count as data.
+        The gradient is at position `i` of the list, and each shard's own gradient must be
+        recoverable from it. If the loss has a penalty on weights, the term is the gradient of the
+        penalty. A sum that a loop makes counts as dependent on data.
         """
         grad, flow = self._grads[i], self._flow
         if grad is None or flow is None:
@@ -246,37 +250,39 @@ class Apart:
             return grad if shared else None
         in_order = [op for op in grad.graph.operations if op in operations]
         zeros = [mtf.zeros(x.mesh, x.shape, x.dtype) for x in data]
-        return MadeOfSums(grad, list(data), list(shared), in_order).remade(zeros, list(shared))
+        return GradientFromSums(grad, list(data), list(shared), in_order).compute_from(
+            zeros, list(shared)
+        )
 
-    def check(self, names: Sequence[str] | None = None, remakes: bool = False) -> None:
+    def check(self, names: Sequence[str] | None = None, recomputes: bool = False) -> None:
         """Raises ValueError unless per-shard gradients are recoverable.
 
-        The error lists the gradients, by `names` or by their variables, and the operations that mix
-        shards, and says what to do. If the layout is one that Mesh-TF cannot lower, the error is
-        about the layout instead. If `remakes` is true, the caller computes the gradients in the
-        attributes `made_of_sums` and `shared` again, so that no error is raised for these.
+        The error lists the gradients and the operations that mix shards, and says what to do. It
+        calls the gradients by `names`, or by their variables if `names` is None. If the layout is
+        one that Mesh-TF cannot lower, the error is about the layout instead. If `recomputes` is
+        true, the gradients in the attributes `from_sums` and `shared` raise no error, because the
+        caller computes each shard's part of them from these attributes.
         """
         bad = {**self.mixed, **self.shared}
-        if remakes:
-            fine = {*self.made_of_sums, *self.shared}
+        if recomputes:
+            fine = {*self.from_sums, *self.shared}
             bad = {i: mixing for i, mixing in bad.items() if i not in fine}
         if bad:
-            _refuse(self._grads, bad, names, self._layout)
+            _raise_not_recoverable(self._grads, bad, names, self._layout)
 
 
-def _is_ours(flow: Flow, grad: mtf.Tensor) -> bool:
-    """Returns whether an operation of this package is among those that compute a gradient.
+def _is_computed_by_package(flow: Flow, grad: mtf.Tensor) -> bool:
+    """Returns whether an operation of this package is among those that compute `grad`.
 
-    The dimensions of a gradient that this package computes do not tell what the gradient depends
-    on.
+    If it is, the dimensions of the operations' tensors do not tell what the gradient depends on.
     """
     return any(isinstance(op, (GradientOperation, ValuesAfter)) for op in flow.before(grad))
 
 
-def _checked(
+def _gradients_to_examine(
     grads: MaybeGradients, axes: ReplicaAxes, within: ReplicaAxes | None = None
 ) -> list[mtf.Tensor]:
-    """Returns the gradients that are not None; [] if there is only one shard.
+    """Returns the gradients that are not None; [] if there is only one shard, as nothing can mix.
 
     Raises ValueError if the batch is split over a mesh axis that is not in `within` (in `axes`, if
     `within` is None).
@@ -290,12 +296,12 @@ def _checked(
 def mixed_gradients(grads: MaybeGradients, axes: ReplicaAxes) -> dict[int, Mixing]:
     """Returns the gradients that are not sums of one term per shard, with the operation at fault.
 
-    Keys are positions in `grads`, which are gradients without shard dims. `axes` are the replica
-    axes. All gradients that are not in the result are sums of terms that the shards hold, so that
-    these terms can be added up later. A shard's term need not come from the shard's own examples:
-    an expert's gradient is of all shards' examples.
+    The keys of the result are positions in `grads`, which are gradients without shard dims. `axes`
+    are the replica axes. All gradients that are not in the result are sums of terms that the shards
+    hold, so that these terms can be added up later. A shard's term need not come from the shard's
+    own examples: the shard that holds an expert has the expert's gradient for all shards' examples.
     """
-    present = _checked(grads, axes)
+    present = _gradients_to_examine(grads, axes)
     if not present:
         return {}
     flow = _flow(present, axes)
@@ -303,7 +309,7 @@ def mixed_gradients(grads: MaybeGradients, axes: ReplicaAxes) -> dict[int, Mixin
     return {i: mixing for i, mixing in found.items() if mixing is not None}
 
 
-def summed_elsewhere(grads: MaybeGradients, axes: ReplicaAxes) -> list[int]:
+def summed_over_other_axes(grads: MaybeGradients, axes: ReplicaAxes) -> list[int]:
     """Returns the positions of gradients for which `per_shard` may need an extra all-reduce.
 
     The gradients at these positions may be pending over mesh axes other than the replica axes, and
@@ -339,14 +345,19 @@ def check_recoverable(
     grads: MaybeGradients,
     axes: ReplicaAxes,
     names: Sequence[str] | None = None,
-    remakes: bool = False,
+    recomputes: bool = False,
     within: ReplicaAxes | None = None,
 ) -> None:
-    """Raises ValueError unless each shard's own gradient is recoverable from all gradients.
+    """Raises ValueError unless each shard's own gradients are recoverable from `grads`.
 
-    Arguments are those of `Apart` and of its method `check`.
+    Args:
+      grads: gradients without shard dims; None passes.
+      axes: the replica axes whose shards' gradients are to be recovered.
+      names: a name for each of `grads`, for the error; None takes the names of their variables.
+      recomputes: as for `Recoverability.check`.
+      within: as for `Recoverability`.
     """
-    Apart(grads, axes, within).check(names, remakes)
+    Recoverability(grads, axes, within).check(names, recomputes)
 
 
 def check_addable(grads: MaybeGradients, axes: ReplicaAxes, names: Sequence[str]) -> None:
@@ -357,10 +368,10 @@ def check_addable(grads: MaybeGradients, axes: ReplicaAxes, names: Sequence[str]
     """
     mixed = mixed_gradients(grads, axes)
     if mixed:
-        _refuse(grads, mixed, names, axes)
+        _raise_not_recoverable(grads, mixed, names, axes)
 
 
-def _refuse(
+def _raise_not_recoverable(
     grads: MaybeGradients,
     mixed: dict[int, Mixing],
     names: Sequence[str] | None,
@@ -368,9 +379,10 @@ def _refuse(
 ) -> NoReturn:
     """Raises the ValueError that lists gradients and the operations that mixed their shards.
 
-    `mixed` has the operations and causes, by positions in `grads`, and `names` the names of all
-    gradients for the error (None for the names of their variables). If the layout of `axes` splits
-    a tensor so that Mesh-TF cannot lower it, the error is about this tensor.
+    The keys of `mixed` are the positions of these gradients in `grads`, and the values are the
+    operations and causes. `names` has a name for each of `grads`; None takes the names of their
+    variables. If the layout of `axes` splits a tensor so that Mesh-TF cannot lower it, the error is
+    about this tensor instead.
     """
     mesh = next(g.mesh for g in grads if g is not None)
     for operation in flat(mesh.graph.operations):
@@ -404,29 +416,28 @@ _COLLECTIVES = ("allreduce", "allconcat", "alltoall", "receive", "shift_by_n_pro
 
 
 class MissingSumWarnings:
-    """Warnings of operations that leave out a sum over the shards that gradients need."""
+    """Warnings of operations that make a sum over the shards necessary which nothing makes."""
 
     def __init__(self, found: Mapping[mtf.Operation, tuple[Cause, mtf.Tensor]]):
-        """Sets the operations to watch: `found` is what `Flow.dropped_sums` returned.
+        """Sets the operations to watch: the keys of `found`, as `Flow.dropped_sums` returns it.
 
-        For each operation, `found` has the cause, and one of the gradients that the operation
-        computes.
+        The value of each operation is a pair: the cause, and a gradient that needs the sum.
         """
         self._found = found
 
     @contextlib.contextmanager
     def watching(self, operation: mtf.Operation, lowering: mtf.Lowering) -> Iterator[None]:
-        """Returns a context in which the caller lowers `operation`; warns if it left a sum out.
+        """Returns a context for lowering `operation`; warns at its end if a sum is missing.
 
-        Only operations that were given to the constructor are looked at. There is no warning of an
-        operation that gathers values of all shards if the operation communicated while it was
-        lowered, or left its output pending.
+        There is no warning of operations that were not given to the constructor. An operation whose
+        cause is that it gathers values of all shards may also make the sum itself: there is no
+        warning if it communicated while it was lowered, or if it left its output pending.
         """
         if operation not in self._found:
             yield
             return
         cause, target = self._found[operation]
-        with _noting_collectives(lowering.mesh_impl(operation)) as sent:
+        with _record_collectives(lowering.mesh_impl(operation)) as sent:
             yield
         is_left = any(
             isinstance(lowering.tensors.get(t), mtf.LazyAllreduceSum) for t in operation.outputs
@@ -445,11 +456,11 @@ class MissingSumWarnings:
 
 
 @contextlib.contextmanager
-def _noting_collectives(mesh_impl: Any) -> Iterator[list[str]]:
-    """Returns a context that notes the collectives of a mesh that are made inside of it.
+def _record_collectives(mesh_impl: Any) -> Iterator[list[str]]:
+    """Returns a context that records which collective methods of a mesh are called inside of it.
 
-    The context gives a list. Whenever a collective method of the mesh is called, the method's name
-    (such as "allreduce") is added to the list.
+    The value of the context is a list, to which each call adds the method's name, such as
+    "allreduce".
     """
     sent: list[str] = []
 

@@ -60,7 +60,7 @@ class ReduceGradients(GradientOperation):
         self._mesh_axes = [m for d, m in zip(axes.shard_dims, axes.mesh_axes) if d in shard_dims]
         self._sum_dims = dims_to_sum(grads, variables)
         pending = [g for g, dims in zip(grads, self._sum_dims) if not dims]
-        PendingSums.want(pending, False, [d.name for d in axes.shard_dims], strategy)
+        PendingSums.declare_use(pending, False, [d.name for d in axes.shard_dims], strategy)
         held = _present(state)
         self._num_grads = len(grads)
         super().__init__(
@@ -80,22 +80,24 @@ class ReduceGradients(GradientOperation):
         grads = self.inputs[: self._num_grads]
         replica_axes = [self._mesh_axes] * len(grads)
         values = terms_of_processors(lowering, grads, self._sum_dims, replica_axes, self._strategy)
-        held = iter([self._held(lowering, x) for x in self.inputs[self._num_grads :]])
+        held = iter(
+            [self._value_without_shard_dims(lowering, x) for x in self.inputs[self._num_grads :]]
+        )
         before = tf.nest.map_structure(lambda v: None if v is None else next(held), self._state)
         sums, after = self._strategy.reduce_gradients(mesh_impl, values, groups, before)
         name = type(self._strategy).__name__
-        _check([*sums], values, f"{name}.reduce_gradients returned sums")
+        _check_slices([*sums], values, f"{name}.reduce_gradients returned sums")
         tf.nest.assert_same_structure(before, after)
         new = _present(after)
-        _check(new, _present(before), f"{name}.reduce_gradients returned a state")
+        _check_slices(new, _present(before), f"{name}.reduce_gradients returned a state")
         shapes = [mesh_impl.slice_shape(variable.shape) for variable, _ in self.new_state]
         laid_out = [reshaped(mesh_impl, *x) for x in zip(new, shapes)]
         self.set_outputs(lowering, [*sums, *laid_out])
 
-    def _held(self, lowering: mtf.Lowering, tensor: mtf.Tensor) -> Any:
-        """Returns the `LaidOutTensor` of a variable's value, with slices reshaped to no shard dims.
+    def _value_without_shard_dims(self, lowering: mtf.Lowering, tensor: mtf.Tensor) -> Any:
+        """Returns a variable's value as a `LaidOutTensor` whose slices lack the shard dims.
 
-        `tensor` is the value of the variable.
+        `tensor` is the value of the variable. Its slices have the size 1 along shard dims.
         """
         mesh_impl = lowering.mesh_impl(self)
         names = {d.name for d in self._axes.shard_dims}
@@ -109,7 +111,7 @@ def _present(state: State) -> list[Any]:
     return [x for x in tf.nest.flatten(state) if x is not None]
 
 
-def _check(found: Sequence[Any], wanted: Sequence[Any], what: str) -> None:
+def _check_slices(found: Sequence[Any], wanted: Sequence[Any], what: str) -> None:
     """Raises ValueError unless `found` has the dtypes and slice shapes of `wanted`, in order.
 
     `found` and `wanted` are lists of `LaidOutTensor`. The error begins with `what`, the words for
@@ -179,7 +181,7 @@ class ScatterGradients(GradientOperation):
                 for g, dims, old, new in zip(grads, self._sum_dims, self._wholes, shapes)
                 if not dims and (old == new) is reduced
             ]
-            PendingSums.want(wanted, reduced, axes.batch_dims, strategy)
+            PendingSums.declare_use(wanted, reduced, axes.batch_dims, strategy)
         super().__init__(grads, shapes, name="scatter_gradients")
 
     def lower(self, lowering: mtf.Lowering) -> None:
@@ -215,15 +217,16 @@ def scatter_gradients(
       For each gradient the tensor that was reduced, before casts and scalings; and for each
       gradient its part, a tensor of the shape in `shapes`.
     """
-    sources, operations = zip(*map(_undone, grads))
+    sources, operations = zip(*map(_before_casts_and_scalings, grads))
     parts = ScatterGradients(sources, variables, shapes, axes, strategy).outputs
-    return sources, [functools.reduce(_done, some, x) for x, some in zip(parts, operations)]
+    return sources, [functools.reduce(_repeat, some, x) for x, some in zip(parts, operations)]
 
 
-def _undone(grad: mtf.Tensor) -> tuple[mtf.Tensor, list[mtf.Operation]]:
-    """Returns the tensor before a gradient's last casts and scalings, and these in order.
+def _before_casts_and_scalings(grad: mtf.Tensor) -> tuple[mtf.Tensor, list[mtf.Operation]]:
+    """Returns the tensor before a gradient's last casts and scalings, and these operations.
 
-    The caller reduces the tensor before the casts and scalings, and repeats these on each part.
+    The operations are in the order in which they were applied. The caller reduces the tensor
+    before the casts and scalings, and repeats these on each part.
     Results then have the same bits as if gradients were not cut into parts, and sums are sent in
     the same dtype as by Mesh-TF itself.
     """
@@ -244,8 +247,8 @@ def _is_cast_or_scale(operation: mtf.Operation) -> bool:
     )
 
 
-def _done(x: mtf.Tensor, operation: mtf.Operation) -> mtf.Tensor:
-    """Applies `operation`, a cast or a scaling of another tensor, to `x`."""
+def _repeat(x: mtf.Tensor, operation: mtf.Operation) -> mtf.Tensor:
+    """Returns `x` after the same cast or scaling that `operation` applied to another tensor."""
     if isinstance(operation, mtf.ScalarMultiplyOperation):
         return x * scalar_of(operation)
     fn, dtype = slice_function(operation), operation.outputs[0].dtype

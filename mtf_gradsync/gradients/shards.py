@@ -7,7 +7,7 @@ from typing import Any, Sequence
 
 import numpy as np
 
-from mtf_gradsync._common import by_key, check_flag, warn_once
+from mtf_gradsync._common import check_flag, map_by_key, warn_once
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.gradients.arguments import check_gradients, check_one_mesh
 from mtf_gradsync.gradients.layout import check_batch_dims
@@ -15,7 +15,7 @@ from mtf_gradsync.gradients.operations import (
     GradientOperation,
     MaybeGradients,
     gradient_name,
-    on_present,
+    map_present,
     partial_sum,
     reduce_partial_sums,
     reduced_values,
@@ -51,7 +51,7 @@ class PerShard(GradientOperation):
         self._axes = axes
         self._strategy = strategy
         self._accept_summed = accept_summed
-        PendingSums.want(grads, False, [d.name for d in axes.shard_dims], strategy)
+        PendingSums.declare_use(grads, False, [d.name for d in axes.shard_dims], strategy)
         shapes = [mtf.Shape([*axes.free_shard_dims(g.shape), *g.shape.dims]) for g in grads]
         super().__init__(grads, shapes, name="per_shard")
 
@@ -66,19 +66,19 @@ class PerShard(GradientOperation):
         terms = terms_of_processors(lowering, self.inputs, no_dims, replica_axes, self._strategy)
         if not self._accept_summed:
             for grad, axes in zip(self.inputs, replica_axes):
-                self._check_foreseen(lowering, grad, axes)
+                self._check_not_summed(lowering, grad, axes)
         shapes = [mesh_impl.slice_shape(output.shape) for output in self.outputs]
         self.set_outputs(lowering, [reshaped(mesh_impl, *x) for x in zip(terms, shapes)])
 
-    def _check_foreseen(
+    def _check_not_summed(
         self, lowering: mtf.Lowering, grad: mtf.Tensor, replica_axes: set[int]
     ) -> None:
-        """Raises ValueError if a gradient's operations have summed over shards unexpectedly.
+        """Raises ValueError if an operation that computes a gradient has summed over shards.
 
-        The graph was expected to keep the shards' terms apart. `replica_axes` are the replica axes
-        that the gradient was expected to be pending over.
+        When the graph was built, the gradient was expected to be pending over the mesh axes
+        `replica_axes`, so that each shard's term could be read.
         """
-        operation = PendingSums.of_lowering(lowering).mixed(grad, replica_axes)
+        operation = PendingSums.of_lowering(lowering).unexpected_sum(grad, replica_axes)
         if operation is not None:
             raise ValueError(
                 f"Per-shard gradients are not recoverable from {gradient_name(grad)}: "
@@ -113,7 +113,7 @@ class SumGradients(GradientOperation):
         self._sum_dims = [list(dims) for dims in sum_dims]
         self._strategy = strategy
         plain = [g for g, dims in zip(grads, self._sum_dims) if not dims]
-        PendingSums.want(plain, True, batch_dims, strategy)
+        PendingSums.declare_use(plain, True, batch_dims, strategy)
         shapes = [
             mtf.Shape([d for d in g.shape.dims if d not in dims])
             for g, dims in zip(grads, self._sum_dims)
@@ -195,7 +195,7 @@ def split_into_shards(
             check_batch_dims(present, axes)
         return PerShard(present, axes, strategy, accept_summed).outputs
 
-    return [new if new is not None else old for new, old in zip(on_present(pending, make), grads)]
+    return [new if new is not None else old for new, old in zip(map_present(pending, make), grads)]
 
 
 def sum_shards(
@@ -241,7 +241,7 @@ def sum_shards(
             ProgramWrites.wait_for([x for x in sums if x.mesh is mesh])
         return sums
 
-    return on_present(grads, make)
+    return map_present(grads, make)
 
 
 def sum_gradients(
@@ -260,7 +260,7 @@ def sum_gradients(
         dims = [sum_dims[i] for i in some]
         return SumGradients([grads[i] for i in some], dims, strategy, batch_dims).outputs
 
-    return by_key([g.mesh for g in grads], of_mesh)
+    return map_by_key([g.mesh for g in grads], of_mesh)
 
 
 GroupAssignment = Sequence[Sequence[int]]
@@ -340,7 +340,7 @@ class SumCopies(GradientOperation):
         self._groups = groups
         self._strategy = strategy
         batch_dims = [d.name for dims in self._shard_dims for d in dims]
-        PendingSums.want(grads, True, batch_dims, strategy)
+        PendingSums.declare_use(grads, True, batch_dims, strategy)
         super().__init__(grads, [g.shape for g in grads], name="sum_copies")
 
     def lower(self, lowering: mtf.Lowering) -> None:
@@ -348,7 +348,9 @@ class SumCopies(GradientOperation):
         values = reduced_values(lowering, self.inputs)
 
         keys = [tuple(dims) for dims in self._shard_dims]
-        self.set_outputs(lowering, by_key(keys, functools.partial(self._sum, mesh_impl, values)))
+        self.set_outputs(
+            lowering, map_by_key(keys, functools.partial(self._sum, mesh_impl, values))
+        )
 
     def _sum(
         self, mesh_impl: Any, all_values: Any, dims: tuple[mtf.Dimension, ...], some: list[int]
@@ -380,7 +382,7 @@ def _processor_groups(
     dims: Sequence[mtf.Dimension],
     groups: GroupAssignment,
 ) -> ProcessorGroups:
-    """Returns the groups of processors that reduce with each other, so that `groups` are summed.
+    """Returns the groups of processors that have to reduce to make the sums of shards' groups.
 
     The function is for meshes on which each processor belongs to one shard. `dims` are the shard
     dims, and `mesh_axes` has for each of them the mesh axis that splits it. `groups` are lists of

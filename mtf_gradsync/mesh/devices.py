@@ -188,7 +188,7 @@ class SharedVariable:
         """
         self._variable, self._mesh_impl, self.name = variable, mesh_impl, variable.name
         self.writers: list[int] = [0] * mesh_impl.size
-        with writing():
+        with writing_shared_slices():
             self._make(variable, mesh_impl)
 
     def _make(self, variable: mtf.Variable, mesh_impl: Any) -> None:
@@ -229,7 +229,7 @@ class SharedVariable:
         """
         writers = list(dict.fromkeys(self.writers))
         slices = self.laid_out_tensor.all_slices
-        with writing():
+        with writing_shared_slices():
             return tf.group(
                 mtf.parallel(
                     [self._mesh_impl.devices[writer] for writer in writers],
@@ -251,17 +251,19 @@ def writers_of(laid_out_variable: Any) -> list[int]:
     return shared or list(range(len(laid_out_variable.laid_out_tensor.all_slices)))
 
 
-# For each graph the numbers of the operations that were made inside `writing`, and `only_calls`.
+# For each graph the numbers of the operations that were made inside of a context
+# `writing_shared_slices`, and `only_calls`.
 _WRITING: weakref.WeakKeyDictionary[tf.Graph, list[tuple[range, bool]]]
 _WRITING = weakref.WeakKeyDictionary()
 
 
 @contextlib.contextmanager
-def writing(only_calls: bool = False) -> Iterator[None]:
-    """Returns a context; `check_writers` lets operations made inside write shared slices.
+def writing_shared_slices(only_calls: bool = False) -> Iterator[None]:
+    """Returns a context in which made tf operations may write slices that processors share.
 
-    The caller makes sure that each slice is written once. If `only_calls` is true, only operations
-    that call tf functions may write: the operations inside of these functions have been checked.
+    `check_writers` raises no error about operations made in the context, so that the caller has to
+    make sure that each slice is written once. If `only_calls` is true, this holds only for
+    operations that call tf functions, because operations inside of functions are checked there.
     """
     graph = tf.get_default_graph()
     first = graph.version
@@ -270,7 +272,9 @@ def writing(only_calls: bool = False) -> Iterator[None]:
 
 
 def check_writers(laid_out_variables: Iterable[Any], first: int = 0) -> None:
-    """Raises a ValueError if a slice that processors share is written outside of `writing`.
+    """Raises a ValueError if an operation writes a slice that processors share, and may not.
+
+    Operations may write such slices if they were made in the context `writing_shared_slices`.
 
     Args:
       laid_out_variables: the variables of a lowering, as the lowering has them

@@ -83,7 +83,7 @@ def rule_of(
             num_updates, zero_debias = of_updates, debias
         elif of_updates is not None or debias:
             raise ValueError(f"Give num_updates and zero_debias once: {argument} has them already.")
-    is_right = _DECAYS.hold(decay) if is_number(decay) else is_scalar(decay)
+    is_right = _DECAYS.contain(decay) if is_number(decay) else is_scalar(decay)
     if not is_right:
         raise ValueError(
             f"{argument} must be a decay {_DECAYS}, a number or a scalar tensor or variable, or a "

@@ -11,7 +11,7 @@ from mtf_gradsync import compat_v1
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.compat_v1 import NOT_GIVEN, OptimizerLike, given_optimizer, is_v1
 from mtf_gradsync.gradients.arguments import OwnArguments
-from mtf_gradsync.gradients.operations import each_mesh, on_present
+from mtf_gradsync.gradients.operations import each_mesh, map_present
 from mtf_gradsync.gradients.shards import SumCopies, check_group_assignment, check_groups_cover
 from mtf_gradsync.mesh.axes import LayoutLike, MeshShapeLike, ReplicaAxes
 from mtf_gradsync.optimizers.pipeline.builder import StepBuilder
@@ -64,7 +64,7 @@ class _ReduceOverShards(Stage):
             dims = [wrapper._shard_dims(g.shape, place) for g in present]
             return SumCopies(present, dims, wrapper._groups, wrapper.reducer).outputs
 
-        sums = on_present(copies, lambda present: each_mesh(present, sum_copies))
+        sums = map_present(copies, lambda present: each_mesh(present, sum_copies))
         return gradients.with_grads([g if s is None else s for s, (g, _) in zip(sums, pairs)])
 
     def describe(self, about: About) -> list[Line]:

@@ -387,7 +387,7 @@ class _Pairs(DeferredUpdate):
             self.build()
 
     def _here(self) -> tuple[Any, ...]:
-        return tf.get_default_graph(), *self.plan.surroundings
+        return tf.get_default_graph(), *self.plan.build_conditions
 
     def make(self) -> list[mtf.Operation]:
         args, kwargs = self._own

@@ -9,11 +9,11 @@ from typing import Any, Callable, Collection, Iterable, Sequence
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._private.mesh_tensorflow import (
     Reshaped,
-    give_outputs,
-    give_value,
     init_replacement,
     keep_unstacked,
     master_of,
+    reshape_variable,
+    set_operation_outputs,
 )
 from mtf_gradsync._private.tensorflow import root_scope
 from mtf_gradsync.gradients.losses import losses_behind
@@ -193,7 +193,7 @@ class OuterVariable(mtf.Variable):
         init_replacement(self, variable, None)
         self._trainable = False
         keep_unstacked(self, unstacked(variable.dtype))
-        give_outputs(self, [mtf.Tensor(self, variable.shape, variable.activation_dtype)])
+        set_operation_outputs(self, [mtf.Tensor(self, variable.shape, variable.activation_dtype)])
         self.graph.operations.insert(0, self)
         self.graph.all_variables.append(self)
 
@@ -261,7 +261,7 @@ def hold_by_islands(
                     trainable=False,
                 ).operation
             if is_cut:
-                give_value(made, shape)
+                reshape_variable(made, shape)
             return made
 
         def initial(to: Any, dtype: Any = None, **_: Any) -> tf.Tensor:
@@ -341,7 +341,7 @@ class IslandVariables(PlanExtension):
         operations = variable.graph.operations
         operations.remove(by)
         operations.insert(0, by)
-        if StepPlan.of(variable.graph).is_in_place(variable):
+        if StepPlan.of(variable.graph).is_written_in_place(variable):
             StepPlan.of(variable.graph).write_in_place(by)
 
     def holder(self, variable: mtf.Variable) -> mtf.Variable | None:
@@ -366,7 +366,7 @@ class _IslandsLowering(ExtensionLowering):
         slices = HeldSlices(variable, lowering.variables[holder], mesh_impl, shape)
         lowering.variables[variable] = slices
         value: Any = slices.laid_out_tensor
-        if not StepPlan.of(lowering.graph).is_in_place(variable):
+        if not StepPlan.of(lowering.graph).is_written_in_place(variable):
             held = lowering.tensors[holder.value].to_laid_out_tensor()
             value = mesh_impl.slicewise(lambda x: tf.reshape(x, shape), held)
         lowering.set_tensor_lowering(variable.value, value)

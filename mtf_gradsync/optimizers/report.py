@@ -16,7 +16,7 @@ from mtf_gradsync.compat_v1 import AppliesGradients
 from mtf_gradsync.gradients.clipping import clipping_of
 from mtf_gradsync.gradients.measures import global_norm, joined_norm, shard_norms
 from mtf_gradsync.gradients.operations import gradient_name, on_mesh
-from mtf_gradsync.gradients.recoverable import Apart, summed_elsewhere
+from mtf_gradsync.gradients.recoverable import Recoverability, summed_over_other_axes
 from mtf_gradsync.gradients.shards import per_shard, shard_dims_in, split_into_shards
 from mtf_gradsync.mesh.axes import ReplicaAxes, check_axes
 from mtf_gradsync.optimizers.pipeline.builder import StepBuilder
@@ -63,15 +63,15 @@ def norms_of_shards(
         before, after = mtf.unstack(both, both.shape.dims[0])
         return before, after
     own = [None if shard_dims_in(g.shape, axes) else g for g in grads]
-    apart = Apart(own, axes)
-    mixed, why = [i for i in apart.mixed if i not in apart.made_of_sums], "know of all shards"
+    apart = Recoverability(own, axes)
+    mixed, why = [i for i in apart.mixed if i not in apart.from_sums], "know of all shards"
     sums = _sums_of(apart)
     if not mixed and axes.num_shards * _size(sums) > _size(grads):
-        mixed = list(apart.made_of_sums)
+        mixed = list(apart.from_sums)
         why = "are made of sums of which all shards' terms are larger than the gradients"
     if not mixed:
         why = "take sums over other mesh axes first"
-    unfit = sorted(mixed) or summed_elsewhere([*own, *sums], axes)
+    unfit = sorted(mixed) or summed_over_other_axes([*own, *sums], axes)
     if unfit:
         text = "Norms of shards are not reported: %d gradients %s, such as %s."
         what = (len(unfit), why, gradient_name([*grads, *sums][unfit[0]]))
@@ -84,8 +84,8 @@ def norms_of_shards(
     return _norms_of_terms(grads, apart, axes, strategy), None
 
 
-def _sums_of(apart: Apart) -> list[mtf.Tensor]:
-    return list(dict.fromkeys(x for one in apart.made_of_sums.values() for x in one.sums))
+def _sums_of(apart: Recoverability) -> list[mtf.Tensor]:
+    return list(dict.fromkeys(x for one in apart.from_sums.values() for x in one.sums))
 
 
 def _size(tensors: Sequence[mtf.Tensor]) -> int:
@@ -93,7 +93,7 @@ def _size(tensors: Sequence[mtf.Tensor]) -> int:
 
 
 def _norms_of_terms(
-    grads: Sequence[mtf.Tensor], apart: Apart, axes: ReplicaAxes, strategy: Strategy
+    grads: Sequence[mtf.Tensor], apart: Recoverability, axes: ReplicaAxes, strategy: Strategy
 ) -> mtf.Tensor:
     """Returns the norm of each shard's terms of gradients, over all gradients: `[shards...]`.
 
@@ -104,7 +104,7 @@ def _norms_of_terms(
     no shard's data (`shared`), each shard has an equal share of it. The result is an mtf tensor,
     the same on every processor.
     """
-    made, shared = apart.made_of_sums, [grads[i] for i in apart.shared]
+    made, shared = apart.from_sums, [grads[i] for i in apart.shared]
     own = [g for i, g in enumerate(grads) if i not in made and i not in apart.shared]
     norms = []
     if own:
@@ -117,7 +117,9 @@ def _norms_of_terms(
         of_shards = []
         for number in range(axes.num_shards):
             remade = [
-                one.remade([terms[s][number] for s in one.sums], [x * share for x in one.shared])
+                one.compute_from(
+                    [terms[s][number] for s in one.sums], [x * share for x in one.shared]
+                )
                 for one in made.values()
             ]
             of_shards.append(global_norm([*remade, *(x * share for x in shared)], strategy))

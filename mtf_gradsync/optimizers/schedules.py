@@ -12,7 +12,7 @@ import numpy as np
 from mtf_gradsync._common import check_number, check_whole_number, is_number, walk
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.compat_v1 import MeshOptimizer
-from mtf_gradsync.gradients.arguments import Bounds, scalar_of_step, within
+from mtf_gradsync.gradients.arguments import Bounds, saturated_cast, scalar_of_step
 from mtf_gradsync.optimizers.slots import optimizers_of
 from mtf_gradsync.step import StepPlan
 
@@ -334,7 +334,7 @@ def _of_tf(passes: Callable[[Any], Any], step: tf.Tensor) -> tf.Tensor:
             f"and as a tf scalar: {error}. Make it a function of one of these."
         ) from error
     _check_whole(passes, result)
-    return tf.reshape(within(result, tf.int32), [])
+    return tf.reshape(saturated_cast(result, tf.int32), [])
 
 
 def _check_whole(passes: Callable[[Any], Any], result: mtf.Tensor | tf.Tensor) -> None:

@@ -11,13 +11,13 @@ from typing import Any, Callable, Collection, Mapping, NamedTuple, Sequence
 from mtf_gradsync._common import some_lines
 from mtf_gradsync._private.libraries import mtf
 from mtf_gradsync._private.mesh_tensorflow import (
-    give_assign_fn,
-    give_value,
     init_replacement,
     mesh_impls_made,
     mesh_key,
+    move_outputs,
     reassign,
-    take_over,
+    reshape_variable,
+    set_assign_fn,
 )
 from mtf_gradsync.gradients.flow import Flow, is_product_or_sum
 from mtf_gradsync.gradients.layout import Layout
@@ -320,7 +320,7 @@ def assign_gathered(
         new = [gathered.get((update, i), value) for i, value in enumerate(update.inputs)]
         reassign(update, list(map(_full, update.variables)), new)
     # Assignments have to follow the gather of their values.
-    StepPlan.of(assignments[0].graph).arrange(assignments)
+    StepPlan.of(assignments[0].graph).move_to_end(assignments)
 
 
 def _assign_new_values(update: mtf.Assign, parts: Mapping[mtf.Variable, PartOfVariable]) -> None:
@@ -365,7 +365,7 @@ class NewValues(GradientOperation):
         if is_simd(mesh_impl) and self._is_only_writer():
             change, assign_fn = _CHANGES[assign_fn], mtf.assign_slice
             results = [mesh_impl.slicewise(change, *pair) for pair in zip(old, results)]
-        give_assign_fn(self._update, assign_fn)
+        set_assign_fn(self._update, assign_fn)
         self.set_outputs(lowering, results)
 
     def _is_only_writer(self) -> bool:
@@ -428,12 +428,12 @@ def partition_slots(
                 values[number] = TakePart(full, split[variable].part).outputs[0]
         reassign(update, update.variables, values)
     old_values = [slot.value for slot in split]
-    parts = [give_value(slot, shapes.part) for slot, shapes in split.items()]
+    parts = [reshape_variable(slot, shapes.part) for slot, shapes in split.items()]
     gather = GatherParts(parts, [shapes.full for shapes in split.values()])
     reshapes = []
     for full, old in zip(gather.outputs, old_values):
         reshapes.append(mtf.reshape(full, old.shape).operation)
-        take_over(reshapes[-1], [old])
+        move_outputs(reshapes[-1], [old])
     return [gather, *reshapes]
 
 
@@ -462,6 +462,6 @@ def group_sums(operations: Sequence[mtf.Operation], axes: ReplicaAxes, strategy:
     # Mesh-TF runs assignments last in any case; they keep their order.
     last = max(level_of.values()) + 1
     order = sorted(operations, key=lambda op: last if isinstance(op, mtf.Assign) else level_of[op])
-    StepPlan.of(operations[0].graph).arrange(order)
+    StepPlan.of(operations[0].graph).move_to_end(order)
     if pending:
-        PendingSums.want(pending, True, axes.batch_dims, strategy, are_sums=True)
+        PendingSums.declare_use(pending, True, axes.batch_dims, strategy, are_sums=True)

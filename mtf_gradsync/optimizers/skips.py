@@ -421,10 +421,10 @@ class _Check(Watched):
     def lower(self, lowering: mtf.Lowering) -> None:
         self.note_lowering(lowering)
         limit = self._skips.limit
-        if self.takes_a_hook or limit is None:
+        if self.needs_hook or limit is None:
             lowering.operations[self] = tf.no_op()
             return
-        steps = self._steps_without(self.values_now(lowering))
+        steps = self._steps_without(self.counts_after_step(lowering))
         records = self.slices_of_records(lowering)
 
         def fail() -> tf.Operation:

@@ -166,7 +166,7 @@ def check_bare_update(
     another optimizer without a wrapper is the keeper, there is only a warning.
     """
     plan = StepPlan.of(variables[0].graph) if updates else None
-    if plan is not None and not plan.is_held:  # or the wrapper checks itself
+    if plan is not None and not plan.needs_no_gate:  # or the wrapper checks itself
         written = written_by(updates)
         plan.extension(SlotOwners).check(optimizer, written, variables, is_bare=True)
         note_slots(written, variables)

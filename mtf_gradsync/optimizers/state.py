@@ -20,7 +20,7 @@ import numpy as np
 
 from mtf_gradsync._common import check_flag, is_number, some_of
 from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync._private.mesh_tensorflow import give_copy_to_slices, master_of
+from mtf_gradsync._private.mesh_tensorflow import master_of, set_copy_to_slices
 from mtf_gradsync._private.tensorflow import root_scope
 from mtf_gradsync.gradients.operations import on_mesh
 from mtf_gradsync.step import ExtensionLowering, PlanExtension, StepPlan
@@ -474,7 +474,7 @@ class DerivedVariable(mtf.Variable):
         with mtf.utils.outside_all_rewrites():
             value = self._beginning().value
             whole = mesh_impl.LaidOutTensor([value]).all_slices
-            give_copy_to_slices(laid_out, laid_out.assign_to_slices(mtf.assign_slice, whole))
+            set_copy_to_slices(laid_out, laid_out.assign_to_slices(mtf.assign_slice, whole))
 
     def _beginning(self) -> Beginning:
         with tf.device(self.master_device), tf.name_scope("begins"):

@@ -15,7 +15,7 @@ from mtf_gradsync.compat_v1.rules import refuse_with_v1
 from mtf_gradsync.gradients import arguments
 from mtf_gradsync.gradients.arguments import OwnArguments
 from mtf_gradsync.gradients.measures import NotFinite
-from mtf_gradsync.gradients.recoverable import MadeOfSums, check_recoverable
+from mtf_gradsync.gradients.recoverable import GradientFromSums, check_recoverable
 from mtf_gradsync.gradients.shards import SumGradients, split_into_shards
 from mtf_gradsync.mesh.axes import LayoutLike, MeshShapeLike, ReplicaAxes
 from mtf_gradsync.optimizers import replicas
@@ -332,7 +332,7 @@ class _AggregateReplicas(Stage):
         if self._needs_shards:
             own = [None if g is None or wrapper._shard_dims(g.shape) else g for g in grads]
             names = [f"variable {v.name!r}" for v in variables]
-            check_recoverable(own, self.axes, names, remakes=True)
+            check_recoverable(own, self.axes, names, recomputes=True)
         mesh = variables[0].mesh
         replicas.check_tensor_mesh("contributes", wrapper._contributes, mesh)
         replicas.check_tensor_mesh("local_steps", wrapper._local_steps, mesh)
@@ -496,7 +496,7 @@ def _of_contributions(
     """
     axes, reducer = wrapper.axes, wrapper.reducer
 
-    def made_again(one: MadeOfSums, some: Sequence[mtf.Tensor]) -> mtf.Tensor:
+    def made_again(one: GradientFromSums, some: Sequence[mtf.Tensor]) -> mtf.Tensor:
         kept = [
             mtf.cast(times(unit, x), x.dtype) if isinstance(unit, mtf.Tensor) else x * unit
             for x in ZerosWhere(some, skipped).outputs
@@ -504,7 +504,7 @@ def _of_contributions(
         dims = [[d for d in x.shape.dims if d in axes.shard_dims] for x in kept]
         sums = SumGradients(kept, dims, reducer, axes.batch_dims).outputs
         # The operations that compute the gradient take each input in the same dtype as before.
-        return one.remade(sums, [mtf.cast(times(counts, x), x.dtype) for x in one.shared])
+        return one.compute_from(sums, [mtf.cast(times(counts, x), x.dtype) for x in one.shared])
 
     again = {i: made_again(one, parts[i]) for i, one in gradients.made_of_sums.items()}
     counted = gradients.change_reduced(lambda g: times(counts, g))

@@ -18,7 +18,7 @@ from mtf_gradsync.compat_v1 import NOT_GIVEN, given_optimizer, is_v1
 from mtf_gradsync.gradients import arguments
 from mtf_gradsync.gradients.arguments import OwnArguments
 from mtf_gradsync.gradients.layout import find_axes
-from mtf_gradsync.gradients.losses import take_without_scale
+from mtf_gradsync.gradients.losses import record_unscaled_use
 from mtf_gradsync.mesh.axes import ReplicaAxes, as_dim_names, axes_of_pipeline, resolve_axes
 from mtf_gradsync.optimizers.interface import TrainOptimizerInterface
 from mtf_gradsync.optimizers.pipeline.builder import StepBuilder
@@ -456,7 +456,7 @@ class Wrapper(TrainOptimizerInterface, mtf.optimize.Optimizer):
         grads = list(grads)
         for wrapper in self._wrappers():
             grads = wrapper.without_scale(grads, variables)
-        take_without_scale(grads, [v.name for v in variables])
+        record_unscaled_use(grads, [v.name for v in variables])
         return grads
 
     # The stack.

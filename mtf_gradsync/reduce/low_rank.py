@@ -8,7 +8,7 @@ from typing import Any, Callable, NamedTuple, Sequence
 
 import numpy as np
 
-from mtf_gradsync._common import by_key, check_flag, check_whole_number, is_number
+from mtf_gradsync._common import check_flag, check_whole_number, is_number, map_by_key
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._private.patches import late_configurable
 from mtf_gradsync._private.tensorflow import control_flow_v1
@@ -83,7 +83,7 @@ def orthonormal(matrices: Sequence[tf.Tensor]) -> tuple[tf.Tensor, ...]:
         stacked = _orthonormal(tf.stack([matrices[i] for i in members]))
         return tf.unstack(stacked, len(members))
 
-    return tuple(by_key([tuple(x.shape.as_list()) for x in matrices], of_one_shape))
+    return tuple(map_by_key([tuple(x.shape.as_list()) for x in matrices], of_one_shape))
 
 
 def _orthonormal(x: tf.Tensor) -> tf.Tensor:
@@ -349,7 +349,7 @@ class LowRankAllReduce(GradientStrategy):
             def of_one_rank(rank: int, members: list[int]) -> Sequence[tf.Tensor]:
                 return random_factors([made[i].columns for i in members], rank, step)
 
-            drawn = by_key([m.rank for m in made], of_one_rank)
+            drawn = map_by_key([m.rank for m in made], of_one_rank)
             if self.warm_start:
                 last = [tf.reshape(q, [m.rank, m.columns]) for q, m in zip(factors, made)]
                 drawn = [without_dead_columns(tf.transpose(q), new) for q, new in zip(last, drawn)]

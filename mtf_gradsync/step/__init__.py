@@ -8,7 +8,13 @@ from mtf_gradsync.step.branch import (
     values_after,
 )
 from mtf_gradsync.step.outcomes import WATCHED, Watch, Watched, WatchHook
-from mtf_gradsync.step.plan import ExtensionLowering, PlanExtension, StandIn, StepPlan, built
+from mtf_gradsync.step.plan import (
+    ExtensionLowering,
+    PlanExtension,
+    StandIn,
+    StepPlan,
+    resolve_stand_ins,
+)
 from mtf_gradsync.step.writes import (
     AdvanceStep,
     Gate,
@@ -16,8 +22,8 @@ from mtf_gradsync.step.writes import (
     WriteInPlace,
     WriteOrder,
     advance_step,
-    after_lowering,
-    before_lowering,
+    complete_graph,
+    finish_lowering,
     gated_update,
     is_advanced,
     lowerings_of,
@@ -45,13 +51,13 @@ __all__ = [
     "WriteInPlace",
     "WriteOrder",
     "advance_step",
-    "after_lowering",
-    "before_lowering",
-    "built",
+    "complete_graph",
+    "finish_lowering",
     "gated_update",
     "is_advanced",
     "lowerings_of",
     "ref_variables_explained",
+    "resolve_stand_ins",
     "values_after",
     "write_in_order",
     "write_slices",

@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING, Any, Callable, ContextManager, Iterator, Sequence
 
-from mtf_gradsync._common import by_key, some_of, warn_once
+from mtf_gradsync._common import map_by_key, some_of, warn_once
 from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync._private.mesh_tensorflow import give_outputs
+from mtf_gradsync._private.mesh_tensorflow import set_operation_outputs
 from mtf_gradsync._private.tensorflow import control_flow_v1, replace_capture, set_attr
-from mtf_gradsync.mesh.devices import check_writers, process_of, writing
-from mtf_gradsync.step.plan import StandIn, StepPlan, unstackings
+from mtf_gradsync.mesh.devices import check_writers, process_of, writing_shared_slices
+from mtf_gradsync.step.plan import StandIn, StepPlan, unstack_operations
 
 if TYPE_CHECKING:
     from mtf_gradsync.step.writes import Gate
@@ -101,7 +101,7 @@ class Branch:
 
     Attributes:
       plan: the plan of the graph.
-      updates: the operations that others may wait for.
+      updates: the operations of the branch that operations outside of it may wait for.
     """
 
     def __init__(self, plan: StepPlan):
@@ -113,7 +113,7 @@ class Branch:
 
         The graph must not have been lowered yet.
         """
-        return self.plan.collecting(self)
+        return self.plan.adding_to_branch(self)
 
 
 class Conditional(mtf.Operation):
@@ -128,7 +128,7 @@ class Conditional(mtf.Operation):
         predicate: mtf.Tensor,
         gate: Gate | None,
         branch: Branch,
-        behind: Sequence[mtf.Operation],
+        wait_for: Sequence[mtf.Operation],
         as_call: bool = True,
     ):
         """Adds the conditional.
@@ -138,7 +138,7 @@ class Conditional(mtf.Operation):
           gate: the gate that the conditional waits for, which is reached when all gradients exist
             and all variables are read. `gate` is None inside another branch.
           branch: the branch, whose operations have been made.
-          behind: mtf operations that the conditional also waits for.
+          wait_for: mtf operations that the conditional also waits for.
           as_call: whether the branch becomes one function call (if `can_call`), so that skipping it
             is cheap. The arguments of the call cost time on every step: a branch that takes all
             gradients and runs on most steps is faster without a call.
@@ -146,12 +146,12 @@ class Conditional(mtf.Operation):
         super().__init__([predicate], name="conditional")
         self._gate = gate
         self._branch = branch
-        self._behind = list(behind)
+        self._wait_for = list(wait_for)
         self._as_call = as_call
 
     @property
     def updates(self) -> list[mtf.Operation]:
-        """The operations of the branch that others may wait for."""
+        """The operations of the branch that operations outside of it may wait for."""
         return self._branch.updates
 
     def lower(self, lowering: mtf.Lowering) -> None:
@@ -172,10 +172,12 @@ class Conditional(mtf.Operation):
             return tf.group(*[lowering.operations[op] for op in self.updates])
 
         before = set(lowering.operations)
-        waited_for = [lowering.operations[op] for op in self._behind]
+        waited_for = [lowering.operations[op] for op in self._wait_for]
         if self._gate is not None:
             waited_for.append(self._gate.barrier(lowering))
-        with tf.control_dependencies(waited_for), control_flow_v1(), writing(only_calls=True):
+        with tf.control_dependencies(waited_for), control_flow_v1(), writing_shared_slices(
+            only_calls=True
+        ):
             done = tf.cond(predicate, lambda: run_as_call(run) if in_call else run(), tf.no_op)
         # This includes operations of inner branches, which nothing outside can wait for either.
         for op in [*lowering.operations]:
@@ -203,7 +205,7 @@ def _read_inside(lowering: mtf.Lowering, updates: Sequence[mtf.Operation]) -> It
         lowering.tensors[variable.value] = mesh_impl.slicewise(
             lambda x, dtype=dtype: tf.cast(tf.convert_to_tensor(x), dtype), lowered
         )
-    for op in unstackings(lowering.graph):
+    for op in unstack_operations(lowering.graph):
         if op.inputs[0].operation in assigned:
             op.lower_itself(lowering)
     yield
@@ -288,7 +290,7 @@ class ValuesAfter(mtf.Operation):
 
     def __init__(self, variables: Sequence[mtf.Variable], writes: Sequence[mtf.Operation]):
         super().__init__([], mesh=variables[0].mesh, name="values_after")
-        give_outputs(
+        set_operation_outputs(
             self,
             [
                 mtf.Tensor(self, v.shape, v.slice_dtype, index=index)
@@ -301,11 +303,11 @@ class ValuesAfter(mtf.Operation):
         # An operation of a branch is lowered to the whole conditional.
         with tf.control_dependencies([lowering.operations[op] for op in self._writes]):
             for variable, output in zip(self.reads, self.outputs):
-                lowering.set_tensor_lowering(output, _held(variable, lowering))
+                lowering.set_tensor_lowering(output, _current_value(variable, lowering))
 
 
-def _held(variable: mtf.Variable, lowering: mtf.Lowering) -> Any:
-    """Returns a `LaidOutTensor` of the slices of a variable, as the variable is at this point.
+def _current_value(variable: mtf.Variable, lowering: mtf.Lowering) -> Any:
+    """Reads a variable's slices at this point of the lowering, and returns a `LaidOutTensor`.
 
     If Mesh-TF's autostack has stacked the variable, its part of the stacked variable is returned.
     """
@@ -341,4 +343,4 @@ def values_after(
     def of_one_mesh(_: Any, some: list[int]) -> Sequence[mtf.Tensor]:
         return ValuesAfter([variables[i] for i in some], writes).outputs
 
-    return by_key([v.mesh for v in variables], of_one_mesh)
+    return map_by_key([v.mesh for v in variables], of_one_mesh)

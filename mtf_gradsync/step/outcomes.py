@@ -49,15 +49,15 @@ class Watched(mtf.Operation):
         """
         super().__init__([*before, *now], name=name)
         # Whether the step, as it was lowered, does not print or raise the outcome itself.
-        self.takes_a_hook = False
+        self.needs_hook = False
         # Values that are made in a branch cannot be read outside of it.
-        self.can_be_told = not StepPlan.of(self.graph).is_in_branch
+        self.counts_are_readable = not StepPlan.of(self.graph).is_in_branch
         self._counts, self._records = list(counts), list(records)
         # For each lowering a slice of each variable.
         self._slices: list[tuple[list[Any], list[Any]]] = []
 
-    def values_now(self, lowering: mtf.Lowering) -> list[tf.Tensor]:
-        """Returns the values of the counts after the step, as tf tensors of this lowering."""
+    def counts_after_step(self, lowering: mtf.Lowering) -> list[tf.Tensor]:
+        """Returns tf tensors with the counts after the step, in the order of the constructor."""
         return self._lowered(lowering, self.inputs[len(self._counts) :])
 
     def slices_of_records(self, lowering: mtf.Lowering) -> list[Any]:
@@ -67,8 +67,8 @@ class Watched(mtf.Operation):
     def note_lowering(self, lowering: mtf.Lowering) -> None:
         """Records that this operation was lowered; a subclass's `lower` calls it."""
         self._slices.append((_slices(lowering, self._counts), self.slices_of_records(lowering)))
-        self.takes_a_hook = is_simd(lowering.mesh_impl(self))
-        if self.takes_a_hook and self.can_be_told:
+        self.needs_hook = is_simd(lowering.mesh_impl(self))
+        if self.needs_hook and self.counts_are_readable:
             values = self._lowered(lowering, self.inputs)
             bits = [x if x.dtype == tf.int32 else tf.bitcast(x, tf.int32) for x in values]
             told = tf.concat([tf.reshape(x, [-1]) for x in bits], 0)
@@ -93,14 +93,15 @@ class Watched(mtf.Operation):
         """
         raise NotImplementedError
 
-    def apart(self, told: np.ndarray) -> tuple[list[np.ndarray], list[np.ndarray]]:
-        """Splits the int32 numbers that a step returned; returns the counts before and after it.
+    def split_counts(self, bits: np.ndarray) -> tuple[list[np.ndarray], list[np.ndarray]]:
+        """Returns the counts before a step and those after it, as two lists of numpy values.
 
-        `told` is a vector of the bits of all counts, as int32. Each returned count has the dtype of
-        its variable again.
+        `bits` is what the step has returned: one vector of int32, with the bits of all counts. A
+        session of this package calls this method after the step. The returned counts have the
+        dtypes of their variables.
         """
         sizes = [x.shape.size for x in self.inputs]
-        parts = np.split(told, np.cumsum(sizes)[:-1])
+        parts = np.split(bits, np.cumsum(sizes)[:-1])
         parts = [x.view(y.dtype.as_numpy_dtype) for x, y in zip(parts, self.inputs)]
         return parts[: len(self._counts)], parts[len(self._counts) :]
 
@@ -128,7 +129,7 @@ class Watch:
     """A reader of what a watched operation found in a session; `Watched.watch` makes it.
 
     Attributes:
-      records: the tensors of the records' values, for each lowering.
+      records: for each lowering of the operation, a list of tf tensors that read its records.
     """
 
     def __init__(self, reads: Sequence[tuple[Any, Any]], watched: Watched):
@@ -137,11 +138,11 @@ class Watch:
 
     @property
     def records(self) -> list[list[tf.Tensor]]:
-        """The tensors of the records' values, for each lowering."""
+        """For each lowering of the watched operation, tf tensors that read its records."""
         return [records for _, records in self._reads]
 
-    def ask(self, session: Any) -> Any:
-        """Returns what to report after a step: an exception to raise, a line to log, or None.
+    def read_report(self, session: Any) -> Any:
+        """Reads what the last step found; returns an exception to raise, a line to log, or None.
 
         `session` is the session that ran the step. If the step itself raised an error, the caller
         is to raise the returned exception in place of that error.
@@ -176,15 +177,15 @@ class WatchHook(tf.train.SessionRunHook):
 
     def begin(self) -> None:
         self._watched = self._find_watched()
-        takes_it = self._watched is not None and self._watched.takes_a_hook
+        takes_it = self._watched is not None and self._watched.needs_hook
         self._watch = self._watched.watch() if takes_it else None
 
     def after_create_session(self, session: Any, coord: Any) -> None:
         del coord
-        if getattr(session, "looks_at_steps", False) and self._watched.can_be_told:
+        if getattr(session, "looks_at_steps", False) and self._watched.counts_are_readable:
             self._watch = None
         if self._watch:
-            self._watch.ask(session)
+            self._watch.read_report(session)
 
     def after_run(self, run_context: Any, run_values: Any) -> None:
         """Raises the error or logs the line that the last run left, if there is one.
@@ -192,7 +193,7 @@ class WatchHook(tf.train.SessionRunHook):
         See `tf.train.SessionRunHook.after_run`.
         """
         del run_values
-        found = self._watch.ask(run_context.session) if self._watch else None
+        found = self._watch.read_report(run_context.session) if self._watch else None
         if isinstance(found, Exception):
             raise found
         if found:

@@ -102,11 +102,10 @@ class StandIn(mtf.Operation):
         lowering.operations[self] = lowering.operations[first]
 
 
-def built(operations: Sequence[mtf.Operation]) -> list[mtf.Operation]:
+def resolve_stand_ins(operations: Sequence[mtf.Operation]) -> list[mtf.Operation]:
     """Returns `operations`, each once, with every `StandIn` replaced by its update's operations.
 
-    Deferred updates that stand-ins among `operations` stand for are built if they are not yet
-    built.
+    An update that is not built yet is built by this call.
     """
     result: dict[mtf.Operation, None] = {}
     for operation in operations:
@@ -197,7 +196,8 @@ class StepPlan:
       graph: the graph.
       deferred: updates of the graph that are still to be built (see `DeferredUpdate`).
       open_branch: the branch that is being built; None if none is.
-      islands: the islands inside of which an update is being built; None if there are none.
+      islands: the islands (`IslandAxes`) inside of which an update is being built; None if there
+        are none.
     """
 
     def __init__(self, graph: mtf.Graph):
@@ -231,11 +231,10 @@ class StepPlan:
     # What wrappers want.
 
     def wait(self, operations: Sequence[mtf.Operation], control_inputs: ControlInputs) -> None:
-        """Makes mtf operations run only after tf operations that their lowering will find.
+        """Makes mtf operations run only after the tf operations that `control_inputs` returns.
 
-        The mtf operations must not be lowered yet. `control_inputs` is a function of the lowering,
-        which is called when one of `operations` is lowered and returns the tf operations to wait
-        for.
+        The mtf operations must not be lowered yet. The function `control_inputs` is called with the
+        lowering when one of `operations` is lowered, and returns the tf operations to wait for.
         """
         self.adopt()
         for operation in operations:
@@ -251,8 +250,8 @@ class StepPlan:
         """
         self._in_place[variable] = None
 
-    def is_in_place(self, variable: mtf.Variable) -> bool:
-        """Returns whether a wrapper writes a variable in place."""
+    def is_written_in_place(self, variable: mtf.Variable) -> bool:
+        """Returns whether `write_in_place` was called for a variable."""
         return variable in self._in_place
 
     @property
@@ -264,10 +263,10 @@ class StepPlan:
         return self.open_branch is not None
 
     @contextlib.contextmanager
-    def collecting(self, branch: Any) -> Iterator[None]:
+    def adding_to_branch(self, branch: Any) -> Iterator[None]:
         """Returns a context; mtf operations made inside belong to `branch`, except variables.
 
-        `branch` is a `Branch`.
+        `branch` is a `Branch`, and the attribute `open_branch` as long as the context is open.
         """
         self.adopt()
         before = set(self.graph.operations)
@@ -305,16 +304,17 @@ class StepPlan:
         self._branch_of.update(dict.fromkeys(made))
 
     @property
-    def surroundings(self) -> tuple[Any, bool]:
-        """The open branch (or None), and whether operations built now wait for a gate.
+    def build_conditions(self) -> tuple[Any, bool]:
+        """The conditions of operations built now: the open branch, and whether they need no gate.
 
-        Operations for which this property had equal values when they were built run under the same
-        conditions.
+        The first value is None if no branch is open. The second is true inside of the context
+        `gating`. Operations that were built while this property had equal values run in the same
+        steps, and wait for the same gate.
         """
         return self.open_branch, self._is_gating
 
-    def is_free(self, operation: mtf.Operation) -> bool:
-        """Returns whether an operation does not wait (see `wait`) and belongs to no branch."""
+    def waits_for_nothing(self, operation: mtf.Operation) -> bool:
+        """Returns whether an operation waits for no others (see `wait`) and is in no branch."""
         return operation not in self._waits and self._branch_of.get(operation) is None
 
     @property
@@ -324,7 +324,7 @@ class StepPlan:
         return gated or any(extension.orders_updates for extension in self._extensions.values())
 
     @property
-    def is_held(self) -> bool:
+    def needs_no_gate(self) -> bool:
         """Whether operations that are built now need no gate.
 
         Operations need no gate in a branch and inside of the context `gating`, because the branch,
@@ -345,11 +345,11 @@ class StepPlan:
             self._is_gating = outer
 
     @contextlib.contextmanager
-    def building_inside(self, islands: Any) -> Iterator[None]:
-        """Returns a context in which the attribute `islands` is the argument `islands`.
+    def inside_islands(self, islands: Any) -> Iterator[None]:
+        """Returns a context for building updates inside of islands.
 
-        Updates that are built in the context are updates inside of these islands. If the argument
-        is None, the attribute stays as it is.
+        `islands` says how an `OuterOptimizer` divides the mesh (`IslandAxes`), and is the value of
+        the attribute `islands` as long as the context is open. None leaves the attribute as it is.
         """
         outer, self.islands = self.islands, islands or self.islands
         try:
@@ -357,7 +357,7 @@ class StepPlan:
         finally:
             self.islands = outer
 
-    def arrange(self, operations: Sequence[mtf.Operation]) -> None:
+    def move_to_end(self, operations: Sequence[mtf.Operation]) -> None:
         """Moves operations to the end of the graph's list, in the given order.
 
         No other operations may use the outputs of the operations that are moved.
@@ -487,7 +487,7 @@ class StepPlan:
         outer, lowered.branch = lowered.branch, branch
         try:
             with contextlib.ExitStack() as stack:
-                stack.enter_context(pending_sums_outside(lowering))
+                stack.enter_context(keep_sums_pending_outside(lowering))
                 for extension in lowered.extensions:
                     stack.enter_context(extension.inside_branch())
                 yield
@@ -508,14 +508,15 @@ class StepPlan:
     def _give_stacks_to_branches(self, new: Sequence[mtf.Operation]) -> None:
         """Moves operations that autostack made into the branches whose updates use their outputs.
 
-        Autostack stacks the values for a stacked variable right before the assignment. `new` are
-        the graph's operations that the plan has not met before this lowering.
+        Right before the assignment of a stacked variable, autostack makes an operation that stacks
+        the assigned values. `new` are the graph's operations that were made after the last call of
+        `adopt`, autostack's among them.
         """
         fresh = set(new)
         wanted: dict[mtf.Tensor, Any] = {}
         for operation in reversed(self.graph.operations):
             branch = self._branch_of.get(operation)
-            is_free = operation not in self._branch_of and not takes_stack_apart(operation)
+            is_free = operation not in self._branch_of and not unstacks_variable(operation)
             feeds = operation in fresh and is_free
             if feeds and not isinstance(operation, mtf.Variable):
                 branch = next((wanted[t] for t in operation.outputs if t in wanted), None)
@@ -525,10 +526,10 @@ class StepPlan:
                 wanted.update((t, branch) for t in operation.inputs)
 
     def _lower_variables(self, lowering: mtf.Lowering, lowered: Lowered) -> None:
-        several_reads = {*self._in_place, *self._assigned_elsewhere(lowered)}
+        several_reads = {*self._in_place, *self._assigned_by_program(lowered)}
         for operation in list(self.graph.operations):
             is_variable = isinstance(operation, mtf.Variable)
-            if not is_variable and not takes_stack_apart(operation):
+            if not is_variable and not unstacks_variable(operation):
                 continue
             if operation not in lowering.variables:  # Mesh-TF may have lowered a stacked one
                 lowered.early.add(operation)
@@ -541,40 +542,39 @@ class StepPlan:
                 continue
             if is_variable:
                 with lowered.name_scope(operation.name), tf.name_scope("read_once"):
-                    _read(operation, lowering)
+                    _read_once(operation, lowering)
             lowered.reads.setdefault(operation.mesh, []).extend(operation.outputs)
 
-    def _assigned_elsewhere(self, lowered: Lowered) -> set[mtf.Variable]:
-        """Returns the variables that are assigned by an operation which waits for nothing.
+    def _assigned_by_program(self, lowered: Lowered) -> set[mtf.Variable]:
+        """Returns the variables that the program's own code assigns, outside of branches.
 
-        The assignments that wait for nothing are those of the program's own code. Assignments in a
-        branch do not count.
+        The program's own assignments are known by the fact that they wait for nothing.
         """
         waiting = {operation for extension in lowered.extensions for operation in extension.waits}
         return {
             variable
             for operation in flat(self.graph.operations)
             if isinstance(operation, mtf.Assign)
-            and self.is_free(operation)
+            and self.waits_for_nothing(operation)
             and operation not in waiting
             for variable in operation.variables
         }
 
 
-def takes_stack_apart(operation: mtf.Operation) -> bool:
+def unstacks_variable(operation: mtf.Operation) -> bool:
     """Returns whether an operation unstacks a variable that Mesh-TF's autostack has stacked."""
     return isinstance(operation, mtf.UnstackOperation) and isinstance(
         operation.inputs[0].operation, mtf.StackedVariable
     )
 
 
-def unstackings(graph: mtf.Graph) -> list[mtf.Operation]:
+def unstack_operations(graph: mtf.Graph) -> list[mtf.Operation]:
     """Returns a graph's operations that unstack variables; Mesh-TF's autostack makes them."""
-    return [operation for operation in graph.operations if takes_stack_apart(operation)]
+    return [operation for operation in graph.operations if unstacks_variable(operation)]
 
 
-def _read(variable: mtf.Variable, lowering: mtf.Lowering) -> None:
-    """Replaces the lowered value of a variable by one read of it, which all operations then share.
+def _read_once(variable: mtf.Variable, lowering: mtf.Lowering) -> None:
+    """Reads a variable, and makes this read the lowered value that all operations share.
 
     Mesh-TF 0.1.21 lowers a variable to the variable object, so that each operation reads it again,
     before or after its assignment (see docs/races.md). On a SIMD mesh the lowered value is a tensor
@@ -587,11 +587,11 @@ def _read(variable: mtf.Variable, lowering: mtf.Lowering) -> None:
 
 
 @contextlib.contextmanager
-def pending_sums_outside(lowering: mtf.Lowering) -> Iterator[None]:
-    """Returns a context for lowering a branch, after which pending sums are pending again.
+def keep_sums_pending_outside(lowering: mtf.Lowering) -> Iterator[None]:
+    """Returns a context for lowering a branch, at whose end sums reduced inside are pending again.
 
-    Mesh-TF may reduce a pending sum in the branch. Operations after the branch cannot use the
-    reduced sum, as the branch may be skipped, and so they reduce the pending sum again.
+    This is for sums that Mesh-TF itself leaves pending. Operations after the branch cannot use a
+    sum that was reduced in the branch, as the branch may be skipped. They reduce the sum again.
     """
     before = {
         tensor: lazy

@@ -8,10 +8,16 @@ from typing import Any, Callable, Iterator, Mapping, Sequence
 
 from mtf_gradsync._common import counted, warn_once
 from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync._private.mesh_tensorflow import give_assign_fn, reassign
+from mtf_gradsync._private.mesh_tensorflow import reassign, set_assign_fn
 from mtf_gradsync.mesh.axes import is_simd
-from mtf_gradsync.mesh.devices import check_writers, writers_of, writing
-from mtf_gradsync.step.plan import ControlInputs, ExtensionLowering, PlanExtension, StepPlan, built
+from mtf_gradsync.mesh.devices import check_writers, writers_of, writing_shared_slices
+from mtf_gradsync.step.plan import (
+    ControlInputs,
+    ExtensionLowering,
+    PlanExtension,
+    StepPlan,
+    resolve_stand_ins,
+)
 
 
 class Gate:
@@ -71,7 +77,7 @@ def gated_update(
     if not present:
         return list(make_update())
     plan = StepPlan.of(present[0].graph)
-    if plan.is_held:
+    if plan.needs_no_gate:
         return list(make_update())
     with plan.gating():
         operations = list(make_update())
@@ -152,7 +158,7 @@ def write_slices(
         own = [i for i, of in enumerate(writers) if of[processor] == processor]
         if own:
             device = "" if is_simd(mesh_impl) else mesh_impl.devices[processor]
-            with tf.device(device), tf.name_scope(f"write_{processor}"), writing():
+            with tf.device(device), tf.name_scope(f"write_{processor}"), writing_shared_slices():
                 given = [x[processor] for x in values]
                 made = write(own, [slices[i][processor] for i in own], given)
             for i, result in zip(own, made):
@@ -186,7 +192,7 @@ class WriteOrder(PlanExtension):
         """
         self._after = {**self._after, operation: (*self._after.get(operation, ()), *before)}
 
-    def one_step(self, operations: Sequence[mtf.Operation]) -> None:
+    def declare_one_update(self, operations: Sequence[mtf.Operation]) -> None:
         """Declares that operations belong to one update, which orders their writes itself."""
         self._step_of = {**self._step_of, **dict.fromkeys(operations, object())}
 
@@ -226,9 +232,9 @@ class _WriteOrderLowering(ExtensionLowering):
         if operation not in self._commuting:
             return False
         assign_fn = operation.assign_fn
-        give_assign_fn(operation, functools.partial(_write_at_once, _COMMUTING[assign_fn]))
+        set_assign_fn(operation, functools.partial(_write_at_once, _COMMUTING[assign_fn]))
         operation.lower_itself(self._lowering)
-        give_assign_fn(operation, assign_fn)
+        set_assign_fn(operation, assign_fn)
         return True
 
     def end(self) -> None:
@@ -281,7 +287,7 @@ def write_in_order(operations: Sequence[mtf.Operation]) -> list[mtf.Operation]:
     variable several times is split into several. Returns `operations` and the new assignments; if a
     variable is written several times, the returned list is sorted as in the graph.
     """
-    result = [one for op in operations for one in [*_first_writes(op), op]]
+    result = [one for op in operations for one in [*_split_off_earlier_writes(op), op]]
     writes = {op: list(op.variables) for op in result if isinstance(op, mtf.Assign)}
     if not writes:
         return result
@@ -299,12 +305,12 @@ def write_in_order(operations: Sequence[mtf.Operation]) -> list[mtf.Operation]:
     return result
 
 
-def _first_writes(operation: mtf.Operation) -> list[mtf.Assign]:
-    """Takes all writes of a variable but the last out of an assignment, into new assignments.
+def _split_off_earlier_writes(operation: mtf.Operation) -> list[mtf.Assign]:
+    """Splits an assignment that writes a variable several times; the last write stays in it.
 
-    Returns the new assignments, in the order in which they have to write. The graph lists them
-    right before `operation`. The result is empty if each variable is written once, or if
-    `operation` is no assignment.
+    The earlier writes become new assignments, which are returned in the order in which they have
+    to write. The graph lists them right before `operation`. The result is empty if each variable is
+    written once, or if `operation` is no assignment.
     """
     if not isinstance(operation, mtf.Assign):
         return []
@@ -366,7 +372,7 @@ class ProgramWrites(PlanExtension):
         for operation in lowering.graph.operations:
             if operation in made_by:
                 gates.setdefault(operation.mesh, []).append(Gate(plan, made_by[operation]))
-            elif isinstance(operation, mtf.Assign) and plan.is_free(operation):
+            elif isinstance(operation, mtf.Assign) and plan.waits_for_nothing(operation):
                 written = meshes.intersection(v.mesh for v in operation.variables)
                 before = [gate for mesh, some in gates.items() if mesh in written for gate in some]
                 if not written.issubset(gates):
@@ -443,15 +449,15 @@ def is_advanced(update: Sequence[mtf.Operation]) -> bool:
     An operation advances a step counter if `advance_step` made the operation. Deferred updates
     among `update` are built.
     """
-    return any(isinstance(op, AdvanceStep) for op in built(update))
+    return any(isinstance(op, AdvanceStep) for op in resolve_stand_ins(update))
 
 
 def _barriers(gates: Sequence[Gate], lowering: mtf.Lowering) -> list[tf.Operation]:
     return [gate.barrier(lowering) for gate in gates]
 
 
-def before_lowering(graph: mtf.Graph) -> None:
-    """Completes a graph before its lowering.
+def complete_graph(graph: mtf.Graph) -> None:
+    """Completes a graph; called before each lowering, and before Mesh-TF stacks variables.
 
     Updates of the graph that are not built yet are built, and assignments that write a variable
     several times are split.
@@ -466,8 +472,8 @@ def before_lowering(graph: mtf.Graph) -> None:
             StepPlan.of(graph).adopt()
 
 
-def after_lowering(lowering: mtf.Lowering, first: int) -> None:
-    """Checks a lowering that has ended, and records it in TensorFlow's graph.
+def finish_lowering(lowering: mtf.Lowering, first: int) -> None:
+    """Checks a lowering, and records it in TensorFlow's graph; called at the end of each lowering.
 
     Raises ValueError if a variable's slice that processors share may be written several times, and
     warns of writes of a variable that have no order. `first` is how many operations TensorFlow's

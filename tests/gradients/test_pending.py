@@ -225,7 +225,7 @@ def test_what_a_branch_makes_of_a_sum_is_of_use_in_the_branch_alone(mesh_kind):
             for name in ("first", "second", "outside")
         ]
         total = 0.5 * mtf.reduce_sum(mtf.ones(mesh, mtf.Shape([BATCH])))
-        PendingSums.want([total], True, ["batch"], gs.FusedAllReduce())
+        PendingSums.declare_use([total], True, ["batch"], gs.FusedAllReduce())
         plan = StepPlan.of(mesh.graph)
         gate = Gate(plan, counts)
 

@@ -6,7 +6,7 @@ import pytest
 import mtf_gradsync as gs
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.gradients.flow import Cause
-from mtf_gradsync.gradients.recoverable import Apart, mixed_gradients
+from mtf_gradsync.gradients.recoverable import Recoverability, mixed_gradients
 from tests.programs import mixture
 
 MESH, LAYOUT = "rows:2;cols:2", "batch:rows;experts:rows;copies:rows;part:rows;hidden:cols"
@@ -112,7 +112,7 @@ def gradients_of(loss, axes=AXES):
 
 
 def said_of(apart, number):
-    if number in apart.made_of_sums:
+    if number in apart.from_sums:
         assert apart.mixed[number].cause is Cause.NEEDS_SUM
         return "made"
     if number in apart.mixed:
@@ -124,7 +124,7 @@ def said_of(apart, number):
 def test_whose_data_a_gradient_holds(what):
     loss, expected = PROGRAMS[what]
     grads, variables = gradients_of(loss)
-    apart = Apart(grads, AXES)
+    apart = Recoverability(grads, AXES)
     assert {v.name: said_of(apart, i) for i, v in enumerate(variables)} == expected
 
 
@@ -136,7 +136,7 @@ def test_experts_that_get_the_examples_of_all_shards():
     variables = mesh.graph.trainable_variables
     grads = mtf.gradients([loss], [v.value for v in variables])
     axes = gs.ReplicaAxes(MESH, mixture.STYLE.layout)
-    apart = Apart(grads, axes)
+    apart = Recoverability(grads, axes)
     found = {v.name: said_of(apart, i) for i, v in enumerate(variables)}
     experts = {"experts_in": Cause.GATHERS, "experts_out": Cause.GATHERS}
     assert found == {"gate": "own", "out": "own", **experts}

@@ -184,7 +184,7 @@ def test_operations_that_are_taken_out_of_a_body_do_not_run(mesh, x):
 def test_an_operation_that_was_given_outputs_may_be_split_along_them(mesh, x):
     operation = mtf.Operation([x], name="given")
     outputs = [mtf.Tensor(operation, mtf.Shape([mtf.Dimension("new", 3)]), tf.float32)]
-    private.give_outputs(operation, outputs)
+    private.set_operation_outputs(operation, outputs)
     assert operation.outputs == outputs
     assert operation.splittable_dims == {"rows", "columns", "new"}
     assert not operation.unsplittable_dims
@@ -240,11 +240,11 @@ def test_a_variable_gets_a_value_of_another_shape_and_its_own_is_made_of_that(nu
     start = tf.constant_initializer(np.arange(8))
     wholes = [mtf.get_variable(mesh, f"w_{i}", [d], initializer=start) for i in range(number)]
     variables = [whole.operation for whole in wholes]
-    values = [private.give_value(w, square) for w in variables]
+    values = [private.reshape_variable(w, square) for w in variables]
     for w, whole, value in zip(variables, wholes, values):
         assert (w.outputs, w.value, w.shape) == ([value], value, square)
         join = mtf.reshape(value, whole.shape).operation
-        private.take_over(join, [whole])
+        private.move_outputs(join, [whole])
         assert (whole.operation, join.outputs) == (join, [whole])
     doubled = [whole * 2.0 for whole in wholes]
     update = mtf.Assign(variables, [v + 1.0 + i for i, v in enumerate(values)])

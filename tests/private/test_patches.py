@@ -11,11 +11,11 @@ import pytest
 from mtf_gradsync._private import patches
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.optimizers.slots import check_bare_optimizers
-from mtf_gradsync.step import StandIn, after_lowering, before_lowering
+from mtf_gradsync.step import StandIn, complete_graph, finish_lowering
 
 
 def around_lowering():
-    patches.call_around_lowering(before_lowering, after_lowering)
+    patches.call_around_lowering(complete_graph, finish_lowering)
 
 
 # What `import mtf_gradsync` calls, by the functions that it changes.

@@ -10,8 +10,8 @@ from mtf_gradsync._private.tensorflow import control_flow_v1
 from mtf_gradsync.gradients.operations import (
     GradientOperation,
     each_mesh,
+    map_present,
     on_mesh,
-    on_present,
     reduced_values,
 )
 from mtf_gradsync.optimizers.pipeline.builder import StepBuilder
@@ -230,7 +230,7 @@ def without_skipped(gradients: GradientSet, skip: mtf.Tensor) -> GradientSet:
     def of_mesh(mesh: mtf.Mesh, grads: list[mtf.Tensor]) -> Sequence[mtf.Tensor]:
         return ZerosWhere(grads, on_mesh(skip, mesh)).outputs
 
-    kept = on_present(own, lambda present: each_mesh(present, of_mesh))
+    kept = map_present(own, lambda present: each_mesh(present, of_mesh))
     return gradients.with_grads([k or g for k, g in zip(kept, gradients.grads)])
 
 

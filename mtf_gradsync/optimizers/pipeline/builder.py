@@ -11,7 +11,7 @@ from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.gradients.arguments import OwnArguments
 from mtf_gradsync.gradients.flow import Cause
 from mtf_gradsync.gradients.operations import dims_to_sum
-from mtf_gradsync.gradients.recoverable import Apart, mixed_gradients
+from mtf_gradsync.gradients.recoverable import Recoverability, mixed_gradients
 from mtf_gradsync.gradients.reduce_gradients import scatter_gradients
 from mtf_gradsync.gradients.shards import shard_dims_in, split_into_shards, sum_gradients
 from mtf_gradsync.mesh.axes import ReplicaAxes
@@ -44,8 +44,8 @@ from mtf_gradsync.step import (
     Gate,
     StepPlan,
     WriteOrder,
-    built,
     gated_update,
+    resolve_stand_ins,
     values_after,
     write_in_order,
 )
@@ -246,7 +246,7 @@ class StepBuilder(StepConditions):
                     self.names,
                 )
         made = [op for op in gradients.graph.operations if op not in before]
-        self.plan.extension(WriteOrder).one_step(made)
+        self.plan.extension(WriteOrder).declare_one_update(made)
         return operations
 
     def _receive(self, number: int, gradients: GradientSet) -> None:
@@ -512,9 +512,9 @@ class StepBuilder(StepConditions):
         grads, axes = gradients.grads, reduction.axes
         assert axes is not None  # wrappers with such stages know the mesh
         own = [None if g is None or shard_dims_in(g.shape, axes) else g for g in grads]
-        apart = Apart(own, axes)
+        apart = Recoverability(own, axes)
         found = mixed_gradients(own, axes) if request.adds_up else apart.mixed
-        made = apart.made_of_sums if request.remakes else {}
+        made = apart.from_sums if request.remakes else {}
         shared = apart.shared if request.remakes else ()
         if request.mixed == "refuse" and not request.adds_up:
             apart.check([f"variable {v.name!r}" for v in gradients.variables], request.remakes)
@@ -561,7 +561,7 @@ class StepBuilder(StepConditions):
         before = set(gradients.graph.all_variables)
         args, kwargs = self._arguments
         opt = self.stack.opt
-        with self.plan.building_inside(self.stack.islands):
+        with self.plan.inside_islands(self.stack.islands):
             updates = opt.apply_grads(
                 list(gradients.grads), list(gradients.variables), *args, **kwargs
             )
@@ -571,7 +571,7 @@ class StepBuilder(StepConditions):
                 "Return an empty list for no operations."
             )
         inside = getattr(opt, "variables", None)
-        updates = write_in_order(built(updates))
+        updates = write_in_order(resolve_stand_ins(updates))
         known = {*before, *(inside() if callable(inside) else ())}
         created = [v for v in gradients.graph.all_variables if v not in known]
         written = written_by(updates)

@@ -9,8 +9,8 @@ from typing import Any, Callable, Iterable, Literal, Mapping, NamedTuple, Sequen
 
 from mtf_gradsync._common import counted, warn_once
 from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync.gradients.operations import on_mesh, on_present
-from mtf_gradsync.gradients.recoverable import MadeOfSums
+from mtf_gradsync.gradients.operations import map_present, on_mesh
+from mtf_gradsync.gradients.recoverable import GradientFromSums
 from mtf_gradsync.gradients.reduce_gradients import GatherParts
 from mtf_gradsync.mesh.axes import ReplicaAxes
 from mtf_gradsync.optimizers.slots import optimizer_of
@@ -212,7 +212,7 @@ class GradientSet:
     divisor: mtf.Tensor | None = None
     dtypes: tuple[tf.DType | None, ...] | None = None
     already_reduced: frozenset[int] = frozenset()
-    made_of_sums: Mapping[int, MadeOfSums] = dataclasses.field(default_factory=dict)
+    made_of_sums: Mapping[int, GradientFromSums] = dataclasses.field(default_factory=dict)
     weights: Weights | None = None
     unreduced: GradientSet | None = None
     condition: OnlyWhen | None = None
@@ -262,7 +262,7 @@ class GradientSet:
         `present` has one gradient for each gradient of the set that is not None, in the same order.
         `form` and `others` are as for `with_grads`.
         """
-        return self.with_grads(on_present(self.grads, lambda _: present), form, **others)
+        return self.with_grads(map_present(self.grads, lambda _: present), form, **others)
 
     def only_when(self, holds: mtf.Tensor, gate: Gate | None, **others: Any) -> GradientSet:
         """Returns a copy of the set with a condition: later stages run only in some steps.

@@ -11,7 +11,7 @@ from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._private.mesh_tensorflow import computed_from, gradients_calls
 from mtf_gradsync.gradients.arguments import is_tensor
 from mtf_gradsync.gradients.operations import MaybeGradients, on_mesh
-from mtf_gradsync.gradients.recoverable import Apart
+from mtf_gradsync.gradients.recoverable import Recoverability
 from mtf_gradsync.gradients.shards import shard_dims_in, split_into_shards
 from mtf_gradsync.mesh.axes import ReplicaAxes
 from mtf_gradsync.optimizers.pipeline.forms import GradientSet, Weights
@@ -329,7 +329,7 @@ def weighted_shards(
     if axes is None or of_shards is None or axes.num_shards == 1:
         return list(grads)
     own = [None if g is None or shard_dims_in(g.shape, axes) else g for g in grads]
-    apart, num_shards = Apart(own, axes), float(axes.num_shards)
+    apart, num_shards = Recoverability(own, axes), float(axes.num_shards)
 
     def is_apart(i: int, grad: mtf.Tensor) -> bool:
         dims = {d.name for d in shard_dims_in(grad.shape, axes)}
@@ -355,7 +355,7 @@ def weighted_shards(
         if x is None:
             weighted.append(grad)
             continue
-        shared = apart.without_data(i)
+        shared = apart.term_without_data(i)
         given = [x, of_shards, weights.total, *([] if shared is None else [shared])]
         weighted.append(mtf.cwise(weigh, given, x.dtype))
     return weighted

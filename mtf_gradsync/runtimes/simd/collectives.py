@@ -63,7 +63,7 @@ def list_collectives(
     trainable = {v.op.name for v in graph.get_collection(tf.GraphKeys.TRAINABLE_VARIABLES)}
     stacked = _original_names(lowerings)
     reached = {
-        name: _spell(variables, stacked, trainable)
+        name: _names_in_report(variables, stacked, trainable)
         for name, variables in _variables_reached(facts, collectives).items()
     }
     rows = [
@@ -128,12 +128,14 @@ def _original_names(lowerings: Sequence[mtf.Lowering]) -> dict[str, list[str]]:
     }
 
 
-def _spell(
+def _names_in_report(
     variables: list[str], stacked: dict[str, list[str]], trainable: set[str]
 ) -> tuple[str, ...]:
-    """Returns the unstacked names of trainable `variables`, or of all if none is trainable.
+    """Returns the names by which the report lists variables: the trainable ones, or else all.
 
-    `stacked` is the result of `_original_names`; `trainable` are names of all trainable variables.
+    Names of stacks in `variables` are replaced by the names of the variables in the stack, which
+    `stacked` has, the result of `_original_names`. `trainable` are the names of the graph's
+    trainable variables. All names are returned if none of them is trainable.
     """
     names = [name for v in variables for name in stacked.get(v, [v])]
     # Without the lowering, a stack is known by the name of its first variable.

@@ -378,9 +378,10 @@ class VariableAccess:
                 self._assign.setdefault(op.inputs[0].op.name, (op.name, op.inputs[1].name))
 
     def read_all(self, session: tf.Session) -> dict[str, Any]:
-        """Returns the values of all initialized variables by name; no step uses other variables.
+        """Returns the value of each initialized variable, by the name of its ``VarHandleOp``.
 
-        `session` runs `self.graph`, or a graph that has the same operations under the same names.
+        Variables that are not initialized are left out. `session` runs the constructor's graph, or
+        a graph that has the same operations under the same names.
         """
         exists = session.run(self._exists)
         return session.run({n: x for n, x in self.read.items() if exists.get(n, True)})
@@ -388,8 +389,9 @@ class VariableAccess:
     def set(self, session: tf.Session, values: Iterable[tuple[str, Any]]) -> None:
         """Sets variables, given as pairs of name and value.
 
-        The session's graph is `self.graph`, or a graph that has the same operations under the same
-        names. Every value is copied, so that no later step writes into an array of the caller's.
+        The session's graph is the constructor's graph, or a graph that has the same operations
+        under the same names. Every value is copied, so that no later step writes into an array of
+        the caller's.
         """
         # If variables share the tensor that initializes them, each run sets one of them.
         rounds: list[tuple[list[str], dict[str, Any]]] = []
@@ -466,7 +468,7 @@ class StepWatches:
         errors: list[Exception] = []
         for name, told in values.items():
             watched, records = self._told[name]
-            before, now = watched.apart(np.asarray(told))
+            before, now = watched.split_counts(np.asarray(told))
             if not watched.is_due(before, now):
                 continue
             for one in watched.find(before, now, read(records)):

@@ -245,7 +245,7 @@ class Runner(abc.ABC):
 
     def waits_too_long(self) -> Exception | None:
         """Returns the exception to raise if too many steps made no update, or else None."""
-        found = self._raw(lambda session: [watch.ask(session) for watch in self._watches])
+        found = self._raw(lambda session: [watch.read_report(session) for watch in self._watches])
         return next((one for one in found if isinstance(one, Exception)), None)
 
     def agreed_stop(self, received: int | None) -> int | None:

@@ -77,12 +77,12 @@ def test_the_watch_names_the_replicas_that_did_not_contribute_last(mesh_kind):
     with opened(mesh_kind) as built:
         for mask in MASKS[:2]:
             built.step(mask)
-            assert built.watch.ask(built.session) is None
+            assert built.watch.read_report(built.session) is None
         with pytest.raises(
             tf.errors.InvalidArgumentError if mesh_kind != "simd" else NoUpdateError
         ):
             built.step(MASKS[2])
-        error = built.watch.ask(built.session)
+        error = built.watch.read_report(built.session)
     assert isinstance(error, NoUpdateError)
     assert (error.limit, error.replicas) == (LIMIT, [0, 2])
     assert f"max_steps_without_update={LIMIT} steps" in str(error)
@@ -117,10 +117,10 @@ def test_the_hook_raises_it_where_the_session_does_not():
 @pytest.mark.slow
 def test_steps_that_fail_otherwise_are_not_taken_for_it():
     with opened("placement") as built:
-        assert built.watch.ask(built.session) is None
+        assert built.watch.read_report(built.session) is None
         with pytest.raises((ValueError, tf.errors.InvalidArgumentError)):
             built.step(MASKS[0][:3])
-        assert built.watch.ask(built.session) is None
+        assert built.watch.read_report(built.session) is None
 
 
 def test_it_has_no_variables_of_its_own():
