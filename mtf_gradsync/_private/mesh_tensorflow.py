@@ -253,7 +253,7 @@ MESHES = ("mtf_gradsync meshes",)
 
 
 def mesh_impls_made() -> list[mtf.MeshImpl]:
-    """Returns the `mtf.MeshImpl`s that were made in TensorFlow's default graph, the first first."""
+    """Returns the `mtf.MeshImpl`s that were made in TensorFlow's default graph, oldest first."""
     return list(tf.get_collection(MESHES))
 
 

@@ -199,12 +199,12 @@ class MeshOptimizer(mtf.optimize.Optimizer):
         on = {m: _on_mesh(scalars, m) for m in dict.fromkeys(v.mesh for _, v in pairs)}
         for grad, variable in pairs:
             slots = [self._slot(state, slot, variable) for slot in rule.slots]
-            draw = None
+            update_count = None
             if needs_count(self.rounding, variable, *slots):
                 count = self._count(state, variable)
-                draw = count.value
-                operations.append(mtf.assign(count, draw + 1))
-            operations += _update(rule, grad, variable, slots, on[variable.mesh], draw)
+                update_count = count.value
+                operations.append(mtf.assign(count, update_count + 1))
+            operations += _update(rule, grad, variable, slots, on[variable.mesh], update_count)
         for power in state.powers.values():
             power.begins_with = [s.name for (_, key), s in state.slots.items() if key != COUNT]
         return operations
@@ -323,7 +323,7 @@ def _update(
     variable: mtf.Variable,
     slots: Sequence[mtf.Variable],
     scalars: dict[str, Any],
-    draw: mtf.Tensor | None,
+    update_count: mtf.Tensor | None,
 ) -> list[mtf.Operation]:
     """Returns the assignments of an update to one variable and its slots.
 
@@ -333,8 +333,8 @@ def _update(
       variable: the variable.
       slots: the variable's slots, in the order of `rule.slots`.
       scalars: the hyperparameters by name, numbers or mtf scalars.
-      draw: the number of earlier updates of the variable, an mtf scalar, from which stochastic
-        rounding makes its random numbers; None rounds to nearest.
+      update_count: the number of earlier updates of the variable, an mtf scalar, from which
+        stochastic rounding makes its random numbers; None rounds to nearest.
     """
     dtype = variable.master_dtype if variable.master_dtype.size >= 4 else tf.float32
     tensors = {name: value for name, value in scalars.items() if isinstance(value, mtf.Tensor)}
@@ -360,8 +360,8 @@ def _update(
     )
     write = assign if rule.replaces else subtract
     return [
-        write(variable, results[0], draw),
-        *(assign(slot, new, draw) for slot, new in zip(slots, results[1:])),
+        write(variable, results[0], update_count),
+        *(assign(slot, new, update_count) for slot, new in zip(slots, results[1:])),
     ]
 
 

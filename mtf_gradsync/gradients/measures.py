@@ -92,26 +92,25 @@ def _any_not_finite(
 ) -> tf.Tensor:
     """Returns 1 if an entry of some slice is NaN or infinite, else 0, as a tensor of `dtype`.
 
-    `over` has for each slice the positions of the dims to look along. If dims are left, the result
-    is a vector with a number for each position along them. Looking for such an entry takes fewer
-    passes over the slices than counting all of them.
+    `over` has for each slice the positions of the dims whose entries share one number in the
+    result. If a slice has further dims, the result is a vector with a number for each position
+    along them. The result is no count of such entries, because counting takes more passes.
     """
     finite = [tf.reduce_all(tf.math.is_finite(x), dims) for x, dims in zip(slices, over)]
     together = tf.reduce_all(tf.stack([_flat(x) for x in finite]), axis=0)
     return tf.cast(tf.logical_not(together), dtype)
 
 
-def _exact(strategy: Strategy) -> Strategy:
-    """Returns a strategy that reduces as the given one does, but in the dtype of its inputs.
+def _without_compression(strategy: Strategy) -> Strategy:
+    """Returns the strategy inside of one that compresses to a smaller dtype; others as they are.
 
-    If the given strategy compresses to a smaller dtype, the strategy inside it is returned, and
-    otherwise the given one. Norms are reduced by the strategy that is returned, because sums of
+    The returned strategy reduces in the dtype of its inputs. It reduces norms, because sums of
     squares overflow in float16.
     """
     if isinstance(strategy, CompressedAllReduce):
-        return _exact(strategy.reducer)
+        return _without_compression(strategy.reducer)
     if isinstance(strategy, GradientStrategy) and isinstance(strategy.reducer, CompressedAllReduce):
-        return _exact(strategy.reducer)
+        return _without_compression(strategy.reducer)
     return strategy
 
 
@@ -170,7 +169,7 @@ class SumOverGradients(GradientOperation):
                 return tf.reshape(self._measure(slices, overs, output.dtype), slice_shape)
 
             sums.append(PartialSum(mesh_impl.slicewise(add_up, *laid_out), mesh_axes))
-        parts = reduce_partial_sums(mesh_impl, sums, _exact(self._strategy))
+        parts = reduce_partial_sums(mesh_impl, sums, _without_compression(self._strategy))
         total = mesh_impl.slicewise(lambda *xs: ordered_add_n(xs), *parts)
         self.set_outputs(lowering, [total])
 
@@ -282,7 +281,7 @@ def _norms(
 
 
 class _Root(GradientOperation):
-    """The norms for sums that `_sums_of_squares` made, a tensor of shape `[..., ranges]`."""
+    """The norms, from a tensor of sums that `_sums_of_squares` made, whose last dimension is 2."""
 
     def __init__(self, sums: mtf.Tensor):
         super().__init__([sums], [sums.shape - _RANGES], "norm")

@@ -210,13 +210,14 @@ class PendingSum(mtf.LazyAllreduceSum):
         """Records how the sum can be made, and adds no operation to the graph.
 
         Args:
-          mesh_impl: as the attribute.
-          mesh_axes: as the attribute.
+          mesh_impl: the mesh of the tensor.
+          mesh_axes: numbers of the mesh axes to sum over.
           slice_shape: the shape of a processor's part, and of a slice of the sum.
           make_part: a function that returns the `LaidOutTensor` of the parts.
           make_reduced: a function that is called with this object, makes the sum, and calls
             `set_reduced`.
-          add_counter_fn: as the attribute.
+          add_counter_fn: a function of Mesh-TF that counts all-reduces; it is called when the sum
+            is made.
           sources: the lowered tensors that the sum is computed from, if it is computed from reduced
             tensors and not by a reduction of the parts.
         """

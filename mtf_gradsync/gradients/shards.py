@@ -353,14 +353,13 @@ class SumCopies(GradientOperation):
         )
 
     def _sum(
-        self, mesh_impl: Any, all_values: Any, dims: tuple[mtf.Dimension, ...], some: list[int]
+        self, mesh_impl: Any, all_values: Any, dims: tuple[mtf.Dimension, ...], positions: list[int]
     ) -> list[Any]:
-        """Returns a `LaidOutTensor` of the groups' sums for each of the inputs at positions `some`.
+        """Returns a `LaidOutTensor` of the groups' sums for each of the inputs at `positions`.
 
-        The inputs at the positions `some` have the shard dims `dims`. `all_values` are the lowered
-        values of all inputs.
+        These inputs have the shard dims `dims`. `all_values` are the lowered values of all inputs.
         """
-        grads, values = [self.inputs[i] for i in some], [all_values[i] for i in some]
+        grads, values = [self.inputs[i] for i in positions], [all_values[i] for i in positions]
         mesh_axes = [mesh_impl.tensor_dimension_to_mesh_axis(d) for d in dims]
         one_each = all(
             axis is not None and mesh_impl.shape[axis].size == d.size
