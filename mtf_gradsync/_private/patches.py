@@ -266,11 +266,11 @@ def _copies_computed_after(
 ) -> dict[mtf.Tensor, mtf.Tensor]:
     """Returns copies of some of `tensors` that can be computed only once `grad` is computed.
 
-    The result maps the tensors to their copies. Copied are the tensors that have the gradient's
-    first dimension (the examples): each example waits for its own gradient. Tensors without this
-    dimension would have to wait for a sum over examples. If no tensor has this dimension, the
-    tensors are copied that share most dimensions with the gradient. Variables are copied only if
-    there are no other tensors.
+    The result maps the tensors to their copies. The tensors that have the gradient's first
+    dimension (the examples) are copied, and each example then waits for its own gradient. Tensors
+    without this dimension would have to wait for a sum over examples. If no tensor has this
+    dimension, the tensors that share most dimensions with the gradient are copied. Variables are
+    copied only if there are no other tensors.
     """
     first = grad.shape.dims[:1]
     shared = {t: [d for d in grad.shape.dims if d in t.shape.dims] for t in tensors}

@@ -478,12 +478,12 @@ def sums_before_broadcast(operation: mtf.Operation) -> mtf.Shape | None:
 
 
 def linear_positions(operation: mtf.Operation, pending: Collection[int]) -> tuple[int, ...] | None:
-    """Returns positions of inputs that an operation is linear in together, `pending` among them.
+    """Returns the positions of inputs that, taken together, an operation is linear in; or None.
 
-    `pending` has the positions of the pending inputs, at least one. The other positions in the
-    result are those of inputs that the operation is linear in only together with the pending
-    inputs, such as the other terms of a sum. The result is None if the operation is not known to be
-    linear in its pending inputs.
+    `pending` has the positions of the pending inputs, at least one; they are in the result. Its
+    other positions are those of inputs that the operation is linear in only together with the
+    pending inputs, such as the other terms of a sum. The result is None if the operation is not
+    known to be linear in its pending inputs.
     """
     inputs = operation.inputs
     if isinstance(operation, _IN_EACH):
@@ -586,7 +586,7 @@ def _dependence_of(op: tf.Operation, inputs: Sequence[_Dependence | None]) -> _D
     """Returns how a tf operation's results depend on the arguments of a traced function.
 
     `inputs` has the dependence of each input of the operation. None, in `inputs` and as the result,
-    means that the dependence is not known, or is none of `_Dependence`.
+    means that the dependence is not known, or is of a kind that `_Dependence` lacks.
     """
     if None in inputs or (op.op_def.is_stateful and op.type not in _REPEATABLE):
         return None  # each processor would draw random numbers of its own

@@ -62,7 +62,8 @@ class Layout(NamedTuple):
     def is_split_over_shards(self, tensor: mtf.Tensor) -> bool:
         """Returns whether each shard has its own slice of a tensor, of its own data alone.
 
-        The result is false if `split_over_shards` lacks one of the replica axes.
+        The result is false if `split_over_shards` lacks one of the replica axes, or if there are no
+        replica axes.
         """
         replica_axes = self.replica_axes(tensor.mesh)
         return bool(replica_axes) and self.split_over_shards(tensor).issuperset(replica_axes)
@@ -123,9 +124,9 @@ def find_own_data_axes(
         return Axes(a for a in replica_axes if split[a] in batch_dims or a in found)
 
     def axes_of_output(operation: mtf.Operation, position: int) -> Axes:
-        """Returns the axes along which an operation computes an output from shards' own slices.
+        """Returns the mesh axes along which an output's slices have the data of one shard each.
 
-        The output is `operation.outputs[position]`.
+        The output is `operation.outputs[position]`. The axes follow from those of the inputs.
         """
         output, inputs = operation.outputs[position], list(map(own, operation.inputs))
         if isinstance(operation, mtf.WhileLoopOperation):

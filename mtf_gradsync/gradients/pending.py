@@ -238,9 +238,9 @@ class PendingLowering(ExtensionLowering):
     def _sum_function(self, tensor: mtf.Tensor) -> Callable[[PendingSum], None]:
         """Returns the function that reduces `tensor`, for the constructor of its `PendingSum`.
 
-        The function gets the `PendingSum`, which calls it when the sum is first needed. It adds up
-        the parts, and stores the sum in the `PendingSum`. If `tensor` is in a bucket, the same call
-        also reduces the other sums of the bucket that `_unreduced_sums` finds, in one message.
+        The `PendingSum` calls the function with itself when the sum is first needed. The function
+        adds up the parts, and stores the sum in the `PendingSum`. If `tensor` is in a bucket, the
+        function also reduces all other sums that `_unreduced_sums` finds in the bucket.
         """
 
         def make(one: PendingSum) -> None:
@@ -416,8 +416,8 @@ class PendingSums(PlanExtension):
           batch_dims: the names of the dimensions that the batch is split along; None finds them in
             the graph.
           strategy: the strategy that reduces the sums.
-          are_sums: whether the tensors are sums over mesh axes themselves. They are then reduced
-            together even if the layout gives each shard its own part of them.
+          are_sums: whether the tensors are themselves sums over mesh axes. They are then reduced
+            together even if the layout splits them so that each shard has a slice of its own.
         """
         if not tensors:
             return

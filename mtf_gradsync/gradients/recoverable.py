@@ -92,7 +92,7 @@ class _ComputeAgain(GradientOperation):
         self.set_outputs(lowering, [result])
 
 
-def find_sums_of(grad: mtf.Tensor, flow: Flow, layout: Layout) -> GradientFromSums | None:
+def express_by_sums(grad: mtf.Tensor, flow: Flow, layout: Layout) -> GradientFromSums | None:
     """Returns how a gradient is computed, linearly, from recoverable sums; None if it is not.
 
     `flow` is a forecast of which operations keep sums pending; the gradient is one of its targets.
@@ -210,7 +210,7 @@ class Recoverability:
             mixing = flow.mixes_shards(grad)
             if mixing is not None:
                 self.mixed[i] = mixing
-                made = find_sums_of(grad, flow, layout)
+                made = express_by_sums(grad, flow, layout)
                 if made is not None:
                     self.from_sums[i] = made
             elif layout.split(grad) & set(axes.mesh_axes) - layout.split_over_shards(grad):
@@ -416,22 +416,23 @@ _COLLECTIVES = ("allreduce", "allconcat", "alltoall", "receive", "shift_by_n_pro
 
 
 class MissingSumWarnings:
-    """Warnings of operations that make a sum over the shards necessary which nothing makes."""
+    """Warnings of operations that lack a sum over the shards, so that shards have other values."""
 
     def __init__(self, found: Mapping[mtf.Operation, tuple[Cause, mtf.Tensor]]):
-        """Sets the operations to watch: the keys of `found`, as `Flow.dropped_sums` returns it.
+        """Sets the operations to watch, which are the keys of `found`.
 
-        The value of each operation is a pair: the cause, and a gradient that needs the sum.
+        `found` is the result of `Flow.dropped_sums`. The value of each operation is a pair: the
+        cause, and a gradient that is computed by the operation and needs the sum.
         """
         self._found = found
 
     @contextlib.contextmanager
     def watching(self, operation: mtf.Operation, lowering: mtf.Lowering) -> Iterator[None]:
-        """Returns a context for lowering `operation`; warns at its end if a sum is missing.
+        """Returns a context for lowering `operation`; warns at its end if the sum is missing.
 
-        There is no warning of operations that were not given to the constructor. An operation whose
-        cause is that it gathers values of all shards may also make the sum itself: there is no
-        warning if it communicated while it was lowered, or if it left its output pending.
+        There is no warning of operations that were not given to the constructor. An operation that
+        gathers values of all shards (`Cause.GATHERS`) may make the sum itself: there is no warning
+        if it communicated while it was lowered, or if it left its output pending.
         """
         if operation not in self._found:
             yield

@@ -114,8 +114,8 @@ def _present(state: State) -> list[Any]:
 def _check_slices(found: Sequence[Any], wanted: Sequence[Any], what: str) -> None:
     """Raises ValueError unless `found` has the dtypes and slice shapes of `wanted`, in order.
 
-    `found` and `wanted` are lists of `LaidOutTensor`. The error begins with `what`, the words for
-    `found`.
+    `found` and `wanted` are lists of `LaidOutTensor`. `what` is the beginning of the error, such as
+    "LowRankAllReduce.reduce_gradients returned sums".
     """
 
     def described(values: Sequence[Any]) -> list[str]:
@@ -226,9 +226,9 @@ def _before_casts_and_scalings(grad: mtf.Tensor) -> tuple[mtf.Tensor, list[mtf.O
     """Returns the tensor before a gradient's last casts and scalings, and these operations.
 
     The operations are in the order in which they were applied. The caller reduces the tensor
-    before the casts and scalings, and repeats these on each part.
-    Results then have the same bits as if gradients were not cut into parts, and sums are sent in
-    the same dtype as by Mesh-TF itself.
+    before the casts and scalings, and repeats these on each part. Results then have the same bits
+    as if gradients were not cut into parts, and sums are sent in the same dtype as by Mesh-TF
+    itself.
     """
     operations: list[mtf.Operation] = []
     while _is_cast_or_scale(grad.operation):
