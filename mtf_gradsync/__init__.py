@@ -13,8 +13,8 @@ from mtf_gradsync._private.patches import (
     check_imported_shapes,
     configurable_when_named,
     draw_by_step,
+    exclude_from_combining,
     explain_mesh_tensors_to_tensorflow,
-    keep_apart_when_combined,
     keep_masks_finite,
     keep_summaries_in_meta_graphs,
     note_gradients,
@@ -135,7 +135,7 @@ recompute_each_shard_by_itself()
 draw_by_step()
 check_bare_optimizers()
 call_around_lowering(complete_graph, finish_lowering)
-keep_apart_when_combined(StandIn)
+exclude_from_combining(StandIn)
 keep_summaries_in_meta_graphs()
 explain_mesh_tensors_to_tensorflow()
 # What checkpoints of other runs need is loaded when a program restores one, or first trains.

@@ -140,7 +140,7 @@ def call_around_lowering(
     patch(mtf.Graph, "rewrite_stack_variables", call_and_rewrite)
 
 
-def keep_apart_when_combined(kind: type) -> None:
+def exclude_from_combining(kind: type) -> None:
     """Makes `mtf.Graph.combine_assignments` leave operations of the class `kind` as they are."""
 
     def combine_others(combine: Any) -> Any:

@@ -24,7 +24,7 @@ from mtf_gradsync.gradients.rounding import (
     make_count,
     needs_count,
     subtract,
-    tell_if_nothing_is_rounded,
+    warn_if_nothing_is_rounded,
 )
 from mtf_gradsync.step import StepPlan, gated_update
 
@@ -135,7 +135,7 @@ class MeshOptimizer(mtf.optimize.Optimizer):
             for _, variable in pairs:
                 check_rounded("MeshOptimizer", variable)
             dtypes = {dtype for _, v in pairs for dtype in (v.slice_dtype, v.master_dtype)}
-            tell_if_nothing_is_rounded("MeshOptimizer", dtypes)
+            warn_if_nothing_is_rounded("MeshOptimizer", dtypes)
         graph = pairs[0][1].graph
 
         def make() -> list[mtf.Operation]:
@@ -184,17 +184,17 @@ class MeshOptimizer(mtf.optimize.Optimizer):
                 del held[key]
         for name, value in rule.powers:
             if name not in state.powers:
-                state.powers[name] = _make_power(mesh, name, value)
+                state.powers[name] = _make_scalar_variable(mesh, name, value)
         # Scalars are made on the mesh of the powers, and moved to the mesh of each variable.
         mesh = next((power.mesh for power in state.powers.values()), mesh)
-        scalars = {name: _scalar(mesh, value) for name, value in rule.scalars.items()}
+        scalars = {name: _as_mesh_scalar(mesh, value) for name, value in rule.scalars.items()}
         operations: list[mtf.Operation] = []
         if rule.with_powers is not None:
             powers = {n: mtf.cast(p.value, tf.float32) for n, p in state.powers.items()}
             scalars = dict(rule.with_powers(scalars, powers))
             for name, base in rule.powers:
                 power = state.powers[name]
-                base = _scalar(mesh, base, power.value.dtype)
+                base = _as_mesh_scalar(mesh, base, power.value.dtype)
                 operations.append(mtf.assign(power, power.value * base))
         on = {m: _on_mesh(scalars, m) for m in dict.fromkeys(v.mesh for _, v in pairs)}
         for grad, variable in pairs:
@@ -238,7 +238,7 @@ class MeshOptimizer(mtf.optimize.Optimizer):
         return state.slots[key]
 
 
-def _scalar(mesh: mtf.Mesh, value: Any, dtype: tf.DType = tf.float32) -> Any:
+def _as_mesh_scalar(mesh: mtf.Mesh, value: Any, dtype: tf.DType = tf.float32) -> Any:
     """Returns a hyperparameter as an mtf scalar on `mesh`, of the dtype `dtype`.
 
     `value` is a tf or mtf tensor or variable. A Python number is returned as it is.
@@ -273,7 +273,7 @@ def _first_free(name: str, is_taken: Callable[[str], bool]) -> str:
     return next(n for n in names if not is_taken(n))
 
 
-def _make_power(mesh: mtf.Mesh, name: str, value: Any) -> mtf.Variable:
+def _make_scalar_variable(mesh: mtf.Mesh, name: str, value: Any) -> mtf.Variable:
     """Returns a new scalar mesh variable that begins with `value`.
 
     The variable's name is `name`, or the next free name, in the current name scope.

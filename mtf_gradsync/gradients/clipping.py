@@ -187,11 +187,11 @@ def clip_together(
     norm = global_norm(present, strategy) if axes is None else shard_norms(present, axes, strategy)
     if is_tensor(clip_norm):
         limit = scalar_of_step(clip_norm, norm.mesh, norm.dtype, "clip_norm", owner, Bounds(0.0))
-        factor = mtf.cwise(_factor, [norm, limit])
+        factor = mtf.cwise(_clip_factor, [norm, limit])
     else:
         with np.errstate(over="ignore"):  # a number too large for float32 clips nothing
             limit = norm.dtype.as_numpy_dtype(clip_norm)
-        factor = mtf.cwise(functools.partial(_factor, limit=limit), [norm])
+        factor = mtf.cwise(functools.partial(_clip_factor, limit=limit), [norm])
     clipping = Clipping(norm, factor, len(present))
 
     def scaled(mesh: mtf.Mesh, some: list[mtf.Tensor]) -> Sequence[mtf.Tensor]:
@@ -200,7 +200,7 @@ def clip_together(
     return map_present(grads, lambda some: each_mesh(some, scaled)), norm
 
 
-def _factor(norm: tf.Tensor, limit: Any) -> tf.Tensor:
+def _clip_factor(norm: tf.Tensor, limit: Any) -> tf.Tensor:
     """Returns the factor, at most 1, that scales gradients whose norm is `norm` down to `limit`.
 
     `limit` is a number or a scalar, and the factor has the shape and dtype of `norm`. As in

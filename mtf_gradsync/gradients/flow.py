@@ -192,7 +192,7 @@ class Flow:
         if passes_on(operation):
             self._give(outputs, _inputs_passed_on(operation))
             return
-        if pending and self._delays(operation, pending):
+        if pending and self._mesh_tf_delays(operation, pending):
             self._give(outputs, [operation.inputs[0]] * len(outputs))
             return
         use = self._use(operation, pending, own) if pending else None
@@ -226,7 +226,7 @@ class Flow:
         summed = {d for t in operation.inputs for d in t.shape.dims} - kept
         return Axes({self._layout.axis_of(operation.mesh, d) for d in summed} - {None})
 
-    def _delays(self, operation: mtf.Operation, pending: dict[int, Axes]) -> bool:
+    def _mesh_tf_delays(self, operation: mtf.Operation, pending: dict[int, Axes]) -> bool:
         """Returns whether Mesh-TF, without this package, leaves an operation's result pending.
 
         `pending` has the positions of pending inputs, each with the mesh axes that the input is

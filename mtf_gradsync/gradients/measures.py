@@ -35,7 +35,7 @@ def _norm_dtype(grads: Sequence[mtf.Tensor]) -> tf.DType:
 Measure = Callable[[Sequence[tf.Tensor], Sequence[Sequence[int]], tf.DType], tf.Tensor]
 
 
-def _scales(dtype: tf.DType) -> tuple[float, float]:
+def _factors_for_squares(dtype: tf.DType) -> tuple[float, float]:
     """Returns two factors for values that are to be squared: for small and for large values.
 
     `dtype` is the dtype of the squares. Both factors are powers of two, so that multiplying by them
@@ -61,29 +61,29 @@ def _sums_of_squares(
 ) -> tf.Tensor:
     """Returns sums of squares over all slices, as a tensor of `dtype`; its last dimension is 2.
 
-    Values are multiplied by the first of the two `_scales` for the first sum, and by the second for
-    the second sum. `over` has for each slice the positions of the dims to sum over. Dims
-    that are left are flattened to one. `_root` turns the sums into the norm.
+    Values are multiplied by the first of the two `_factors_for_squares` for the first sum, and by
+    the second for the second sum. `over` has for each slice the positions of the dims to sum over.
+    Dims that are left are flattened to one. `_norm_of_sums` turns the sums into the norm.
     """
     values = [tf.cast(x, dtype) for x in slices]
     if all(len(dims) == x.shape.rank for x, dims in zip(slices, over)):
         # l2_loss is one operation in place of two; its factor of a half is exact.
-        sums = [[tf.nn.l2_loss(_scaled(x, s)) for x in values] for s in _scales(dtype)]
+        sums = [[tf.nn.l2_loss(_scaled(x, s)) for x in values] for s in _factors_for_squares(dtype)]
         return 2.0 * tf.stack([ordered_add_n(some) for some in sums])
     sums = [
         [_flat(tf.reduce_sum(tf.square(_scaled(x, s)), dims)) for x, dims in zip(values, over)]
-        for s in _scales(dtype)
+        for s in _factors_for_squares(dtype)
     ]
     return tf.stack([ordered_add_n(some) for some in sums], axis=-1)
 
 
-def _root(sums: tf.Tensor) -> tf.Tensor:
+def _norm_of_sums(sums: tf.Tensor) -> tf.Tensor:
     """Returns the norm, computed from a tensor of the form that `_sums_of_squares` returns.
 
     The norm has the shape of `sums` without the last dimension.
     """
     small, large = tf.unstack(sums, axis=-1)
-    up, down = _scales(sums.dtype)
+    up, down = _factors_for_squares(sums.dtype)
     return tf.where_v2(tf.math.is_finite(small), tf.sqrt(small) / up, tf.sqrt(large) / down)
 
 
@@ -277,10 +277,10 @@ def _norms(
     grads: MaybeGradients, reducer: Strategy | None, axes: Any = None, of_shards: str = ""
 ) -> mtf.Tensor:
     sums = _sum_of_measure(grads, reducer, _sums_of_squares, axes, of_shards, [_RANGES])
-    return _Root(sums).outputs[0]
+    return _NormOfSums(sums).outputs[0]
 
 
-class _Root(GradientOperation):
+class _NormOfSums(GradientOperation):
     """The norms, from a tensor of sums that `_sums_of_squares` made, whose last dimension is 2."""
 
     def __init__(self, sums: mtf.Tensor):
@@ -288,7 +288,7 @@ class _Root(GradientOperation):
 
     def lower(self, lowering: mtf.Lowering) -> None:
         sums = reduced_values(lowering, self.inputs)
-        self.set_outputs(lowering, [lowering.mesh_impl(self).slicewise(_root, *sums)])
+        self.set_outputs(lowering, [lowering.mesh_impl(self).slicewise(_norm_of_sums, *sums)])
 
 
 def global_norm(grads: MaybeGradients, reducer: Strategy | None = None) -> mtf.Tensor:
@@ -340,8 +340,10 @@ def joined_norm(norms: Sequence[mtf.Tensor]) -> mtf.Tensor:
     """
 
     def join(*norms: tf.Tensor) -> tf.Tensor:
-        by_scale = [[tf.square(_scaled(x, s)) for x in norms] for s in _scales(norms[0].dtype)]
-        return _root(tf.stack([ordered_add_n(some) for some in by_scale], axis=-1))
+        by_scale = [
+            [tf.square(_scaled(x, s)) for x in norms] for s in _factors_for_squares(norms[0].dtype)
+        ]
+        return _norm_of_sums(tf.stack([ordered_add_n(some) for some in by_scale], axis=-1))
 
     dtype = _norm_dtype(norms)
     return mtf.cwise(join, [mtf.cast(x, dtype) for x in norms], dtype)

@@ -371,7 +371,7 @@ class PendingLowering(ExtensionLowering):
         """
         outputs = operation.outputs
         before = {t: self._tensors.get(t) for t in outputs}
-        lowered = StepPlan.of(operation.graph).lowered(self._lowering)
+        lowered = StepPlan.of(operation.graph).lowering_state(self._lowering)
         with in_place_of(self._lowering, inputs), lowered.name_scope(operation.name):
             operation.lower_itself(self._lowering)
         values = [self._tensors[t] for t in outputs]
@@ -430,7 +430,7 @@ class PendingSums(PlanExtension):
     @classmethod
     def of_lowering(cls, lowering: mtf.Lowering) -> PendingLowering:
         """Returns the `PendingLowering` of a lowering that has begun."""
-        extensions = StepPlan.of(lowering.graph).lowered(lowering).extensions
+        extensions = StepPlan.of(lowering.graph).lowering_state(lowering).extensions
         return next(x for x in extensions if isinstance(x, PendingLowering))
 
     def begin(self, lowering: mtf.Lowering) -> PendingLowering:

@@ -44,7 +44,7 @@ def check_rounded(owner: str, variable: mtf.Variable) -> None:
         )
 
 
-def tell_if_nothing_is_rounded(owner: str, dtypes: Collection[Any]) -> None:
+def warn_if_nothing_is_rounded(owner: str, dtypes: Collection[Any]) -> None:
     """Warns once if rounding by chance changes nothing, because no bfloat16 is written.
 
     `dtypes` are the dtypes in which the variables and slots are stored that the optimizer writes.

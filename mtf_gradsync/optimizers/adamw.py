@@ -18,7 +18,7 @@ from mtf_gradsync.gradients.rounding import (
     check_rounded,
     check_rounding,
     subtract,
-    tell_if_nothing_is_rounded,
+    warn_if_nothing_is_rounded,
 )
 from mtf_gradsync.optimizers.slots import check_bare_update
 from mtf_gradsync.optimizers.state import named_state
@@ -79,7 +79,7 @@ class InnerOptimizer(mtf.optimize.Optimizer):
                 self._check(variable)
         if self.rounding == STOCHASTIC and variables:
             dtypes = {self.slot_dtype, *(v.slice_dtype for v in variables)}
-            tell_if_nothing_is_rounded(type(self).__name__, dtypes)
+            warn_if_nothing_is_rounded(type(self).__name__, dtypes)
         updates = gated_update(functools.partial(super().apply_grads, grads, variables), grads)
         check_bare_update(self, updates, variables)
         return updates

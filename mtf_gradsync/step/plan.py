@@ -32,7 +32,7 @@ from mtf_gradsync._private.mesh_tensorflow import loop_body, loop_condition, sum
 from mtf_gradsync._private.tensorflow import forget_closed_scopes
 
 ControlInputs = Callable[[mtf.Lowering], Sequence[tf.Operation]]
-# The attribute of a lowering for its `Lowered`.
+# The attribute of a lowering for its `LoweringState`.
 _LOWERED = "mtf_gradsync_lowered"
 
 
@@ -167,7 +167,7 @@ class PlanExtension:
         return ExtensionLowering()
 
 
-class Lowered:
+class LoweringState:
     """The state that a plan keeps for one lowering."""
 
     def __init__(self, scope: str):
@@ -435,7 +435,7 @@ class StepPlan:
             operation.__class__ = _planned(operation.__class__)
         return new
 
-    def lowered(self, lowering: mtf.Lowering) -> Lowered:
+    def lowering_state(self, lowering: mtf.Lowering) -> LoweringState:
         """Returns the plan's state for a lowering; raises ValueError if it has not begun."""
         if not self.has_lowered(lowering):
             raise ValueError(
@@ -452,7 +452,7 @@ class StepPlan:
     def end(self, lowering: mtf.Lowering) -> None:
         """Calls `end` of all extensions, if the plan lowered operations for the lowering."""
         if self.has_lowered(lowering):
-            for extension in self.lowered(lowering).extensions:
+            for extension in self.lowering_state(lowering).extensions:
                 extension.end()
 
     def members(self, branch: Any) -> list[mtf.Operation]:
@@ -469,7 +469,7 @@ class StepPlan:
         """Lowers an operation by the plan's rules; called by the operation itself."""
         if not self.has_lowered(lowering):
             self._begin(operation, lowering)
-        lowered = self.lowered(lowering)
+        lowered = self.lowering_state(lowering)
         branch = self._branch_of.get(operation)
         if operation in lowered.early or (branch is not None and branch is not lowered.branch):
             return
@@ -483,7 +483,7 @@ class StepPlan:
     @contextlib.contextmanager
     def inside_branch(self, branch: Any, lowering: mtf.Lowering) -> Iterator[None]:
         """Returns a context in which the operations of `branch` can be lowered."""
-        lowered = self.lowered(lowering)
+        lowered = self.lowering_state(lowering)
         outer, lowered.branch = lowered.branch, branch
         try:
             with contextlib.ExitStack() as stack:
@@ -495,7 +495,7 @@ class StepPlan:
             lowered.branch = outer
 
     def _begin(self, first: mtf.Operation, lowering: mtf.Lowering) -> None:
-        lowered = vars(lowering)[_LOWERED] = Lowered(scope_around(first))
+        lowered = vars(lowering)[_LOWERED] = LoweringState(scope_around(first))
         self._give_stacks_to_branches(self.adopt())
         forget_closed_scopes()
         lowered.extensions = [extension.begin(lowering) for extension in self._extensions.values()]
@@ -525,7 +525,7 @@ class StepPlan:
             if branch is not None:
                 wanted.update((t, branch) for t in operation.inputs)
 
-    def _lower_variables(self, lowering: mtf.Lowering, lowered: Lowered) -> None:
+    def _lower_variables(self, lowering: mtf.Lowering, lowered: LoweringState) -> None:
         several_reads = {*self._in_place, *self._assigned_by_program(lowered)}
         for operation in list(self.graph.operations):
             is_variable = isinstance(operation, mtf.Variable)
@@ -545,7 +545,7 @@ class StepPlan:
                     _read_once(operation, lowering)
             lowered.reads.setdefault(operation.mesh, []).extend(operation.outputs)
 
-    def _assigned_by_program(self, lowered: Lowered) -> set[mtf.Variable]:
+    def _assigned_by_program(self, lowered: LoweringState) -> set[mtf.Variable]:
         """Returns the variables that the program's own code assigns, outside of branches.
 
         The program's own assignments are known by the fact that they wait for nothing.

@@ -37,14 +37,14 @@ class Gate:
 
     def barrier(self, lowering: mtf.Lowering) -> tf.Operation:
         """Returns a tf operation that runs when the gate is reached; call it outside branches."""
-        barriers = self._plan.lowered(lowering).barriers
+        barriers = self._plan.lowering_state(lowering).barriers
         if self not in barriers:
             barriers[self] = self._make(lowering)
         return barriers[self]
 
     def _make(self, lowering: mtf.Lowering) -> tf.Operation:
         _warn_of_ref_variables(lowering)
-        lowered = self._plan.lowered(lowering)
+        lowered = self._plan.lowering_state(lowering)
         meshes = dict.fromkeys(t.mesh for t in self._tensors)
         tensors = [*self._tensors, *(t for m in meshes for t in lowered.reads.get(m, ()))]
         laid_out = [lowering.tensors[t].to_laid_out_tensor() for t in tensors]

@@ -22,7 +22,7 @@ def around_lowering():
 CHANGES = {
     (mtf.Lowering, "__init__"): around_lowering,
     (mtf.Graph, "rewrite_stack_variables"): around_lowering,
-    (mtf.Graph, "combine_assignments"): lambda: patches.keep_apart_when_combined(StandIn),
+    (mtf.Graph, "combine_assignments"): lambda: patches.exclude_from_combining(StandIn),
     (mtf.MeshImpl, "__init__"): patches.note_meshes,
     (mtf.ScalarMultiplyOperation, "__init__"): patches.keep_masks_finite,
     (mtf.ImportOperation, "__init__"): patches.check_imported_shapes,
