@@ -15,7 +15,13 @@ import numpy as np
 from benchmarks import islands_series, less_communication, models, report, timing
 from mtf_gradsync import CrossShardOptimizer
 from mtf_gradsync._private.libraries import tf
-from mtf_gradsync.tools.islands.changes import Change, OuterStep, encoded, merged, weight_of
+from mtf_gradsync.tools.islands.changes import (
+    Change,
+    OuterStep,
+    encoded,
+    make_outer_step,
+    weight_of,
+)
 
 SETTINGS = {"merge_steps": 200}
 INNER_STEPS, SEEDS = 10, (0, 1)
@@ -120,7 +126,7 @@ def _trained(way: Way, steps: int, seed: int, built: Any) -> dict[str, np.ndarra
                 change = {k: v - residuals[number].get(k, 0.0) for k, v in change.items()}
                 tokens = batch * islands_series.LENGTH * INNER_STEPS
                 changes.append(Change(weight_of(tokens, INNER_STEPS, way.weight), 1.0, change))
-            outer, momenta = merged(outer, momenta, iter(changes), step_of)
+            outer, momenta = make_outer_step(outer, momenta, iter(changes), step_of)
     return outer
 
 

@@ -59,7 +59,7 @@ class OuterStep(NamedTuple):
 
 
 class Change(NamedTuple):
-    """One island's change, as it enters the mean from which a version is made.
+    """One island's change, decoded, with its weight in the mean from which a version is made.
 
     Attributes:
       weight: the weight of the change in the mean.
@@ -75,10 +75,7 @@ class Change(NamedTuple):
 
 
 def wide(value: np.ndarray) -> np.ndarray:
-    """Returns an array in the dtype that versions of its values have.
-
-    The dtype is float32, or the array's own dtype if that is wider.
-    """
+    """Returns an array as float32, or unchanged if its dtype is wider: the dtype in versions."""
     return value.astype(np.promote_types(value.dtype, np.float32), copy=False)
 
 
@@ -112,7 +109,7 @@ class Length(NamedTuple):
             for name, x in change.items()
             if not name.startswith(MEAN)
             for value in [x.reshape(-1)]
-            for part in _parts(value.size)
+            for part in _slices(value.size)
         ]
         return cls(float(np.sqrt(sum(squares))), float(steps))
 
@@ -137,22 +134,26 @@ def scale_of(change: Length, others: Sequence[Length], max_ratio: float) -> floa
     return min(max_ratio * float(np.median(known)) / max(change.norm, 1e-300), 1.0)
 
 
-def merged(
+def make_outer_step(
     values: Mapping[str, np.ndarray],
     momenta: Mapping[str, np.ndarray],
     changes: Iterator[Change],
     step: OuterStep,
 ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """Makes the outer step: returns the new values, and the new momenta, both by variable's name.
+    """Computes a version's values and momenta from those of the version before and the changes.
 
     Only trained variables have momenta. The islands' changes are added up in the order of
     `changes`, in float64. The new values of variables are float32 or wider.
 
     Args:
       values: a dictionary from the names of variables to their values in the version before.
-      momenta: the momenta as of that version; a variable without one has momentum 0.
-      changes: the islands' changes of these variables.
+      momenta: a dictionary from the names of variables to their momenta as of that version; a
+        variable that is not in it has momentum 0.
+      changes: one change of each island, which has all variables in `values`.
       step: the settings of the outer step.
+
+    Returns:
+      Two dictionaries from the names of variables: to the new values, and to the new momenta.
     """
     total = {name: np.zeros(x.shape) for name, x in values.items()}
     weights, lengths = 0.0, dict.fromkeys(values, 0.0)
@@ -165,7 +166,7 @@ def merged(
                 lengths[name] += factor * length
                 factor = weight / length if length else 0.0
             flat, value = sum_of.reshape(-1), tensors[name].reshape(-1)
-            for part in _parts(flat.size):
+            for part in _slices(flat.size):
                 flat[part] += np.multiply(value[part], factor, dtype=np.float64)
     new, velocities, momentum = {}, {}, step.outer_momentum
     for name, x in values.items():
@@ -179,7 +180,7 @@ def merged(
         value, new[name] = x.reshape(-1), np.empty(x.shape, np.promote_types(x.dtype, np.float32))
         if has_momentum:
             velocities[name] = np.empty(x.shape, np.float32)
-        for part in _parts(x.size):
+        for part in _slices(x.size):
             moved = move[part] * factor if is_radial else move[part] / weights
             if has_momentum:
                 velocity = moved.copy()
@@ -193,10 +194,10 @@ def merged(
     return new, velocities
 
 
-def _parts(size: int) -> Iterator[slice]:
-    """Yields slices that cut a flat array of `size` numbers into parts.
+def _slices(size: int) -> Iterator[slice]:
+    """Yields slices of at most `_PART` numbers that together cover an array of `size` numbers.
 
-    Arithmetic that is done on one part after the other needs only small temporary arrays.
+    Arithmetic that is done on one slice after the other needs only small temporary arrays.
     """
     return (slice(at, at + _PART) for at in range(0, size, _PART))
 
@@ -204,7 +205,7 @@ def _parts(size: int) -> Iterator[slice]:
 def encoded(
     change: Mapping[str, np.ndarray], form: Form
 ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """Returns the tensors in which a change is sent, and the errors that rounding makes in it.
+    """Rounds a change to the form in which it is sent; returns tensors to send and the errors.
 
     Args:
       change: a dictionary from the names of variables to their changes.
@@ -235,10 +236,10 @@ def encoded(
 
 
 def decoded(stored: Stored, specs: Mapping[str, TensorSpec]) -> dict[str, np.ndarray]:
-    """Returns the change that a contribution holds, in float32, by name of the variable.
+    """Decodes the change in a contribution; returns float32 arrays by name of the variable.
 
     Args:
-      stored: the content of the contribution's object.
+      stored: the content of the contribution's object, as `encoded` has made it.
       specs: a dictionary from the names of the variables to their shapes and dtypes.
 
     Raises:

@@ -23,9 +23,9 @@ from mtf_gradsync.tools.islands.objects import (
     ContributionFacts,
     Decision,
     IslandTotal,
-    contribution_names,
     contribution_object,
-    life_and_number,
+    contribution_order,
+    last_contributions,
     numbers_in,
     offer_object,
 )
@@ -45,7 +45,7 @@ _LOOK_SECONDS = 2.0
 
 
 class IslandError(RuntimeError):
-    """The error of an island that cannot begin or be replayed."""
+    """The error of an island that cannot begin, or cannot repeat an earlier run."""
 
 
 class Exchange:
@@ -82,63 +82,63 @@ class Exchange:
         self.reminders = Reminders(logger)
         self.lease = Lease(
             folder, "members", f"{island}@",
-            lambda: {"says": self.reminders.said(), **report()}, replaces_own=True,
+            lambda: {"says": self.reminders.messages(), **report()}, replaces_own=True,
         )  # fmt: skip
         self._next_look = -float("inf")
-        self._passed_over: set[tuple[int, str]] = set()  # damaged versions, with their marks
+        self._damaged_versions: set[tuple[int, str]] = set()  # damaged versions, with their marks
         self.number = 0  # of contributions
         self._next_try = -float("inf")
         self._looked_for_sent = -float("inf")
         self.journal = Journal(folder, island, self.reminders)
 
-    def trying(self, key: str, work: Callable[[], T], otherwise: T) -> T:
-        """Returns what a function returns, or another value if the folder fails while it runs.
+    def run_or_default(self, key: str, work: Callable[[], T], default: T) -> T:
+        """Calls a function that uses the folder; returns its result, or `default` if this fails.
 
         Args:
-          key: a name of the kind of work. A failure is logged again from time to time, until work
-            with the same key succeeds.
-          work: the function, without arguments.
-          otherwise: the value to return if the folder fails.
+          key: a name of the kind of work, such as "offer". A failure is logged again from time to
+            time, until a call with the same key succeeds.
+          work: the function to call, without arguments.
+          default: the value to return if `work` raises FolderError.
         """
         try:
             found = work()
         except FolderError as error:
-            self.reminders.lasts(key, f"Island {self._island}: {error}; it is tried again")
-            return otherwise
-        self.reminders.over(key)
+            self.reminders.remind(key, f"Island {self._island}: {error}; it is tried again")
+            return default
+        self.reminders.end(key)
         return found
 
     # The island's name.
 
-    def begin(self, seconds: float) -> None:
-        """Takes the lease of the island's name, so that no other process is this island.
+    def take_name(self, seconds: float) -> None:
+        """Takes the lease of the island's name, so that no other process can be this island.
 
-        If another process has the lease and may be dead, or if the folder fails, the method waits:
-        at most `seconds`, or 40 seconds if that is longer. It raises IslandError if a living
-        process has the lease, or if the folder still fails at the end of the wait.
+        If another process has the lease and may be dead, or if the folder fails, the method waits
+        for at most `seconds`, or for 40 seconds if that is longer. The method raises IslandError if
+        a living process has the lease, or if the folder still fails at the end of the wait.
         """
         until = time.monotonic() + max(seconds, 2.0 * leases.LIFE_SECONDS)
-        while holder := self.trying("begin", self.lease.take, "?"):
+        while holder := self.run_or_default("begin", self.lease.take, "?"):
             is_late, fails = time.monotonic() > until, holder == "?"
             if fails and is_late:
-                raise IslandError(" ".join(self.reminders.said()))
-            if not fails and (is_late or self.lease.has_changed()):
+                raise IslandError(" ".join(self.reminders.messages()))
+            if not fails and (is_late or self.lease.has_new_heartbeat()):
                 raise IslandError(
                     f"The island {self._island!r} of {self.folder.url} is running already: "
                     f"{holder} uses its name. Each island needs a name of its own "
                     "(ElasticIslands.name, by default the last part of model_dir)."
                 )
             if not fails:
-                self.reminders.lasts("name", f"waiting whether {holder} still has the name of the "
+                self.reminders.remind("name", f"waiting whether {holder} still has the name of the "
                                       f"island {self._island}")  # fmt: skip
             time.sleep(min(self._poll, 0.2))
-        self.reminders.over("name")
+        self.reminders.end("name")
         assert self.lease.term is not None
         self.journal.life = self.lease.term
 
     def check_name(self) -> None:
         """Raises IslandError if another process has taken the island's name."""
-        if not self.trying("name", self.lease.is_held, True):
+        if not self.run_or_default("name", self.lease.is_held, True):
             raise IslandError(
                 f"Another process has taken the name of the island {self._island!r} of "
                 f"{self.folder.url}, since this process wrote no heartbeats: this process ends."
@@ -157,15 +157,15 @@ class Exchange:
         for number in sorted(_numbers(marks), reverse=True):
             if version is not None and number <= version:
                 break
-            if (number, _mark(marks, number)) not in self._passed_over:
+            if (number, _mark(marks, number)) not in self._damaged_versions:
                 return number
         return version
 
-    def look(self, version: int, at_once: bool = False) -> tuple[int, bool]:
-        """Returns the newest version's number, and whether the merger is about to decide the next.
+    def look_for_version(self, version: int, at_once: bool = False) -> tuple[int, bool]:
+        """Returns the newest version's number, and whether the merger will soon decide on the next.
 
         The method looks into the folder at most every `poll_seconds`. For calls between two looks,
-        and if the folder fails, the result is `version` and False.
+        and if the folder fails, the result is (`version`, False).
 
         Args:
           version: the number of the version that the island has.
@@ -183,12 +183,12 @@ class Exchange:
             return newest or 0, is_soon
 
         began = time.monotonic()
-        found = self.trying("versions", work, (version, False))
+        found = self.run_or_default("versions", work, (version, False))
         # A folder that is slow or fails is asked less often, because training waits for it.
         self._next_look = now + max(self._poll, 20.0 * (time.monotonic() - began - 0.05))
         return found
 
-    def load(
+    def read_values(
         self, newest: int, fragments: int, since: int
     ) -> tuple[dict[str, np.ndarray], Decision] | None:
         """Reads the variables that versions from `since` to `newest` changed.
@@ -196,18 +196,18 @@ class Exchange:
         Args:
           newest: the number of the version to read.
           fragments: the number of sets of variables that versions change in turn.
-          since: the first version whose changes are read.
+          since: the number of the first version whose variables are read; 0 reads all variables.
 
         Returns:
-          A dictionary from the names of these variables to their values as of `newest`, and the
-          decision that made `newest`. None if the folder fails, or if a version is damaged; such a
-          version is ignored from then on.
+          A pair: a dictionary from the names of these variables to their values as of `newest`, and
+          the decision that made `newest`. None if the folder fails, or if `newest` is damaged;
+          a damaged version is ignored from then on.
 
         Raises:
           OtherTensorsError: the versions are of another model's variables.
         """
         try:
-            return self.trying(
+            return self.run_or_default(
                 "version",
                 lambda: read_version(self.folder, newest, fragments, self._specs, since),
                 None,
@@ -217,23 +217,24 @@ class Exchange:
         except DamagedObjectError as error:
             logger.warning("%s; training goes on without it", error)
             nothing = dict[str, str]()
-            marks = self.trying("versions", lambda: self.folder.marks("versions"), nothing)
-            self._passed_over.add((newest, _mark(marks, newest)))
+            marks = self.run_or_default("versions", lambda: self.folder.marks("versions"), nothing)
+            self._damaged_versions.add((newest, _mark(marks, newest)))
             return None
 
     def settings(self) -> MergeSettings:
         """Returns the folder's settings of versions, or the defaults if none can be read."""
         found = None
         with contextlib.suppress(DamagedObjectError):
-            found = self.trying("settings", lambda: MergeSettings.of(self.folder), None)
+            found = self.run_or_default("settings", lambda: MergeSettings.of(self.folder), None)
         return found or MergeSettings()
 
     # Offers and contributions.
 
     def offer(self, facts: ContributionFacts, tensors: Mapping[str, np.ndarray]) -> None:
-        """Offers this island's values for version 0; a later call replaces a lost or damaged offer.
+        """Writes this island's values into the folder, so that a merger can make version 0 of them.
 
-        The method does nothing if this island's last offer is less than two seconds old.
+        If the folder has a good offer of this island, it stays. If the offer was lost, damaged or
+        refused, it is written again. The method does nothing within two seconds after a call.
 
         Args:
           facts: the facts that are sent with the values.
@@ -261,15 +262,15 @@ class Exchange:
 
         if time.monotonic() > self._looked_for_sent + _LOOK_SECONDS:
             self._looked_for_sent = time.monotonic()
-            self.trying("offer", work, None)
+            self.run_or_default("offer", work, None)
 
     def contribute(
         self, facts: ContributionFacts, tensors: Mapping[str, np.ndarray], event: Mapping[str, Any]
     ) -> tuple[str, bool]:
-        """Writes a contribution into the folder, after an event in the island's journal.
+        """Writes an event into the island's journal, and then a contribution into the folder.
 
-        The journal's event is written before the contribution. So the journal has an event for each
-        contribution that is ever merged.
+        As the event is written first, the journal has an event for each contribution that is ever
+        merged.
 
         Args:
           facts: the facts of the change, such as its version and tokens.
@@ -277,8 +278,8 @@ class Exchange:
           event: the fields of the journal's event.
 
         Returns:
-          The name of the contribution's object, and whether it is surely there. After a failed
-          write the object may exist all the same.
+          The name of the contribution's object, and whether the object is surely in the folder. If
+          the second value is False, the write has failed; the object may exist all the same.
         """
         assert facts.version is not None
         self.number += 1
@@ -286,46 +287,47 @@ class Exchange:
         _, data = tensor_object(facts, tensors)
 
         def work() -> bool:
-            self.journal.write("contributed", must=True, object=name, **event)
+            self.journal.write("contributed", must_succeed=True, object=name, **event)
             return self.folder.create(name, data)
 
         began = self._looked_for_sent = time.monotonic()
-        is_there = self.trying("contribution", work, False)
+        is_there = self.run_or_default("contribution", work, False)
         if not is_there:  # training waits for a folder that fails, so it is not asked at each step
             self._next_try = began + max(self._poll, 20.0 * (time.monotonic() - began))
         return name, is_there
 
-    def may_try(self) -> bool:
+    def may_contribute(self) -> bool:
         """Returns whether the island may contribute now; after a failure it has to wait a while."""
         return time.monotonic() >= self._next_try
 
-    def fate(self, names: list[str], version: int, decision: Decision) -> str | None:
-        """Returns which of this island's contributions to a version was merged.
+    def merged_contribution(self, names: list[str], version: int, decision: Decision) -> str | None:
+        """Returns which of several contributions of this island the merger has merged.
 
         Args:
-          names: the names of these contributions.
-          version: the version from which their changes began.
+          names: the names of the contributions, which were all made from the same version.
+          version: the number of this version.
           decision: the decision on a later version.
 
         Returns:
-          The name of the contribution that was merged; "" if none was and none can be any more;
-          None if one may still be merged.
+          The name of the contribution that was merged; "" if none of them was merged and none can
+          be merged any more; None if one of them may still be merged.
         """
         last = decision.totals.get(self._island, IslandTotal()).last
         if last in names:
             return last
         return "" if decision.oldest > version else None
 
-    def is_lost(self, name: str, version: int, at_once: bool = False) -> str:
-        """Returns in words why a contribution can no longer be merged, or "" if it still can.
+    def why_lost(self, name: str, version: int, at_once: bool = False) -> str:
+        """Returns in words why a contribution cannot be merged: it was refused, or it is gone.
 
-        The method looks into the folder at most every `poll_seconds`; for calls between two looks
-        the result is "". The result is also "" if the folder has a version newer than `version`:
-        the decision on the newer version says whether the contribution was merged.
+        The result is "" if the contribution may still be merged. The method looks into the folder
+        at most every `poll_seconds`; for calls between two looks the result is "". The result is
+        also "" if the folder has a version newer than `version`: the decision on the newer version
+        says whether the contribution was merged.
 
         Args:
           name: the contribution's name.
-          version: the version that it contributes to.
+          version: the number of the version from which the contribution was made.
           at_once: whether to look now in any case.
         """
         now = time.monotonic()
@@ -333,11 +335,12 @@ class Exchange:
             return ""
         self._looked_for_sent = now
         place, last = name.rsplit("/", 1)
-        names = self.trying("contribution", lambda: self.folder.names(place), None)
-        if names is None or self.trying("versions", lambda: self.newest(version), None) != version:
+        names = self.run_or_default("contribution", lambda: self.folder.names(place), None)
+        newest = self.run_or_default("versions", lambda: self.newest(version), None)
+        if names is None or newest != version:
             return ""  # a newer version will say whether it was merged
         if last.removesuffix(SUFFIX) + REFUSED in names:
-            why = self.trying("refused", lambda: self._reason(name), "")
+            why = self.run_or_default("refused", lambda: self._reason(name), "")
             return f"the merger refuses it: {why}"
         return "" if last in names else "it is gone"
 
@@ -346,46 +349,47 @@ class Exchange:
             return self.folder.read_json(name.removesuffix(SUFFIX) + REFUSED, str) or ""
         return ""
 
-    def outstanding(
+    def find_unmerged(
         self, decision: Decision, specs: Mapping[str, TensorSpec]
     ) -> tuple[str, ContributionFacts, dict[str, np.ndarray]] | None:
-        """Finds a contribution of an earlier run of this island's process that is not merged yet.
+        """Finds a contribution of an earlier run of this island's process that may still be merged.
 
         Args:
-          decision: the decision on the newest version. A later version can still merge the
-            contribution.
+          decision: the decision on the newest version, which says what was merged so far.
           specs: a dictionary from the names of the variables that the next version changes to their
             shapes and dtypes.
 
         Returns:
-          The contribution's name, its facts, and its change by name of the variable; None if there
-          is none, or if the folder fails.
+          A triple: the contribution's name, its facts, and a dictionary from the names of variables
+          to their changes. None if there is no such contribution, or if the folder fails.
         """
-        last = life_and_number(decision.totals.get(self._island, IslandTotal()).last)
+        last = contribution_order(decision.totals.get(self._island, IslandTotal()).last)
 
         def work() -> tuple[str, ContributionFacts, dict[str, np.ndarray]] | None:
             for version in range(decision.version, decision.oldest - 1, -1):
-                names = contribution_names(self.folder, version)
+                names = last_contributions(self.folder, version)
                 name = names.get((self._island, version), "")
-                if life_and_number(name) > last:
-                    return self.contribution(name, specs)
+                if contribution_order(name) > last:
+                    return self.read_contribution(name, specs)
             return None
 
         with contextlib.suppress(DamagedObjectError):
-            return self.trying("contribution", work, None)
+            return self.run_or_default("contribution", work, None)
         return None
 
-    def contribution(
+    def read_contribution(
         self, name: str, specs: Mapping[str, TensorSpec]
     ) -> tuple[str, ContributionFacts, dict[str, np.ndarray]] | None:
         """Reads a contribution; returns None if it is gone.
 
         Args:
           name: the name of the contribution's object.
-          specs: a dictionary from the names of its variables to their shapes and dtypes.
+          specs: a dictionary from the names of the contribution's variables to their shapes and
+            dtypes.
 
         Returns:
-          The name, the facts, and the change in float32 by name of the variable.
+          A triple: `name`, the facts that the island sent with the contribution, and a dictionary
+          from the names of variables to their changes in float32.
 
         Raises:
           DamagedObjectError: the object is damaged, or is for other variables.
@@ -393,15 +397,17 @@ class Exchange:
         stored = self.folder.load(name, kind=ContributionFacts, most=most_bytes(specs))
         return stored and (name, stored.facts, decoded(stored, specs))
 
-    def waits(self, key: str, what: str, after: float = 0.0) -> None:
-        """Logs what the island waits for, if it has waited long enough.
+    def log_wait(self, key: str, message: str, after: float = 0.0) -> None:
+        """Logs what the island waits for, if it has waited for `after` seconds.
+
+        Call `log_wait` again and again while the island waits.
 
         Args:
           key: a name of the kind of wait; calls with the same key count as one wait.
-          what: what the island waits for, in words.
-          after: the seconds for which it must have waited before the first message.
+          message: what the island waits for, in words.
+          after: the seconds from the first call to the first message in the log.
         """
-        self.reminders.lasts(key, f"Island {self._island}: {what}", after)
+        self.reminders.remind(key, f"Island {self._island}: {message}", after)
 
 
 def _numbers(marks: Mapping[str, str]) -> list[int]:

@@ -149,11 +149,11 @@ class Folder:
         return True
 
     @contextlib.contextmanager
-    def _asking(self, name: str, what: str) -> Iterator[None]:
+    def _store_errors(self, name: str, what: str) -> Iterator[None]:
         """Turns the store's errors inside the block into FolderErrors.
 
-        `name` is the name of the object that the block reads or writes. `what` is the participle
-        that follows "cannot be" in the error's text, such as "read".
+        `name` is the name of the object that the block reads or writes. `what` follows "cannot be"
+        in the error's text: it is a word such as "read" or "written".
         """
         _check_not_forked()
         if name and any(part in ("", ".", "..") for part in name.split("/")):
@@ -174,14 +174,15 @@ class Folder:
         return sorted(self.marks(folder))
 
     def marks(self, folder: str) -> dict[str, str]:
-        """Returns a dictionary from the names in a subfolder to their marks.
+        """Lists a subfolder: returns a dictionary from the names in it to their marks.
 
-        The mark of an object is a text that changes with each write of the object. The mark of a
-        folder is "". On a disk, links, pipes and names that are not text are left out.
+        The mark of an object is a text, such as an ETag, that changes with each write of the
+        object. The mark of a folder is "". The result is {} if there is no such subfolder. On a
+        disk, links, pipes and names that are not text are left out.
         """
         if not self._is_there():
             return {}
-        with self._asking(folder, "listed"):
+        with self._store_errors(folder, "listed"):
             found = self._local_marks(folder) if self.is_local else self._marks(folder)
         if not found:
             self._is_there()  # raises if the folder was moved away just now
@@ -226,7 +227,7 @@ class Folder:
 
         if not self._is_there():
             return None
-        with self._asking(name, "read"):
+        with self._store_errors(name, "read"):
             try:
                 # Opening a pipe would wait for ever.
                 if self.is_local and not stat.S_ISREG(os.lstat(self._path(name)).st_mode):
@@ -252,7 +253,7 @@ class Folder:
         import obstore
 
         self._is_there(creates=True)
-        with self._asking(name, "written"):
+        with self._store_errors(name, "written"):
             obstore.put(self._store, name, data)
             self._is_there()  # raises if another folder has taken the place meanwhile
 
@@ -267,7 +268,7 @@ class Folder:
         from obstore.exceptions import AlreadyExistsError
 
         self._is_there(creates=True)
-        with self._asking(name, "written"):
+        with self._store_errors(name, "written"):
             try:
                 if len(data) <= _ONE_PUT:
                     obstore.put(self._store, name, data, mode="create")
@@ -286,7 +287,7 @@ class Folder:
         import obstore
 
         if self._is_there():
-            with self._asking(name, "removed"), contextlib.suppress(FileNotFoundError):
+            with self._store_errors(name, "removed"), contextlib.suppress(FileNotFoundError):
                 obstore.delete(self._store, name)
 
     def set_aside(self, name: str) -> str:
@@ -295,7 +296,7 @@ class Folder:
 
         aside = f"{_SET_ASIDE}/{name.replace('/', '.')}.{uuid.uuid4().hex[:8]}"
         self._is_there()
-        with self._asking(name, "set aside"), contextlib.suppress(FileNotFoundError):
+        with self._store_errors(name, "set aside"), contextlib.suppress(FileNotFoundError):
             if self.is_local:  # also moves directories and pipes
                 os.makedirs(self._path(_SET_ASIDE), exist_ok=True)
                 os.rename(self._path(name), self._path(aside))

@@ -178,12 +178,14 @@ class Island:
             lambda: {"version": self.version, "step": self.step},
         )  # fmt: skip
 
-    def _note(self, event: str, **fields: Any) -> None:
-        """Adds an event to the island's journal; does nothing in a replay.
+    def _write_event(self, event: str, **fields: Any) -> None:
+        """Adds an event to the island's journal, with the island's step and version.
+
+        If the island repeats an earlier run (`Island(replay=True)`), nothing is written.
 
         Args:
           event: the kind of event, such as "took" or "joined".
-          **fields: more facts of the event, which JSON can hold. Step and version are added.
+          **fields: more facts of the event, which JSON can hold.
         """
         if not self._replay:
             given = {"step": self._at, "version": self.version, **fields}
@@ -193,7 +195,9 @@ class Island:
         """Takes the folder's newest version, or offers this island's values for the first version.
 
         Call `begin` before the first step. Call it again after `finish`, or if a new session has
-        restored older values.
+        restored older values. An island that was made with replay=True repeats an earlier run of
+        the island instead: it reads from the journal, the record of events in the folder, which
+        versions that run took.
 
         Args:
           session: a session in which variables are initialized or restored from a checkpoint.
@@ -203,12 +207,13 @@ class Island:
             written a file beside it, the island also contributes what it had learned by then.
 
         Raises:
-          IslandError: there was no version within `begin_seconds`, another living process has the
-            island's name, the folder's versions are of another model, or a replay has no journal.
+          IslandError: there was no version within `begin_seconds`; another living process has the
+            island's name; the folder's versions are of another model; or, with replay=True, the
+            journal has no run of this island that began at `step`.
         """
         self.step = self._at = step
         self._has_left, self._learning = False, Learning(self._specs)
-        self._learning.start_counting(self._counts_of(session))
+        self._learning.start_counting(self._step_counts(session))
         self._checkpoint = checkpoint
         saved = saved_beside(checkpoint, self.name, self._specs) if checkpoint else None
         if saved and not (saved.has_learned or self._replay):
@@ -218,21 +223,21 @@ class Island:
         if self._replay:
             self._events = events_by_step(self.folder, self.name)
             return self._begin_replay(session, step, saved)
-        self._exchange.begin(self._begin_seconds)
+        self._exchange.take_name(self._begin_seconds)
         self._merger = self._merger or self._make_merger()
         if self._merger:
             self._merger.start()
         version, decision = self._await_version(session)
         # The merger may still merge a contribution of an earlier run of this island's process.
-        outstanding = self._exchange.outstanding(decision, self._learning.specs_after(version))
+        unmerged = self._exchange.find_unmerged(decision, self._learning.specs_after(version))
         self._exchange.journal.keeps_all = decision.keeps_all
-        sent = outstanding[0] if outstanding else ""
+        sent = unmerged[0] if unmerged else ""
         last = decision.totals.get(self.name, IslandTotal()).last
         life, fragments = self._exchange.journal.life, self._learning.fragments
-        if saved and saved.is_left([last, sent], life, version, fragments):
-            return self._go_on_with(session, saved, version, decision)
-        self._join(session, version, decision, outstanding)
-        self._note("joined", bytes=_bytes(self._learning.base), sent=sent)
+        if saved and saved.is_uncontributed([last, sent], life, version, fragments):
+            return self._continue_restored(session, saved, version, decision)
+        self._join(session, version, decision, unmerged)
+        self._write_event("joined", bytes=_bytes(self._learning.base), sent=sent)
         # It is normal that a new run takes a version's values. If an older run's values are
         # overwritten, or the step jumps, a warning says so.
         level = logging.WARNING if self.step != step or step else logging.INFO
@@ -263,24 +268,28 @@ class Island:
         except FolderError as error:
             logger.warning("Island %s: %s", self.name, error)
 
-    def _go_on_with(
+    def _continue_restored(
         self, session: Any, saved: SavedIsland, version: int, decision: Decision
     ) -> None:
-        """Takes a version, and adds what the restored island had learned and not contributed.
+        """Continues from a checkpoint: takes a version, and adds what the island had learned.
+
+        What the island had learned by the checkpoint and not contributed is in `saved`, the content
+        of the file beside the checkpoint.
 
         Args:
-          session: the session that trains.
-          saved: the content of the file beside the checkpoint.
-          version: the number of the folder's newest version.
-          decision: the decision that made it. The version's values are in `_new`.
+          session: the session that trains; its variables are restored from the checkpoint.
+          saved: the content of the file.
+          version: the number of the folder's newest version. The attribute `_version_values` has
+            the version's values.
+          decision: the decision that made this version.
         """
         self._restore(session, saved)
         learned = saved.learned
         sent = self._learning.sent
         waiting = sent.tokens if sent else 0.0
-        self._note("joined", restored=[learned.life, learned.events])
+        self._write_event("joined", restored=[learned.life, learned.events])
         if version > learned.version:
-            self._take(session, version, (self._new, decision))
+            self._take_version(session, version, (self._version_values, decision))
         logger.warning(
             "The island %s goes on from version %d, with what its checkpoint of step %d has "
             "learned from %g tokens since version %d, as step %d", self.name, version, self._at,
@@ -297,21 +306,22 @@ class Island:
         self._sent_at = time.monotonic()
         self._values.write(session, {})
 
-    def _counts_of(self, session: Any) -> StepCounts:
+    def _step_counts(self, session: Any) -> StepCounts:
         counts = getattr(self._values, "counts", None)
         return counts(session) if counts else StepCounts()
 
-    def _counts_in(self, values: Mapping[str, Any]) -> dict[str, int]:
-        """Returns the counters that schedules follow, by name: "step", and counts of updates.
+    def _schedule_counters(self, values: Mapping[str, Any]) -> dict[str, int]:
+        """Returns the counters that learning rate schedules follow, as a dictionary by name.
 
-        `values` are the values of the session's variables by name, among them the counts of
-        updates. The counter "step" is the island's own attribute `step`.
+        The counters are "step", which is the island's own attribute `step`, and counts of updates.
+        `values` is a dictionary from the names of the session's variables to their values; the
+        counts of updates are among them.
         """
         found = {key: int(values[name]) for key, name in self._follows.items()}
         return {"step": self.step, **found}
 
     def _await_version(self, session: Any) -> tuple[int, Decision]:
-        """Waits for a version that can be read, and reads it into `_new`.
+        """Waits until the folder has a version, and reads its values into `_version_values`.
 
         Until the folder has a version, the island offers the session's values for the first one.
 
@@ -322,19 +332,19 @@ class Island:
           IslandError: there was no version within `begin_seconds`, or it is of another model.
         """
         until, values = time.monotonic() + self._begin_seconds, self._values.read(session)
-        facts = ContributionFacts(island=self.name, counts=self._counts_in(values))
+        facts = ContributionFacts(island=self.name, counts=self._schedule_counters(values))
         offered = {name: wide(values[name]) for name in self._specs}
         exchange = self._exchange
         while True:
-            newest = exchange.trying("versions", lambda: exchange.newest(None), None)
+            newest = exchange.run_or_default("versions", lambda: exchange.newest(None), None)
             if newest is not None:
-                self._take_fragments()
+                self._read_fragments()
                 try:
-                    found = self._load(newest, 0)
+                    found = self._read_values(newest, 0)
                 except OtherTensorsError as error:
                     raise IslandError(f"The island has another model: {error}") from error
                 if found:
-                    self._new, decision = found
+                    self._version_values, decision = found
                     return newest, decision
             else:
                 self._exchange.offer(facts, offered)
@@ -346,10 +356,10 @@ class Island:
                     f"{self._begin_seconds:g} s. {merger or way}"
                 )
             if self._merger is None:
-                exchange.waits("begin", f"waiting for a version in {self.folder.url}")
+                exchange.log_wait("begin", f"waiting for a version in {self.folder.url}")
             time.sleep(min(self._poll, 0.5))
 
-    def _take_fragments(self) -> None:
+    def _read_fragments(self) -> None:
         fragments = self._learning.fragments = self._exchange.settings().fragments
         if self.inner_steps % fragments:
             raise IslandError(
@@ -357,18 +367,22 @@ class Island:
                 f"in {self.folder.url} are made with fragments={fragments}."
             )
 
-    def _load(self, newest: int, since: int) -> tuple[dict[str, np.ndarray], Decision] | None:
-        """Reads what versions changed, and counts the bytes that were read in `traffic`.
+    def _read_values(
+        self, newest: int, since: int
+    ) -> tuple[dict[str, np.ndarray], Decision] | None:
+        """Reads the variables that versions from `since` to `newest` changed.
+
+        The number of bytes that are read is added to the attribute `traffic`.
 
         Args:
           newest: the number of the version to read.
-          since: the first version whose changes are read.
+          since: the number of the first version whose variables are read; 0 reads all variables.
 
         Returns:
-          The values of the changed variables as of `newest`, by name, and the decision that made
-          it; None if it cannot be read.
+          A pair: a dictionary from the names of these variables to their values as of `newest`, and
+          the decision that made `newest`. None if `newest` cannot be read.
         """
-        found = self._exchange.load(newest, self._learning.fragments, since)
+        found = self._exchange.read_values(newest, self._learning.fragments, since)
         if found:
             self.traffic = self.traffic._replace(read=self.traffic.read + _bytes(found[0]))
         return found
@@ -378,24 +392,27 @@ class Island:
         session: Any,
         version: int,
         decision: Decision,
-        outstanding: tuple[str, ContributionFacts, Mapping[str, np.ndarray]] | None,
+        unmerged: tuple[str, ContributionFacts, Mapping[str, np.ndarray]] | None,
     ) -> None:
-        """Begins from a version's values, plus a change that was contributed but not yet merged.
+        """Sets the session's variables to a version's values, and begins to learn from these.
+
+        If an earlier run of this island's process has made a contribution that is not merged yet,
+        its change is added to the values.
 
         Args:
           session: the session that trains.
-          version: the number of the version, whose values are in `_new`.
+          version: the number of the version. The attribute `_version_values` has its values.
           decision: the decision that made the version.
-          outstanding: the contribution, from an earlier run of this island's process, that is not
-            merged yet: its name, its facts, and its change by variable. None if there is none.
+          unmerged: this contribution, as a triple: its name, its facts, and a dictionary from the
+            names of variables to their changes. None if there is none.
         """
-        counts, learning = self._counts_in(self._values.read(session)), self._learning
+        counts, learning = self._schedule_counters(self._values.read(session)), self._learning
         learning.base = {}
         learning.start_from(version, counts)
-        name, facts, change = outstanding or ("", None, {})
+        name, facts, change = unmerged or ("", None, {})
         learned = {key: -value for key, value in change.items()}
         followed = self._follow_version(decision, counts, counts)
-        self._write(session, self._new, learned, followed)
+        self._write_values(session, self._version_values, learned, followed)
         if facts and facts.version is not None:
             now = self._values.read(session)
             values = {key: now[key] for key in change}
@@ -405,39 +422,45 @@ class Island:
             learning.sent, learning.attempts = sent, {name: sent}
             self._sent_at = time.monotonic()
 
-    def _write(
+    def _write_values(
         self,
         session: Any,
         merged: Mapping[str, np.ndarray],
         learned: Mapping[str, np.ndarray],
         more: Mapping[str, Any],
     ) -> None:
-        """Writes merged values, plus what was learned since, to the session's variables.
+        """Sets the session's variables to a version's values plus what the island has learned.
 
         Args:
           session: the session that trains.
           merged: a dictionary from the names of variables to their values in a version.
-          learned: a dictionary from names to what was learned and is not in the version.
-          more: new values of other variables, such as counters, by name.
+          learned: a dictionary from the names of variables to arrays that are added to these
+            values: what the island has learned and the version does not contain.
+          more: a dictionary from the names of other variables, such as counters, to new values.
         """
         dtypes = {name: dtype_of(spec.dtype) for name, spec in self._values.specs.items()}
-        self._values.write(session, {**more, **self._learning.values_of(merged, learned, dtypes)})
+        self._values.write(session, {**more, **self._learning.add_learned(merged, learned, dtypes)})
 
     def _follow_version(
         self, decision: Decision, counts: Mapping[str, int], before: Mapping[str, int]
     ) -> dict[str, int]:
-        """Raises the island's `step` to a version's, and returns new values of other counters.
+        """Raises the attribute `step` to a version's step; returns new values of other counters.
+
+        `Learning.advance_counters` computes the new values.
 
         Args:
           decision: the decision that made the version, which has the version's counters.
-          counts: the island's counters now, by name.
-          before: the island's counters when it made the contribution that the version contains.
+          counts: a dictionary from the names of the island's counters to their values now.
+          before: the values of the same counters when the island made the contribution that the
+            version contains.
 
         Returns:
-          A dictionary from names of the session's variables to new values, for the counters that
-          change.
+          A dictionary from the names of the session's variables to new values. It has only the
+          counters that change.
         """
-        new = self._learning.follow(decision.counts if self._follow else {}, counts, before)
+        new = self._learning.advance_counters(
+            decision.counts if self._follow else {}, counts, before
+        )
         self.step += new["step"] - counts["step"]
         return {name: new[key] for key, name in self._follows.items() if new[key] != counts[key]}
 
@@ -459,35 +482,35 @@ class Island:
             raise ValueError(f"tokens must be a finite number, not negative, got {tokens!r}.")
         self.step += 1
         self._at = self.step
-        self._learning.count(self._counts_of(session), float(tokens))
+        self._learning.count_step(self._step_counts(session), float(tokens))
         if checkpoint:
             self.save(checkpoint)
         if self._replay:
-            return self._replay_step(session)
+            return self._repeat_events(session)
         exchange, learning = self._exchange, self._learning
-        newest, is_soon = exchange.look(self.version)
+        newest, is_soon = exchange.look_for_version(self.version)
         if newest > self.version:
-            self._take(session, newest)
+            self._take_version(session, newest)
             is_soon = False
-        self._look_after_sent()
+        self._withdraw_if_lost()
         is_due = learning.since >= self.inner_steps // learning.fragments or is_soon
         is_again = bool(learning.attempts)
-        if learning.sent is None and is_due and exchange.may_try():
+        if learning.sent is None and is_due and exchange.may_contribute():
             is_there = self._contribute(session, is_soon)
             if is_there and not is_again:
                 self._wait_and_take(session, self._wait)
 
-    def _look_after_sent(self) -> None:
-        """Takes the last contribution back if it cannot be merged, or has waited too long.
+    def _withdraw_if_lost(self) -> None:
+        """Withdraws the last contribution if it cannot be merged, or has waited too long.
 
-        The change of a contribution that is taken back becomes part of the next contribution.
+        The change of a contribution that is withdrawn becomes part of the next contribution.
         """
         learning = self._learning
         if learning.sent is None:
             return
         name, version = next(reversed(learning.attempts), ""), learning.sent.version
-        why = self._exchange.is_lost(name, version)
-        self._exchange.waits(
+        why = self._exchange.why_lost(name, version)
+        self._exchange.log_wait(
             "sent", f"its contribution to version {version} waits: no merger makes the next one",
             max(self._wait, _LONG),
         )  # fmt: skip
@@ -496,18 +519,18 @@ class Island:
         if is_long and attempts < _ATTEMPTS and learning.since >= self.inner_steps:
             why = why or "nobody has merged it, and there is more"
         if why:
-            self._take_back(f"{name}: {why}; what is in it goes into another contribution")
+            self._withdraw(f"{name}: {why}; what is in it goes into another contribution")
 
-    def _take_back(self, why: str) -> None:
+    def _withdraw(self, why: str) -> None:
         """Treats the last contribution as not made, so that the next one contains its change.
 
-        `why` says why the contribution is taken back: it is logged and written into the journal. If
-        `why` is "", nothing is logged.
+        `why` is the reason, which is logged and written into the journal. If `why` is "", nothing
+        is logged.
         """
-        self._learning.take_back()
+        self._learning.withdraw_contribution()
         if why:
             logger.warning("Island %s: %s", self.name, why)
-        self._note("took_back", why=why)
+        self._write_event("took_back", why=why)
 
     def finish(self, session: Any, waits: bool = True) -> None:
         """Contributes what is left, takes merged values that come in time, and leaves the folder.
@@ -531,12 +554,12 @@ class Island:
                     break
                 time.sleep(min(self._poll, 0.5))
             if not self._wait_and_take(session, until - time.monotonic()):
-                self._look_after_sent()
+                self._withdraw_if_lost()
                 if time.monotonic() > until:
                     break
         if learning.sent is not None and any(learning.tokens):
             # Contribute again, with what was learned since. The merger takes the last contribution.
-            self._take_back("it ends: all that is left goes into one contribution")
+            self._withdraw("it ends: all that is left goes into one contribution")
             self._contribute(session, True)
             if self._wait_and_take(session, 0.0):  # a version with the former one came in between
                 self._contribute(session, True)
@@ -557,27 +580,27 @@ class Island:
             self._merger = None
         if self.version is not None and not self._has_left:
             self._has_left = True
-            self._note("left", step=self.step, tokens_left=max(self._learning.tokens))
+            self._write_event("left", step=self.step, tokens_left=max(self._learning.tokens))
             self._exchange.lease.leave()
 
     def _wait_and_take(self, session: Any, seconds: float) -> bool:
         """Waits for a version that is newer than the island's, and takes its values.
 
         The method waits for at most `seconds`, and only while a contribution of this island waits
-        to be merged. The result says whether a version was taken.
+        to be merged. The result is True if a version was taken.
         """
         assert self.version is not None
         learning, before, until = self._learning, self.version, time.monotonic() + seconds
         while learning.sent is not None:
-            newest, _ = self._exchange.look(before, at_once=True)
+            newest, _ = self._exchange.look_for_version(before, at_once=True)
             if newest > before:
-                self._take(session, newest)
+                self._take_version(session, newest)
                 return self.version != before
             if time.monotonic() >= until:
                 return False
             name = next(reversed(learning.attempts), "")
-            if self._exchange.is_lost(name, learning.sent.version):
-                self._look_after_sent()
+            if self._exchange.why_lost(name, learning.sent.version):
+                self._withdraw_if_lost()
                 return False
             time.sleep(min(self._poll, 0.05))
         return False
@@ -585,8 +608,8 @@ class Island:
     def _contribute(self, session: Any, is_early: bool) -> bool:
         """Contributes this island's change of the variables that the next version changes.
 
-        If one of the values is not finite, nothing is contributed, and the island goes back to the
-        values of its version.
+        If the change has a NaN or an infinity, nothing is contributed, and the island's variables
+        are reset to the values of its version.
 
         Args:
           session: the session that trains.
@@ -605,20 +628,20 @@ class Island:
         if not self._replay:
             self._exchange.check_name()
         now = self._values.read(session)
-        changed = learning.changed(now)
+        changed = learning.change_since_version(now)
         bad = [name for name, value in changed.items() if not np.isfinite(value).all()]
         if bad:
-            anew = self._go_back(session)
+            anew = self._reset_to_version(session)
             if not self._replay:
                 logger.warning(
                     "%s of %s holds numbers that are not finite, after step %d: it goes back to "
                     "version %d%s", bad[0], self.name, self._at, self.version,
                     f", and {counted(sorted(anew), 'slot')} begin anew" if anew else "",
                 )  # fmt: skip
-                self._note("went_back", variable=bad[0], tokens=tokens)
+                self._write_event("went_back", variable=bad[0], tokens=tokens)
             return False
-        counts = self._counts_in(now)
-        change = learning.to_send(changed, now, counts, self.form)
+        counts = self._schedule_counters(now)
+        change = learning.rounded_change(changed, now, counts, self.form)
         name, is_there = "", True
         if not self._replay:
             facts = ContributionFacts(
@@ -635,46 +658,47 @@ class Island:
             written = self.traffic.written + _bytes(change.tensors)
             self.traffic = self.traffic._replace(written=written)
         # The object may exist even if the folder reported an error.
-        learning.send(change, name)
+        learning.record_contribution(change, name)
         self._sent_at = time.monotonic()
         if not is_there:
-            self._take_back("")
+            self._withdraw("")
         return is_there
 
-    def _go_back(self, session: Any) -> list[str]:
+    def _reset_to_version(self, session: Any) -> list[str]:
         """Resets variables to the values of the version that the island has taken last.
 
         If a slot of a variable is not finite, all slots of this variable get their initial values.
-        The result is the names of the slots that were reset in this way.
+        The result is a list of the names of these slots.
         """
-        begin_anew = getattr(self._values, "begin_anew", None)
-        anew = begin_anew(session) if begin_anew else {}
-        self._write(session, self._learning.base, {}, anew)
-        self._learning.start_from(self.version, self._counts_in(self._values.read(session)))
+        slots_to_reset = getattr(self._values, "slots_to_reset", None)
+        anew = slots_to_reset(session) if slots_to_reset else {}
+        self._write_values(session, self._learning.base, {}, anew)
+        self._learning.start_from(self.version, self._schedule_counters(self._values.read(session)))
         return list(anew)
 
-    def _take(
+    def _take_version(
         self,
         session: Any,
         newest: int,
         found: tuple[dict[str, np.ndarray], Decision] | None = None,
         merged_as: str | None = "?",
     ) -> None:
-        """Takes a newer version's values, and adds what the island learned that is not in them.
+        """Sets the session's variables to a newer version's values plus what they do not contain.
 
-        If the island's last contribution can no longer be merged, its change counts as not
-        contributed.
+        What the island has learned is added to the values as far as no merged contribution contains
+        it. If the island's last contribution can no longer be merged, it is withdrawn. If the
+        version cannot be read, nothing happens.
 
         Args:
-          session: the session to write to.
-          newest: the newer version's number.
-          found: the version's values by name and its decision, if they were read before; None reads
-            them.
-          merged_as: only in a replay: the name of this island's contribution that was merged, ""
-            if none was, None if that was not known yet.
+          session: the session that trains.
+          newest: the number of the newer version.
+          found: what `_read_values` has returned for the version; None reads the version.
+          merged_as: used only if the island repeats an earlier run: what the journal says about
+            this island's contributions. It is the name of the one that was merged, "" if none was
+            merged, or None if one could still be merged.
         """
         assert self.version is not None
-        found = found or self._load(newest, self.version + 1)
+        found = found or self._read_values(newest, self.version + 1)
         if not found:
             return
         values, decision = found
@@ -682,31 +706,33 @@ class Island:
         now, sent = self._values.read(session), learning.sent
         if not self._replay:
             version = self.version if sent is None else sent.version
-            merged_as = self._exchange.fate(list(learning.attempts), version, decision)
+            merged_as = self._exchange.merged_contribution(
+                list(learning.attempts), version, decision
+            )
         if merged_as and not self._replay:
-            learning.merged_was(merged_as)
+            learning.record_merged(merged_as)
         elif sent and merged_as == "":
             why = "came too late to be merged, or was refused"
-            self._take_back(f"its contribution to version {sent.version} {why}: it is made again")
-        counts = self._counts_in(now)
+            self._withdraw(f"its contribution to version {sent.version} {why}: it is made again")
+        counts = self._schedule_counters(now)
         before = learning.sent.counts if learning.sent else learning.counts_before
         followed = self._follow_version(decision, counts, before)
-        learned = learning.take(newest, values, now, is_open=merged_as is None)
-        self._write(session, values, learned, followed)
-        self._exchange.reminders.over("sent")
-        self._note("took", merged=merged_as, bytes=_bytes(values))
+        learned = learning.take_version(newest, values, now, may_still_merge=merged_as is None)
+        self._write_values(session, values, learned, followed)
+        self._exchange.reminders.end("sent")
+        self._write_event("took", merged=merged_as, bytes=_bytes(values))
 
     def _begin_replay(self, session: Any, step: int, saved: SavedIsland | None) -> None:
-        """Begins a replay at a step at which the island joined, as its journal says.
+        """Begins to repeat an earlier run of this island, from the journal of that run.
 
         Args:
-          session: the session to write to.
-          step: the step.
+          session: the session that trains.
+          step: the step at which the earlier run began.
           saved: the content of the file beside the checkpoint; None if there is none.
 
         Raises:
-          IslandError: the journal does not say that the island joined at this step, or it joined
-            with a file beside its checkpoint, and `saved` is None.
+          IslandError: the journal has no run that began at `step`; or the run began from a
+            checkpoint with a file beside it, and `saved` is None.
         """
         events = self._events.get(step, [])
         begins = [number for number, e in enumerate(events) if e["event"] == "joined"]
@@ -723,9 +749,9 @@ class Island:
                     "checkpoint: a replay from this step needs the file that Island.save wrote "
                     "beside this checkpoint."
                 )
-            self._take_fragments()
+            self._read_fragments()
             self._restore(session, saved)
-        self._replay_step(session)
+        self._repeat_events(session)
 
     def _lack_of_version(self, event: Mapping[str, Any]) -> IslandError:
         return IslandError(
@@ -733,34 +759,37 @@ class Island:
             f"be read from {self.folder.url}: a replay needs all versions (keep_all)."
         )
 
-    def _replay_step(self, session: Any) -> None:
-        """Repeats what the island did after the present step in the run that is replayed."""
+    def _repeat_events(self, session: Any) -> None:
+        """Repeats what the earlier run did after this step, as its journal says.
+
+        Called after each step of an island that repeats an earlier run (`Island(replay=True)`).
+        """
         for event in self._events.get(self._at, []):
             kind = event["event"]
             if kind == "joined" and "restored" in event:
                 continue  # `_begin_replay` has restored this
             if kind == "joined":
-                self._take_fragments()
-                found = self._load(event["version"], 0)
+                self._read_fragments()
+                found = self._read_values(event["version"], 0)
                 if not found:
                     raise self._lack_of_version(event)
-                self._new = found[0]
-                name, outstanding = event.get("sent", ""), None
+                self._version_values = found[0]
+                name, unmerged = event.get("sent", ""), None
                 if name:
-                    outstanding = self._exchange.contribution(
+                    unmerged = self._exchange.read_contribution(
                         name, self._learning.specs_after(event["version"])
                     )
-                self._join(session, event["version"], found[1], outstanding)
+                self._join(session, event["version"], found[1], unmerged)
             elif kind == "took":
-                self._take(session, event["version"], merged_as=event.get("merged"))
+                self._take_version(session, event["version"], merged_as=event.get("merged"))
                 if self.version != event["version"]:
                     raise self._lack_of_version(event)
             elif kind == "took_back" and self._learning.sent:
-                self._take_back("")
+                self._withdraw("")
             elif kind == "contributed":
                 self._contribute(session, False)
             elif kind == "went_back":
-                self._go_back(session)
+                self._reset_to_version(session)
 
 
 def _bytes(values: Mapping[str, np.ndarray]) -> int:

@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 
 from mtf_gradsync.tools.islands.folder import Folder, FolderError
-from mtf_gradsync.tools.islands.objects import life_and_number
+from mtf_gradsync.tools.islands.objects import contribution_order
 from mtf_gradsync.tools.islands.tensor_files import DamagedObjectError, TensorSpec
 
 logger = logging.getLogger(__name__)
@@ -70,7 +70,7 @@ class Learned(msgspec.Struct, frozen=True, kw_only=True):
       waiting: the tokens of steps whose gradients are accumulated and in no update yet; None if
         that is unknown.
       is_sent: whether the last of `attempts` may still be merged.
-      attempts: the names and counts of the contributions that the island has made to the version.
+      attempts: the names and counts of the contributions that the island has made from the version.
     """
 
     island: str
@@ -94,7 +94,8 @@ class SavedIsland(NamedTuple):
       base: the values from which the island went on.
       residual: a dictionary from the names of variables to the rounding errors that are added to
         their next changes.
-      attempts: a dictionary from the names of contributions to the version to what they contained.
+      attempts: a dictionary from the names of the contributions that the island has made from the
+        version to what they contained.
     """
 
     learned: Learned
@@ -107,20 +108,22 @@ class SavedIsland(NamedTuple):
         """Whether the island had learned anything that no version contains."""
         return self.learned.is_sent or any(self.learned.tokens)
 
-    def is_left(self, contributed: Sequence[str], life: int, version: int, fragments: int) -> bool:
-        """Returns whether what the island had learned by the checkpoint is still to be contributed.
+    def is_uncontributed(
+        self, contributed: Sequence[str], life: int, version: int, fragments: int
+    ) -> bool:
+        """Returns whether the island still has to contribute what it had learned by the checkpoint.
 
         The result is False if a contribution made after the checkpoint contains what the island had
         learned by then, or if the file beside the checkpoint belongs to another folder.
 
         Args:
-          contributed: names of the island's last contributions, "" for none.
+          contributed: the names of the island's last contributions; "" stands for none.
           life: the number of the current run of the island's process.
-          version: the folder's newest version.
+          version: the number of the folder's newest version.
           fragments: the number of sets of variables that versions change in turn.
         """
         learned = self.learned
-        later = [x for x in contributed if life_and_number(x) > (learned.life, learned.number)]
+        later = [x for x in contributed if contribution_order(x) > (learned.life, learned.number)]
         if later:
             logger.info("What the checkpoint of %s has learned is in %s", learned.island, later[0])
         # Numbers of runs and versions only grow in a folder. If they are smaller now, the file

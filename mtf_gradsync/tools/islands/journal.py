@@ -18,7 +18,7 @@ import msgspec
 
 from mtf_gradsync.runtimes._tables import text_table
 from mtf_gradsync.tools.islands.folder import Folder, FolderError
-from mtf_gradsync.tools.islands.leases import Beat, Holder, Reminders, terms_of
+from mtf_gradsync.tools.islands.leases import Heartbeat, Holder, Reminders, terms_of
 from mtf_gradsync.tools.islands.objects import Decision, IslandTotal, numbers_in, read_decision
 from mtf_gradsync.tools.islands.tensor_files import SUFFIX, DamagedObjectError
 
@@ -52,47 +52,48 @@ class Journal:
         """The number of events in this run of the process."""
         return self._before + len(self._lines)
 
-    def write(self, event: str, must: bool = False, **fields: Any) -> None:
+    def write(self, event: str, must_succeed: bool = False, **fields: Any) -> None:
         """Adds an event to the journal, with the time and the island's name.
 
         Args:
           event: the kind of event, such as "joined", "contributed" or "took".
-          must: whether the event has to be in the folder when this method returns. If it cannot be
-            written then, FolderError is raised and the event is not added. Otherwise a failed write
-            is made up later.
+          must_succeed: what happens if the event cannot be written into the folder now. If True,
+            FolderError is raised and the event is not added. If False, the event is written
+            together with a later event.
           **fields: more facts of the event, which JSON can hold. "step" must be one of them.
         """
-        if len(self._lines) >= _LINES_IN_A_PART and not self._is_behind():
+        if len(self._lines) >= _LINES_IN_A_PART and not self._write_failed():
             self._before = self.events
             self._part, self._lines = self._part + 1, []
             self._remove_old()
         self._lines.append(
             {"event": event, "island": self._island, "time": round(time.time(), 3), **fields}
         )
-        if self._is_behind() and must:
+        if self._write_failed() and must_succeed:
             self._lines.pop()
             raise FolderError(f"{self._name()} in {self._folder.url} cannot be written")
 
     def _name(self) -> str:
         return f"{self._place}/{self.life:08d}-{self._part:06d}.jsonl"
 
-    def _is_behind(self) -> bool:
-        """Writes the events of the newest object; returns whether the folder failed.
+    def _write_failed(self) -> bool:
+        """Writes the newest object of the journal again, with all its events.
 
-        Events are added to the newest object of the journal until it has 200 events.
+        The result is True if the folder failed, so that the object may lack events. Events are
+        added to the newest object until it has 200 events.
         """
         try:
             self._folder.write(self._name(), b"".join(map(_line, self._lines)))
         except FolderError as error:
             what = f"Island {self._island}: {error}; it is written with a later line"
-            self._reminders.lasts("journal", what)
+            self._reminders.remind("journal", what)
             with contextlib.suppress(FolderError):
                 try:
                     self._folder.read(self._name())
                 except DamagedObjectError:  # a directory has the name of the object
                     self._folder.set_aside(self._name())
             return True
-        self._reminders.over("journal")
+        self._reminders.end("journal")
         return False
 
     def _remove_old(self) -> None:
@@ -228,8 +229,8 @@ class Status(NamedTuple):
     def table(self) -> str:
         """Returns the state as text: a table with a line for each island, then messages.
 
-        The messages are the texts in `says`, and the reasons for which contributions were refused
-        recently.
+        The messages are the texts in `says`, and the reasons for which the merger refused
+        contributions in its last eight decisions.
         """
         head = "no version yet" if self.version is None else f"version {self.version}"
         columns = ("island", "joined", "contributed", "merged", "late", "refused", "tokens merged",
@@ -269,16 +270,16 @@ def read_status(folder: Folder) -> Status:
     ]
     events.sort(key=lambda e: e["time"])
     newest = max(numbers_in(folder, "versions", SUFFIX), default=None)
-    merger, beat = _merger(folder)
+    merger, beat = _merger_and_heartbeat(folder)
     members = terms_of(folder.marks("members"))
     says, rows = list(beat.says), []
     totals = decisions[-1].totals if decisions else {}
     for island in islands:
         term = members.get(f"{island}@")
-        own = Beat()
+        own = Heartbeat()
         if term:
             name = f"members/{island}@{term.number:08d}.beat"
-            own = _read(lambda name=name: folder.read_json(name, Beat)) or own
+            own = _read(lambda name=name: folder.read_json(name, Heartbeat)) or own
         says += own.says if term and not term.has_left else []
         lives = island in beat.living and bool(term and not term.has_left)
         mine = [event for event in events if event["island"] == island]
@@ -286,22 +287,22 @@ def read_status(folder: Folder) -> Status:
     return Status(newest, rows, events, decisions, merger, says)
 
 
-def _merger(folder: Folder) -> tuple[str, Beat]:
+def _merger_and_heartbeat(folder: Folder) -> tuple[str, Heartbeat]:
     """Returns which process merges, in words, and the last heartbeat of that process.
 
-    If no process merges, the words say so, and the heartbeat is an empty `Beat()`.
+    If no process merges, the words say so, and the heartbeat is an empty `Heartbeat()`.
     """
     term = terms_of(folder.marks("merger")).get("")
     if term is None:
-        return "no merger has begun", Beat()
+        return "no merger has begun", Heartbeat()
     if term.has_left:
-        return "the last merger has left", Beat()
+        return "the last merger has left", Heartbeat()
     name = f"merger/{term.number:08d}"
     holder = _read(lambda: folder.read_json(f"{name}.json", Holder))
-    beat = _read(lambda: folder.read_json(f"{name}.beat", Beat)) or Beat()
+    beat = _read(lambda: folder.read_json(f"{name}.beat", Heartbeat)) or Heartbeat()
     who = f"process {holder.pid} on {holder.host.split(' ')[0]}" if holder else "somebody"
     since = max(time.time() - beat.time, 0.0)
-    return f"{who} merges, and gave a sign of life {since:,.0f} s ago", beat
+    return f"{who} merges; its last heartbeat was {since:,.0f} s ago", beat
 
 
 def _read(read: Any) -> Any:
@@ -313,7 +314,7 @@ def _read(read: Any) -> Any:
 
 
 def _row(
-    island: str, own: list[dict[str, Any]], total: IslandTotal, beat: Beat, lives: bool
+    island: str, own: list[dict[str, Any]], total: IslandTotal, beat: Heartbeat, lives: bool
 ) -> IslandRow:
     count = collections.Counter(e["event"] for e in own)
     moved: collections.Counter[str] = collections.Counter()
@@ -345,7 +346,7 @@ def plot_status(
     rows = {row.island: number for number, row in enumerate(status.rows)}
     start = min((e["time"] for e in status.events), default=0.0)
     for island, row in rows.items():
-        for begin, end in _lives(status.events, island):
+        for begin, end in _times_of_runs(status.events, island):
             axes.plot([begin - start, end - start], [row, row], lw=6, alpha=0.25, color=colors[0])
     marks = dict(zip(("merged", "late", "not finite"), zip(colors[1:], "oxs")))
     points = collections.defaultdict(list)
@@ -367,10 +368,11 @@ def plot_status(
         axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
 
 
-def _lives(events: list[dict[str, Any]], island: str) -> list[tuple[float, float]]:
-    """Returns a pair for each run of an island's process: the times of its first and last event.
+def _times_of_runs(events: list[dict[str, Any]], island: str) -> list[tuple[float, float]]:
+    """Returns the times of the first and the last event of each run of an island's process.
 
-    `events` are the events of all islands, sorted by time.
+    The result has a pair of times for each run. `events` are the events of all islands, sorted by
+    time, and `island` is the island's name.
     """
     lives: list[tuple[float, float]] = []
     for event in events:

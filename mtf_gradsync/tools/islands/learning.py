@@ -13,13 +13,13 @@ from mtf_gradsync.tools.islands.tensor_files import TensorSpec
 from mtf_gradsync.tools.islands.versions import fragment_of
 
 
-class Change(NamedTuple):
-    """A change that is ready to be contributed.
+class RoundedChange(NamedTuple):
+    """A change in the form in which it is sent, and the errors that rounding to this form makes.
 
     Attributes:
-      tensors: the change in the form in which it is sent, by name of the tensor.
-      errors: a dictionary from the names of variables to the rounding errors of this form, which
-        are added to their next changes.
+      tensors: a dictionary from the names of tensors to the arrays that are sent.
+      errors: a dictionary from the names of variables to rounding errors: the exact change minus
+        the change that is sent. They are added to the next change of the variable.
       sent: the values and counts from which the change was made.
     """
 
@@ -42,7 +42,9 @@ class Learning:
       base: a dictionary from the names of variables to their values in that version.
       fragments: the number of sets of variables that versions change in turn.
       sent: the contribution that waits to be merged; None if there is none.
-      attempts: a dictionary from the names of contributions to the version to what they contained.
+      attempts: a dictionary from the names of all contributions that this island has made from
+        `version` to what they contained. There are several if the island has contributed again
+        because no merger merged the first one for a long time.
       since: the number of updates since the last contribution.
       tokens: for each fragment, the tokens since its last contribution.
       counts_before: the counters that schedules follow (global step, updates), as they were before
@@ -98,7 +100,7 @@ class Learning:
         self._residual, self._waiting_tokens = dict(saved.residual), learned.waiting
 
     def saved(self, island: str, life: int, number: int, events: int) -> SavedIsland:
-        """Returns the content of the file beside a checkpoint, which `restore` takes.
+        """Returns the content of the file to write beside a checkpoint, for `restore`.
 
         Args:
           island: the island's name.
@@ -122,7 +124,7 @@ class Learning:
         names = fragment_of(version + 1, list(self._specs), self.fragments)
         return {name: self._specs[name] for name in names}
 
-    def count(self, now: StepCounts, tokens: float) -> None:
+    def count_step(self, now: StepCounts, tokens: float) -> None:
         """Counts a step: an update and its tokens, unless the step accumulated or was skipped.
 
         Tokens of a step that only accumulates gradients are counted with the next update.
@@ -150,38 +152,39 @@ class Learning:
     def tokens_to_send(self) -> float:
         """The number of tokens that the next contribution is learned from.
 
-        Tokens are counted from the last contribution of the variables that the next version
-        changes.
+        The next contribution is for the variables that the next version changes. Tokens are counted
+        from the last contribution for these variables.
         """
         assert self.version is not None
         return self.tokens[self.version % self.fragments]
 
-    def changed(self, values: Mapping[str, Any]) -> dict[str, np.ndarray]:
-        """Returns the change of each variable that the next version changes, in float32.
+    def change_since_version(self, values: Mapping[str, Any]) -> dict[str, np.ndarray]:
+        """Returns what the island has changed since `base`, in the variables of the next version.
 
-        The change of a variable is its value in `base` minus its value in `values`, the session's
-        values by name. The result is a dictionary from the names of variables to their changes.
+        The result is a dictionary from the names of the variables that the next version changes to
+        float32 arrays: the variable's value in `base` minus its value in `values`. `values` is a
+        dictionary from the names of variables to their values in the session now.
         """
         assert self.version is not None
         names = fragment_of(self.version + 1, list(self.base), self.fragments)
         return {n: (self.base[n] - wide(values[n])).astype(np.float32) for n in names}
 
-    def to_send(
+    def rounded_change(
         self,
         changed: Mapping[str, np.ndarray],
         values: Mapping[str, Any],
         counts: dict[str, int],
         form: Form,
-    ) -> Change:
-        """Returns the change to contribute, in the form in which it is sent.
-
-        The rounding errors of earlier contributions are added to the change before it is rounded.
+    ) -> RoundedChange:
+        """Adds earlier rounding errors to a change, and rounds it to the form in which it is sent.
 
         Args:
-          changed: the result of the method `changed`.
-          values: the session's values by name, from which it was made.
-          counts: the counters that schedules follow, now, by name.
-          form: how the change is sent: "float32", "bfloat16", "int8" or "int4".
+          changed: the change to contribute, as `change_since_version` returns it.
+          values: a dictionary from the names of variables to the values in the session from which
+            the change was computed.
+          counts: a dictionary from the names of the counters that schedules follow to their values
+            now.
+          form: the form in which the change is sent: "float32", "bfloat16", "int8" or "int4".
         """
         assert self.version is not None
         residual = {name: self._residual[name] for name in changed if name in self._residual}
@@ -191,13 +194,13 @@ class Learning:
             self.version, {name: values[name] for name in changed}, counts, self.tokens_to_send,
             self.since, residual,
         )  # fmt: skip
-        return Change(tensors, errors, sent)
+        return RoundedChange(tensors, errors, sent)
 
-    def send(self, change: Change, name: str) -> None:
-        """Records that a change was contributed, and begins to count the next one.
+    def record_contribution(self, change: RoundedChange, name: str) -> None:
+        """Records that a change was contributed, and counts tokens and updates from 0 again.
 
         `name` is the name of the object (a file of the folder) that holds the contribution. It is
-        "" in a replay, which writes nothing.
+        "" if the island repeats an earlier run (`Island(replay=True)`) and writes no objects.
         """
         if name:
             self.attempts[name] = change.sent
@@ -205,8 +208,12 @@ class Learning:
         self.since, self.tokens[change.sent.version % self.fragments] = 0, 0.0
         self._residual.update(change.errors)
 
-    def take_back(self) -> None:
-        """Treats the last contribution as not made, so that the next one contains it."""
+    def withdraw_contribution(self) -> None:
+        """Treats the contribution `sent` as not made, so that the next one contains its change.
+
+        The method adds the tokens and updates of the contribution to those that are not contributed
+        yet, and restores the rounding errors from before it.
+        """
         assert self.sent is not None
         sent, self.sent = self.sent, None
         self.since += sent.steps
@@ -215,12 +222,13 @@ class Learning:
             self._residual.pop(name, None)
         self._residual.update(sent.residual)
 
-    def merged_was(self, name: str) -> None:
-        """Records which contribution to the version was merged.
+    def record_merged(self, name: str) -> None:
+        """Sets `sent` to the contribution that the merger has merged, and corrects the counts.
 
-        `name` is the name of the merged contribution, a key of `attempts`. If the island made
-        further attempts to contribute after this one, the tokens and updates that only these have
-        count as not contributed.
+        The island may have contributed several times from the same version; the merger merges one
+        of these contributions. If it was not the last one, the tokens and updates that only later
+        ones contain count as not contributed. `name` is the name of the merged contribution, a key
+        of `attempts`.
         """
         then, sent = self.attempts[name], self.sent
         if sent is not then:
@@ -231,29 +239,34 @@ class Learning:
 
     # Versions.
 
-    def take(
-        self, version: int, merged: Mapping[str, np.ndarray], now: Mapping[str, Any], is_open: bool
+    def take_version(
+        self,
+        version: int,
+        merged: Mapping[str, np.ndarray],
+        now: Mapping[str, Any],
+        may_still_merge: bool,
     ) -> dict[str, np.ndarray]:
-        """Takes a newer version, and returns what was learned that it does not contain.
+        """Makes `version` the island's version; returns what the island learned that it lacks.
 
-        The caller of `take` adds the result to the version's values by the method `values_of`.
+        The caller passes the result to `add_learned`, which adds it to the version's values.
 
         Args:
-          version: the version's number.
-          merged: a dictionary from the names of the variables that changed to their values in the
-            version.
-          now: the session's values by name.
-          is_open: whether `sent` may still be merged into a later version. If so, its change is
-            kept; if not, the version contains it.
+          version: the number of the newer version.
+          merged: a dictionary from the names of the variables that the version changed to their
+            values in it.
+          now: a dictionary from the names of variables to their values in the session.
+          may_still_merge: whether `sent` may still be merged into a later version. If True, its
+            change counts as learned since, and it stays in `sent`. If False, the version contains
+            its change, and `sent` becomes None.
 
         Returns:
-          A dictionary from the names in `merged` to what is to be added to the values in `merged`.
+          A dictionary from the names in `merged` to arrays to add to the values in `merged`.
         """
         sent = self.sent
         before = {name: wide(x) for name, x in (sent.values if sent else {}).items()}
         learned = {name: wide(now[name]) - before.get(name, self.base[name]) for name in merged}
         self.version = version
-        if not (is_open and sent):
+        if not (may_still_merge and sent):
             self.sent, self.attempts = None, {}
             return learned
         more = {name: before[name] - self.base[name] for name in before}
@@ -263,22 +276,22 @@ class Learning:
         self.attempts = {name: self.sent for name in self.attempts}
         return learned
 
-    def values_of(
+    def add_learned(
         self,
         merged: Mapping[str, np.ndarray],
         learned: Mapping[str, np.ndarray],
         dtypes: Mapping[str, np.dtype],
     ) -> dict[str, np.ndarray]:
-        """Returns new values of variables by name: merged values plus what was learned since.
+        """Adds what the island has learned to a version's values; returns the sums by name.
 
         The method also sets `base` for the variables in `merged`, so that the island's next change
         contains what is in `learned`.
 
         Args:
           merged: a dictionary from the names of variables to their values in the version.
-          learned: a dictionary from names to what was learned and is not in the version; nothing
-            was learned of a variable that it lacks.
-          dtypes: a dictionary from names to the dtypes of the session's variables.
+          learned: a dictionary from the names of variables to arrays to add, as `take_version`
+            returns it; for a variable that is not in it, nothing is added.
+          dtypes: a dictionary from the names of variables to the dtypes of the results.
         """
         written: dict[str, np.ndarray] = {}
         for name, value in merged.items():
@@ -289,19 +302,20 @@ class Learning:
             self.base[name] = value if is_exact else wide(written[name]) - since
         return written
 
-    def follow(
+    def advance_counters(
         self, version: Mapping[str, int], counts: Mapping[str, int], before: Mapping[str, int]
     ) -> dict[str, int]:
-        """Returns new values of the island's counters, by name.
+        """Returns the values that the island's counters get when it takes a version, by name.
 
-        The new value of a counter is the version's value plus what the island has counted since its
-        contribution. If this is lower than the island's present value, or if the version does not
-        have the counter, the counter keeps the present value.
+        A counter, such as the global step, gets the version's value plus what the island has
+        counted since its contribution. If this is lower than the island's own value, or if the
+        version does not have the counter, the counter keeps the island's own value.
 
         Args:
-          version: the version's counters, by name; {} if the island follows its own counters.
-          counts: the island's counters now.
-          before: the island's counters when it made the contribution that the version contains.
+          version: a dictionary from the names of counters to their values in the version; {} if the
+            island does not follow the version's counters.
+          counts: the island's own values of the counters now, by name.
+          before: the island's own values when it made the contribution that the version contains.
         """
         since = {key: counts[key] - before[key] for key in counts}
         behind = {key: version[key] + since[key] for key in counts.keys() & version.keys()}

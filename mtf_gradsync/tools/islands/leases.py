@@ -29,7 +29,7 @@ from mtf_gradsync.tools.islands.tensor_files import DamagedObjectError
 logger = logging.getLogger(__name__)
 
 BEAT_SECONDS = 5.0
-LIFE_SECONDS = 20.0  # a process that gives no sign of life for so long is taken for dead
+LIFE_SECONDS = 20.0  # a process that writes no heartbeat for so long is taken for dead
 _TERM = re.compile(r"(.*?)(\d{8})\.(json|beat|left)")
 # Ids of leases that this process holds.
 _HELD: set[str] = set()
@@ -43,7 +43,7 @@ class Holder(msgspec.Struct, frozen=True):
     pid: int
 
 
-class Beat(msgspec.Struct, frozen=True):
+class Heartbeat(msgspec.Struct, frozen=True):
     """A heartbeat of a process that holds a lease, which shows that the process still runs.
 
     Attributes:
@@ -100,27 +100,27 @@ def terms_of(marks: Mapping[str, str]) -> dict[str, LeaseTerm]:
     }
 
 
-class LifeSigns:
-    """A record of when leases got new heartbeats, by this process's clock.
+class HeartbeatAges:
+    """A record of when this process first saw the last heartbeat of each lease, by its own clock.
 
     Args:
       seconds: after how many seconds without a new heartbeat a holder counts as dead.
       clock: a function that returns the time in seconds.
 
     Attributes:
-      changed: the names of the leases that got a new heartbeat since they were first seen.
+      renewed: the names of the leases that got a new heartbeat since they were first seen.
     """
 
     def __init__(self, seconds: float = LIFE_SECONDS, clock: Callable[[], float] = time.monotonic):
         self._seconds, self._clock = seconds, clock
         self._seen: dict[str, tuple[LeaseTerm, float]] = {}
-        self.changed: set[str] = set()  # leases that gave a new sign since they were first seen
+        self.renewed: set[str] = set()
 
     def living(self, terms: Mapping[str, LeaseTerm]) -> set[str]:
         """Returns the names of the leases whose holders may be alive.
 
         The holder of a lease may be alive if it has not given the lease up, and has written a
-        heartbeat recently. The age of a heartbeat is the time since this `LifeSigns` first saw it.
+        heartbeat recently. The age of a heartbeat is the time since this object first saw it.
 
         Args:
           terms: the newest term of each lease, by the name of the lease.
@@ -130,7 +130,7 @@ class LifeSigns:
             seen = self._seen.get(lease)
             if seen is None or seen[0] != term:
                 if seen is not None:
-                    self.changed.add(lease)
+                    self.renewed.add(lease)
                 self._seen[lease] = (term, now)
         return {
             lease
@@ -147,7 +147,7 @@ class Lease:
       where: the subfolder with the lease's objects.
       name: the name of the lease in the subfolder; "" if there is only one.
       report: a function that is called for each heartbeat. It returns a dictionary of fields of
-        `Beat` other than `count` and `time`.
+        `Heartbeat` other than `count` and `time`.
       replaces_own: whether the lease may be taken from another holder in this process.
     """
 
@@ -162,7 +162,7 @@ class Lease:
         self._folder, self._where, self._name = folder, where, name
         self._report, self._replaces_own = report, replaces_own
         self._own = Holder(uuid.uuid4().hex, _host(), os.getpid())
-        self._signs = LifeSigns(LIFE_SECONDS)
+        self._heartbeats = HeartbeatAges(LIFE_SECONDS)
         self._stopped = threading.Event()
         self._beats = 0
         self.term: int | None = None
@@ -171,7 +171,10 @@ class Lease:
         return f"{self._where}/{self._name}{term:08d}.{ending}"
 
     def _newest(self) -> tuple[LeaseTerm | None, Holder | None]:
-        """Returns the newest term of this lease, and its holder; sets damaged objects aside."""
+        """Returns the newest term of this lease, and the process that holds or held it.
+
+        Both are None if nobody has ever taken the lease. Damaged objects are moved away.
+        """
         while True:
             term = terms_of(self._folder.marks(self._where)).get(self._name)
             if term is None:
@@ -193,7 +196,7 @@ class Lease:
           "process 12 on host1".
         """
         term, holder = self._newest()
-        if term and holder and self._lives(term, holder):
+        if term and holder and self._may_be_alive(term, holder):
             return f"process {holder.pid} on {holder.host.split(' ')[0]}"
         number = term.number + 1 if term else 1
         is_created = bool(term) and holder == self._own  # by an earlier call, which got no answer
@@ -210,30 +213,34 @@ class Lease:
         if not is_created:
             return "another process"
         self.term = number
-        self.beat()
+        self.write_heartbeat()
         # The thread has only a weak reference to the lease, so that it ends with the lease.
         threading.Thread(
-            target=_go_on, args=(weakref.ref(self), self._stopped), name=f"signs of {self._where}",
-            daemon=True,
+            target=_write_heartbeats, args=(weakref.ref(self), self._stopped),
+            name=f"heartbeats of {self._where}", daemon=True,
         ).start()  # fmt: skip
         with contextlib.suppress(FolderError):
             for ending in ("json", "beat", "left"):
                 self._folder.remove(self._object(number - 2, ending))
         return ""
 
-    def has_changed(self) -> bool:
-        """Returns whether the lease's holder has written a heartbeat since `take` first looked."""
-        return self._name in self._signs.changed
+    def has_new_heartbeat(self) -> bool:
+        """Returns whether this object has seen the lease's holder write a heartbeat.
 
-    def _lives(self, term: LeaseTerm, holder: Holder) -> bool:
+        A process that waits for the lease calls `take` again and again. The result is True if the
+        heartbeats that these calls found were not always the same: then the holder is alive.
+        """
+        return self._name in self._heartbeats.renewed
+
+    def _may_be_alive(self, term: LeaseTerm, holder: Holder) -> bool:
         if holder.host == self._own.host:
             if holder.pid == self._own.pid:
                 # Whether a holder in this very process still holds the lease is known at once.
-                self._signs.changed.add(self._name)
+                self._heartbeats.renewed.add(self._name)
                 return holder.id in _HELD and not self._replaces_own and not term.has_left
             if not _is_process(holder.pid):
                 return False
-        return self._name in self._signs.living({self._name: term})
+        return self._name in self._heartbeats.living({self._name: term})
 
     def is_held(self) -> bool:
         """Returns whether this process still has the lease, and no other process has taken it.
@@ -252,13 +259,13 @@ class Lease:
         number = term.number if term else 0
         return number < self.term or (number == self.term and holder in (self._own, None))
 
-    def beat(self) -> None:
-        """Writes a heartbeat of this process into the folder; ignores a folder that fails."""
+    def write_heartbeat(self) -> None:
+        """Writes a heartbeat of this process into the folder; does nothing if the folder fails."""
         assert self.term is not None
         self._beats += 1
         with contextlib.suppress(FolderError):
-            sign = Beat(count=self._beats, time=time.time(), **self._report())
-            self._folder.write_json(self._object(self.term, "beat"), sign)
+            heartbeat = Heartbeat(count=self._beats, time=time.time(), **self._report())
+            self._folder.write_json(self._object(self.term, "beat"), heartbeat)
 
     def leave(self) -> None:
         """Gives the lease up, and writes an object that says so."""
@@ -279,8 +286,8 @@ class Lease:
 class Reminders:
     """A logger of conditions that last: it repeats a message, and logs when the condition ends.
 
-    Each condition, such as a folder that fails, has a key: messages with the same key are about the
-    same condition.
+    Each condition, such as a folder that fails, has a key. Call `remind` with this key again and
+    again while the condition lasts, and `end` when it does not.
 
     Args:
       log: the logger that gets the messages.
@@ -291,42 +298,45 @@ class Reminders:
         self._log, self._clock = log, clock
         self._lasting: dict[str, tuple[str, float, float, bool]] = {}  # since, due, was it said
 
-    def lasts(self, key: str, what: str, after: float = 0.0) -> None:
-        """Records that a condition lasts, and logs a message about it from time to time.
+    def remind(self, key: str, message: str, after: float = 0.0) -> None:
+        """Records that a condition lasts; logs `message` if a message about it is due.
 
         Args:
           key: the key of the condition, such as "folder".
-          what: the message.
+          message: the message.
           after: the seconds for which the condition must have lasted before the first message. The
             next messages follow at growing intervals.
         """
         now = self._clock()
-        _, since, due, is_said = self._lasting.get(key, (what, now, now + after, False))
+        _, since, due, is_said = self._lasting.get(key, (message, now, now + after, False))
         if now >= due:
             for_so_long = f" (for {now - since:.0f} s now)" if is_said or after else ""
-            self._log.warning("%s%s", what, for_so_long)
+            self._log.warning("%s%s", message, for_so_long)
             due, is_said = now + max(60.0, 2.0 * (now - since)), True
-        self._lasting[key] = (what, since, due, is_said)
+        self._lasting[key] = (message, since, due, is_said)
 
-    def over(self, key: str) -> None:
-        """Records that the condition `key` is over; logs that if a message was logged before."""
+    def end(self, key: str) -> None:
+        """Records that a condition has ended; logs this if `remind` has logged the condition.
+
+        `key` is the key of the condition. Nothing happens if `remind` was not called with it.
+        """
         if key in self._lasting:
-            what, since, _, is_said = self._lasting.pop(key)
+            message, since, _, is_said = self._lasting.pop(key)
             if is_said:
-                self._log.warning("Over after %.0f s: %s", self._clock() - since, what)
+                self._log.warning("Over after %.0f s: %s", self._clock() - since, message)
 
-    def said(self) -> list[str]:
+    def messages(self) -> list[str]:
         """Returns the messages on conditions that still last, if they have been logged before."""
-        return [what for what, _, _, is_said in list(self._lasting.values()) if is_said]
+        return [message for message, _, _, is_said in list(self._lasting.values()) if is_said]
 
 
-def _go_on(lease: weakref.ref[Lease], stopped: threading.Event) -> None:
+def _write_heartbeats(lease: weakref.ref[Lease], stopped: threading.Event) -> None:
     while not stopped.wait(BEAT_SECONDS):
-        giving = lease()
-        if giving is None:
+        held = lease()
+        if held is None:
             return
-        giving.beat()
-        del giving
+        held.write_heartbeat()
+        del held
 
 
 def _host() -> str:

@@ -22,20 +22,20 @@ from mtf_gradsync.extension import some_of
 from mtf_gradsync.tools.islands import leases
 from mtf_gradsync.tools.islands.changes import Length, scale_of
 from mtf_gradsync.tools.islands.folder import Folder, FolderError
-from mtf_gradsync.tools.islands.leases import Lease, LifeSigns, Reminders, terms_of
+from mtf_gradsync.tools.islands.leases import HeartbeatAges, Lease, Reminders, terms_of
 from mtf_gradsync.tools.islands.objects import (
     REFUSED,
     SETTINGS,
     Contribution,
     Decision,
     MadeBy,
-    contribution_names,
+    announcement_object,
     decision_object,
     island_of,
+    last_contributions,
     momentum_object,
     numbers_in,
     read_decision,
-    soon_object,
     version_object,
 )
 from mtf_gradsync.tools.islands.received import ReceivedContributions
@@ -47,7 +47,7 @@ from mtf_gradsync.tools.islands.tensor_files import (
 from mtf_gradsync.tools.islands.versions import (
     MergedState,
     MergeSettings,
-    counts_behind,
+    counters_of_version,
     make_version,
     read_state,
     versions_that_make,
@@ -157,7 +157,7 @@ class Merger:
         self._poll = poll_seconds or poll_seconds_of(folder)
         self._clock = clock
         self._reminders = Reminders(logger, clock)
-        self._signs = LifeSigns(leases.LIFE_SECONDS, clock)
+        self._heartbeats = HeartbeatAges(leases.LIFE_SECONDS, clock)
         self._living: set[str] = set()
         self._state: MergedState | None = None  # of the newest version
         self._has_begun = False
@@ -180,27 +180,27 @@ class Merger:
           on_version: a function that is called after each version, with its decision.
           sleep: a function that waits for a number of seconds.
         """
-        place = Lease(self._folder, "merger", report=self._report)
+        lease = Lease(self._folder, "merger", report=self._report)
         try:
             while True:
                 try:
-                    has_worked = place.term is not None or self._take(place)
+                    has_worked = lease.term is not None or self._take_lease(lease)
                     if has_worked:
-                        has_worked = self._go_on(place, on_version)
-                    self._reminders.over("folder")
+                        has_worked = self._make_next_version(lease, on_version)
+                    self._reminders.end("folder")
                 except FolderError as error:
-                    self._reminders.lasts("folder", f"Merger: {error}; it is tried again")
+                    self._reminders.remind("folder", f"Merger: {error}; it is tried again")
                     has_worked = False
                 if should_stop():
                     return
                 if not has_worked:
                     sleep(self._poll)
         finally:
-            place.leave()
+            lease.leave()
 
     def says(self) -> list[str]:
         """Returns messages, in words, on what the merger waits for now, or cannot do."""
-        return self._reminders.said()
+        return self._reminders.messages()
 
     def begin_anew(self) -> None:
         """Forgets what was read from the folder, so that it is read again.
@@ -208,56 +208,58 @@ class Merger:
         Call `begin_anew` if another merger may have worked in the folder since the last read.
         """
         self._has_begun, self._decisions = False, {}
-        self._received.read_again()
+        self._received.clear()
 
     def _report(self) -> dict[str, Any]:
         version = self._state.version if self._state else None
         return {"says": self.says(), "version": version, "living": sorted(self._living)}
 
-    def _take(self, place: Lease) -> bool:
+    def _take_lease(self, lease: Lease) -> bool:
         """Takes the lease to merge if it is free; returns whether this process has it now.
 
-        `place` is the lease to merge. The method raises FolderTakenError if another process has the
+        `lease` is the lease to merge. The method raises FolderTakenError if another process has the
         lease and writes heartbeats.
         """
-        holder = place.take()
-        if holder and place.has_changed():
+        holder = lease.take()
+        if holder and lease.has_new_heartbeat():
             raise FolderTakenError(
                 f"Another merger works in {self._folder.url}: {holder}. One is enough, so that "
                 "this merger ends."
             )
         if holder:
-            self._reminders.lasts("place", f"waiting whether {holder} still merges")
+            self._reminders.remind("place", f"waiting whether {holder} still merges")
         return not holder
 
-    def _go_on(self, place: Lease, on_version: Callable[[Decision], None]) -> bool:
-        """Makes the next version if it is due.
+    def _make_next_version(self, lease: Lease, on_version: Callable[[Decision], None]) -> bool:
+        """Makes the next version, if enough islands have contributed and the wait is over.
 
         The first call of the method reads the folder's newest version. If the folder has a decision
-        on the next version already, the first call also makes that version.
+        on the next version already, the first call also makes that version. Later calls decide on
+        the next version, and make it.
 
         Args:
-          place: the lease to merge, which this process has.
-          on_version: a function that is called after a version, with its decision.
+          lease: the lease to merge, which this process has.
+          on_version: a function that is called after the version was made, with its decision.
 
         Returns:
-          Whether anything was done; False means that the caller should wait before it calls again.
+          False if it is too early to decide on a version, so that the caller should wait before the
+          next call; else True.
 
         Raises:
           FolderTakenError: another merger has taken the lease.
         """
         if not self._has_begun:
             self._folder.remove_half_written()
-            self._keep_settings()
+            self._write_or_adopt_settings()
             self._state = self._newest_state()
             self._has_begun = True
-            decided = self._stored_decision(self._next)
+            decided = self._read_decision(self._next_version)
         else:
             decided = None
             decision = self._decide()
             if decision is None:
                 return False
-            if not place.is_held():
+            if not lease.is_held():
                 raise FolderTakenError(
                     f"Another merger has taken over {self._folder.url}: this merger ends."
                 )
@@ -265,7 +267,7 @@ class Merger:
                 decided = decision
                 self._received.refused = {}
             else:  # another merger has decided, or this one, whose write reported an error
-                decided = self._stored_decision(decision.version)
+                decided = self._read_decision(decision.version)
         if decided:
             self._make(decided)
             on_version(decided)
@@ -273,21 +275,25 @@ class Merger:
         return True
 
     @property
-    def _next(self) -> int:
+    def _next_version(self) -> int:
         return self._state.version + 1 if self._state else 0
 
     # The folder's content when the merger begins.
 
-    def _keep_settings(self) -> None:
-        """Writes this merger's settings into the folder, or takes the folder's if it has any."""
+    def _write_or_adopt_settings(self) -> None:
+        """Writes this merger's settings into the folder, unless the folder has settings already.
+
+        If it has, they become this merger's settings; a warning is logged if they differ.
+        """
         if self._folder.create_json(SETTINGS, self.settings._asdict()):
             return
         try:
-            MergeSettings.of_text(self._folder.read_json(SETTINGS, dict[str, Any]) or {}, SETTINGS)
+            found = self._folder.read_json(SETTINGS, dict[str, Any])
+            MergeSettings.from_dict(found or {}, SETTINGS)
         except DamagedObjectError as error:
             logger.warning("%s; it is made again", error)
             self._folder.set_aside(SETTINGS)
-            return self._keep_settings()
+            return self._write_or_adopt_settings()
         there = MergeSettings.of(self._folder)
         if there is not None and there != self.settings:
             logger.warning(
@@ -297,7 +303,7 @@ class Merger:
             self.settings = there
 
     def _newest_state(self) -> MergedState | None:
-        """Returns values and momenta of the newest version; None if there is no version.
+        """Reads the values and momenta as of the newest version; None if there is no version.
 
         If the newest version is damaged, it is made again from its decision. If the version is
         damaged and has no decision, it is moved away, and the version before it is read.
@@ -307,20 +313,20 @@ class Merger:
             try:
                 state: MergedState | None = read_state(self._folder, version, self.settings)
             except DamagedObjectError as error:
-                state = self._made_again(version, error)
+                state = self._remake_version(version, error)
             if state is not None:
-                self._keep_decision(version)
+                self._restore_decision(version)
                 return state
             aside = self._folder.set_aside(version_object(version))
             logger.warning("Nobody has decided on version %d: it goes to %s", version, aside)
         return None
 
-    def _made_again(self, version: int, reason: DamagedObjectError) -> MergedState | None:
-        """Makes a damaged version again from its decision.
+    def _remake_version(self, version: int, reason: DamagedObjectError) -> MergedState | None:
+        """Makes a damaged version again from its decision, and writes it into the folder.
 
         Args:
           version: the number of the version.
-          reason: the error that says what is wrong with the existing version, for the log.
+          reason: the error by which the existing version could not be read, for the log.
 
         Returns:
           The values and momenta as of the version; None if there is no decision on it.
@@ -328,7 +334,7 @@ class Merger:
         Raises:
           FolderError: the version cannot be made again.
         """
-        decision = self._stored_decision(version)
+        decision = self._read_decision(version)
         if decision is None:
             return None
         logger.warning("%s; version %d is made again", reason, version)
@@ -342,15 +348,21 @@ class Merger:
                 f"{reason} {error}"
             ) from error
 
-    def _keep_decision(self, version: int) -> None:
-        """Restores the decision on a version, if it is gone or damaged, from the version itself."""
-        if self._stored_decision(version) is None:
+    def _restore_decision(self, version: int) -> None:
+        """Writes the decision on a version again, if it is gone or damaged.
+
+        The decision is copied from the object with the version's values, which contains it.
+        """
+        if self._read_decision(version) is None:
             found = self._folder.load(version_object(version), kind=MadeBy)
             if found is not None and found.facts.decision.version == version:
                 self._folder.create_json(decision_object(version), found.facts.decision)
 
-    def _stored_decision(self, version: int) -> Decision | None:
-        """Returns the decision on a version; None if there is none. Moves a damaged one away."""
+    def _read_decision(self, version: int) -> Decision | None:
+        """Reads the decision on a version from its object in the folder; None if there is none.
+
+        If the object (a file of the folder) is damaged, it is moved away, and the result is None.
+        """
         try:
             return read_decision(self._folder, version)
         except DamagedObjectError as error:
@@ -368,10 +380,10 @@ class Merger:
                 raise
             # The version cannot be made, so nobody has taken it, and the decision can be replaced.
             aside = self._folder.set_aside(decision_object(decision.version))
-            self._received.read_again()
+            self._received.clear()
             logger.warning("%s; the decision goes to %s, and is made anew", error, aside)
             return
-        made = state.changed(self.settings)
+        made = state.changed_part(self.settings)
         if made.momenta:
             self._create(momentum_object(state.version), decision, made.momenta)
         # Values are written last: if they exist, all other objects of the version do.
@@ -379,7 +391,7 @@ class Merger:
         self._state = state
 
     def _create(self, name: str, decision: Decision, tensors: Mapping[str, np.ndarray]) -> None:
-        """Creates an object of a version in the folder.
+        """Creates an object with a version's values or momenta in the folder.
 
         If the folder has an object of the same name with other bits, this other object is moved
         away first.
@@ -402,42 +414,46 @@ class Merger:
         self._folder.create(name, data)
 
     def _decide(self) -> Decision | None:
-        """Returns the decision on the next version, or None if it is too early to decide."""
-        self._look_for_life()
+        """Chooses the contributions to the next version; returns the decision, without writing it.
+
+        The result is None if it is too early to decide: too few islands have contributed, or the
+        wait for more contributions is not over.
+        """
+        self._look_for_heartbeats()
         if self._state is None:
             return self._decide_first()
         newest = self._state.version
         oldest = max(newest - self._waiting.max_staleness, 0)
-        merged, counted = self._pairs(oldest)
+        merged, counted = self._merged_and_late(oldest)
         there, late = list[Contribution](), list[Contribution]()
         for version in numbers_in(self._folder, "contributions", ""):
             if not oldest - _VERSIONS_LOOKED_AT <= version <= newest:
                 continue
-            for pair, name in contribution_names(self._folder, version).items():
+            for pair, name in last_contributions(self._folder, version).items():
                 if pair not in (merged if version >= oldest else counted):
-                    found = self._received.look_at(self._state, self.settings, name)
+                    found = self._received.checked_record(self._state, self.settings, name)
                     if found:
                         (there if version >= oldest else late).append(found)
         current = [one for one in there if one.version == newest]
         quorum = self._quorum()
         if not self._are_enough([one.island for one in current], quorum):
             return None
-        self._folder.create_json(soon_object(newest + 1), True)
+        self._folder.create_json(announcement_object(newest + 1), True)
         now, arrived = self._clock(), sorted(self._received.arrived[one.pair] for one in current)
         is_complete = self._living <= {one.island for one in current}
         if not is_complete and now - arrived[quorum - 1] < self._grace():
             return None
         # Sorted by name, so that the order in which contributions arrive does not matter.
         there.sort(key=lambda one: (one.island, one.version))
-        contributions = [self._bounded(one, there) for one in there]
-        self._received.name_equal(contributions)
+        contributions = [self._limit_length(one, there) for one in there]
+        self._received.warn_of_equal_changes(contributions)
         before = self._decision(newest)
         decision = Decision(
             version=newest + 1,
             contributions=contributions,
             dropped=sorted(late, key=lambda one: one.object),
             refused=dict(sorted(self._received.refused.items())),
-            counts=counts_behind(before.counts if before else {}, contributions),
+            counts=counters_of_version(before.counts if before else {}, contributions),
             settings=self.settings._asdict(),
             oldest=max(newest + 1 - self._waiting.max_staleness, 0),
             keeps_all=self._keep_all,
@@ -452,7 +468,7 @@ class Merger:
 
     def _decide_first(self) -> Decision | None:
         names = [f"offers/{x}" for x in self._folder.names("offers") if x.endswith(SUFFIX)]
-        offers = [self._received.look_at(None, self.settings, name) for name in names]
+        offers = [self._received.checked_record(None, self.settings, name) for name in names]
         # Offers of islands that do not live are left over from earlier attempts.
         found = [one for one in offers if one and one.island in self._living]
         if not self._are_enough([one.island for one in found], self._quorum()):
@@ -464,9 +480,9 @@ class Merger:
             settings=self.settings._asdict(), keeps_all=self._keep_all,
         )  # fmt: skip
 
-    def _look_for_life(self) -> None:
+    def _look_for_heartbeats(self) -> None:
         terms = terms_of(self._folder.marks("members"))
-        self._living = {name.rstrip("@") for name in self._signs.living(terms)}
+        self._living = {name.rstrip("@") for name in self._heartbeats.living(terms)}
 
     def _quorum(self) -> int:
         if self._waiting.quorum == "living":
@@ -474,43 +490,43 @@ class Merger:
         return self._waiting.quorum
 
     def _are_enough(self, islands: Sequence[str], quorum: int) -> bool:
-        """Returns whether enough islands have contributed to merge their contributions.
+        """Returns whether at least `quorum` islands have contributed.
 
         If the merger has waited for contributions for a long time, a message is logged that names
         the islands whose contributions are missing.
 
         Args:
-          islands: the names of the islands that have contributed to the newest version.
+          islands: the names of the islands that have contributed from the newest version.
           quorum: the number of contributions that a merge needs.
         """
         if len(islands) >= quorum:
-            self._reminders.over("quorum")
+            self._reminders.end("quorum")
             return True
         missing, there = sorted(self._living - set(islands)), ""
         if islands:
             there = f" ({some_of(sorted(islands), 5)})"
         who = f"{some_of(missing, 5)} may come"
-        self._reminders.lasts(
+        self._reminders.remind(
             "quorum",
-            f"version {self._next} waits: it has {len(islands)} of {quorum} contributions{there}; "
-            + (who if missing else "no other island gives signs of life"),
+            f"version {self._next_version} waits: it has {len(islands)} of {quorum} "
+            f"contributions{there}; " + (who if missing else "no other island writes heartbeats"),
             after=self._waiting.max_grace,
         )
         return False
 
-    def _pairs(self, oldest: int) -> tuple[set[tuple[str, int]], set[tuple[str, int]]]:
-        """Returns the contributions that earlier decisions name, as two sets of pairs.
+    def _merged_and_late(self, oldest: int) -> tuple[set[tuple[str, int]], set[tuple[str, int]]]:
+        """Returns which contributions were merged, and which were merged or came too late.
 
-        A pair stands for a contribution: it is the island's name and the version from which the
-        change begins. The first set has the contributions that were merged. The second set has the
-        merged contributions and those that came too late.
+        The merger does not count these contributions again. A contribution stands in the two sets
+        as a pair: the island's name, and the version from which the change begins. The sets are
+        read from the decisions on the latest versions.
 
         Args:
-          oldest: the oldest version to which a contribution may still be merged. Decisions on
-            versions from eight before it on are looked at.
+          oldest: the number of the oldest version from which contributions may still be merged.
+            Decisions on versions older than this by eight or more are not read.
         """
         merged, counted = set[tuple[str, int]](), set[tuple[str, int]]()
-        for version in range(max(oldest - _VERSIONS_LOOKED_AT, 0) + 1, self._next):
+        for version in range(max(oldest - _VERSIONS_LOOKED_AT, 0) + 1, self._next_version):
             decision = self._decision(version)
             if decision:
                 merged |= {one.pair for one in decision.contributions}
@@ -518,13 +534,13 @@ class Merger:
         return merged, merged | counted
 
     def _decision(self, version: int) -> Decision | None:
-        """Returns the decision on a version; None if it is gone. Each is read only once.
+        """Returns the decision on a version, from a cache or from the folder; None if it is gone.
 
         If the object (a file of the folder) with the decision is damaged or gone, the decision is
-        read from the object with the version's values.
+        read from the object with the version's values, which contains it, too.
         """
         if version not in self._decisions:
-            found = self._stored_decision(version) if version >= 0 else None
+            found = self._read_decision(version) if version >= 0 else None
             if found is None and version >= 0:
                 with contextlib.suppress(DamagedObjectError):
                     made = self._folder.load(version_object(version), kind=MadeBy)
@@ -532,35 +548,44 @@ class Merger:
             self._decisions[version] = found
         return self._decisions[version]
 
-    def _bounded(self, one: Contribution, there: Sequence[Contribution]) -> Contribution:
-        """Returns a contribution with the scale that limits its length (`MergeSettings.max_norm`).
+    def _limit_length(
+        self, contribution: Contribution, to_merge: Sequence[Contribution]
+    ) -> Contribution:
+        """Returns a contribution whose change is scaled down if it is unusually long.
+
+        The limit is `MergeSettings.max_norm` times the usual length. A change that is short enough
+        gets the scale 1.
 
         Args:
-          one: the contribution.
-          there: all contributions to be merged. The lengths of other islands' changes among them,
-            and of this island's earlier changes, tell which length is usual.
+          contribution: the contribution.
+          to_merge: all contributions of the version. The usual length is the median of the lengths
+            of the other contributions among them, and of this island's earlier changes.
         """
-        before = range(max(self._next - _VERSIONS_OF_LENGTHS, 1), self._next)
+        before = range(max(self._next_version - _VERSIONS_OF_LENGTHS, 1), self._next_version)
         own = [
             Length(past.norm * past.scale, past.steps)
             for decision in map(self._decision, before)
             if decision
             for past in decision.contributions
-            if past.island == one.island
+            if past.island == contribution.island
         ]
-        others = [Length(x.norm, x.steps) for x in there if x is not one]
-        length = Length(one.norm, one.steps)
+        others = [Length(x.norm, x.steps) for x in to_merge if x is not contribution]
+        length = Length(contribution.norm, contribution.steps)
         scale = scale_of(length, [*others, *own], self.settings.max_norm)
         if scale < 1.0:
             logger.warning(
                 "%s is %.3g long, more than %g times as long as usual: it counts with %.3g of its "
-                "length (max_norm)", one.object, length.norm, self.settings.max_norm, scale,
+                "length (max_norm)", contribution.object, length.norm, self.settings.max_norm,
+                scale,
             )  # fmt: skip
-        return one.scaled(scale)
+        return contribution.scaled(scale)
 
     def _grace(self) -> float:
-        """Returns how many seconds to wait for more contributions: see `Waiting`."""
-        decisions = map(self._decision, range(max(self._next - 8, 1), self._next))
+        """Returns how many seconds to wait for more contributions after the quorum is reached.
+
+        `Waiting` says how this number follows from the arrivals of earlier contributions.
+        """
+        decisions = map(self._decision, range(max(self._next_version - 8, 1), self._next_version))
         arrivals = [decision.arrivals.values() for decision in decisions if decision]
         # A single contribution says nothing about how far apart contributions arrive.
         spreads = [max(seconds) for seconds in arrivals if len(seconds) > 1]
@@ -585,7 +610,7 @@ class Merger:
         self._received.forget_before(kept)
         for number in numbers_in(self._folder, "versions", ".soon"):
             if number <= version:
-                self._folder.remove(soon_object(number))
+                self._folder.remove(announcement_object(number))
         # An island may be reading the version before, and the newest may have to be made again.
         needed = {*versions_that_make(version, fragments)}
         needed |= {*versions_that_make(max(version - 1, 0), fragments)}
@@ -607,7 +632,7 @@ class Merger:
         for number in numbers_in(self._folder, "decisions", ".json"):
             if number <= version - _DECISIONS_KEPT:
                 self._folder.remove(decision_object(number))
-        _, counted = self._pairs(version - self._waiting.max_staleness)
+        _, counted = self._merged_and_late(version - self._waiting.max_staleness)
         for number in numbers_in(self._folder, "contributions", ""):
             place = f"contributions/{number:08d}"
             # Contributions that a merge of the newest versions needs stay.
@@ -643,7 +668,7 @@ class MergerThread:
             self._thread.join()
 
     def says(self) -> str:
-        """Returns in words what the merger waits for, or cannot do; "" for nothing."""
+        """Returns in words what the merger waits for, or cannot do; "" if it works normally."""
         return " ".join(self._merger.says())
 
     def _run(self) -> None:

@@ -93,7 +93,7 @@ class Contribution(ContributionFacts, frozen=True, kw_only=True):
         return cls(**msgspec.structs.asdict(facts), **more)
 
     def scaled(self, scale: float) -> Contribution:
-        """Returns this contribution with another `scale`, the factor for its change."""
+        """Returns a copy of this contribution with another `scale`, the factor for its change."""
         return msgspec.structs.replace(self, scale=scale)
 
     def __post_init__(self) -> None:
@@ -103,7 +103,7 @@ class Contribution(ContributionFacts, frozen=True, kw_only=True):
 
 
 class IslandTotal(msgspec.Struct, frozen=True):
-    """The totals of one island's contributions, up to a version.
+    """The counts of what became of one island's contributions, up to a version.
 
     Attributes:
       merged: the number of merged contributions.
@@ -162,10 +162,10 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
             )
 
     def with_totals_after(self, before: Decision | None) -> Decision:
-        """Returns this decision with `totals` filled in.
+        """Returns a copy of this decision in which `totals` is filled in.
 
-        The totals are those of `before`, plus the contributions that this decision names. `before`
-        is the decision on the version before; None if there is none.
+        The new totals are those of `before`, plus the contributions that this decision merges,
+        drops or refuses. `before` is the decision on the version before; None if there is none.
         """
         found = dict(before.totals) if before else {}
 
@@ -194,8 +194,11 @@ def version_object(version: int) -> str:
     return f"versions/{version:08d}{SUFFIX}"
 
 
-def soon_object(version: int) -> str:
-    """Returns the name of the object that says that the merger will soon decide on a version."""
+def announcement_object(version: int) -> str:
+    """Returns the name of the object by which the merger announces that it will soon decide.
+
+    `version` is the number of the version on which the merger will decide.
+    """
     return f"versions/{version:08d}.soon"
 
 
@@ -205,7 +208,7 @@ def momentum_object(version: int) -> str:
 
 
 def decision_object(version: int) -> str:
-    """Returns the name of the object that says what a version is made of."""
+    """Returns the name of the object with the merger's decision on a version."""
     return f"decisions/{version:08d}.json"
 
 
@@ -222,7 +225,7 @@ def contribution_object(version: int, island: str, life: int, number: int) -> st
 
 
 def parsed_contribution(name: str) -> tuple[int, str, int, int] | None:
-    """Returns what the name of a contribution's object says; None for other names.
+    """Takes the name of a contribution's object apart; returns None for other names.
 
     The result has what `contribution_object` takes as arguments: the version, the island's name,
     the number of the run of the island's process, and the number of the contribution in that run.
@@ -231,25 +234,28 @@ def parsed_contribution(name: str) -> tuple[int, str, int, int] | None:
     return found and (int(found[1]), found[2], int(found[3]), int(found[4]))
 
 
-def life_and_number(name: str) -> tuple[int, int]:
-    """Returns a sort key of an island's contributions: a later one has a larger key.
+def contribution_order(name: str) -> tuple[int, int]:
+    """Returns a key that sorts the contributions of one island by time.
 
     The key is a pair: the number of the run of the island's process, and the number of the
-    contribution in that run. It is (0, 0) if the name is not a contribution's.
+    contribution in that run. It is (0, 0) if `name` is not the name of a contribution's object.
     """
     parsed = parsed_contribution(name)
     return parsed[2:] if parsed else (0, 0)
 
 
-def contribution_names(folder: Folder, version: int) -> dict[tuple[str, int], str]:
-    """Returns the last contribution of each island to a version, refused ones left out.
+def last_contributions(folder: Folder, version: int) -> dict[tuple[str, int], str]:
+    """Returns the name of each island's last contribution that was made from a version.
+
+    Contributions that the merger has refused do not count.
 
     Args:
       folder: the folder of the islands.
-      version: the version from which the changes begin.
+      version: the number of the version from which the islands' changes begin.
 
     Returns:
-      A dictionary from pairs (island's name, `version`) to the names of the contributions' objects.
+      A dictionary from pairs (island's name, `version`), as in `Contribution.pair`, to the names of
+      the contributions' objects. It has no key for an island that has not contributed.
     """
     place = f"contributions/{version:08d}"
     names, found = set(folder.names(place)), dict[tuple[str, int], tuple[int, int, str]]()

@@ -49,21 +49,22 @@ class ReceivedContributions:
     def __init__(self, folder: Folder, clock: Callable[[], float], reminders: Reminders):
         self._folder, self._clock, self._reminders = folder, clock, reminders
         # (name, mark of the object) -> its record, or None if it is refused.
-        self._looked: dict[tuple[str, str], Contribution | None] = {}
-        self._named_equal: set[tuple[str, ...]] = set()  # islands of which a warning was logged
+        self._records: dict[tuple[str, str], Contribution | None] = {}
+        self._warned_of: set[tuple[str, ...]] = set()  # islands of which a warning was logged
         self.arrived: dict[tuple[str, int], float] = {}
         self.refused: dict[str, str] = {}
 
-    def read_again(self) -> None:
-        """Clears the cache, so that contributions are read and checked again."""
-        self._looked = {}
+    def clear(self) -> None:
+        """Removes all contributions from the cache, so that they are read and checked again."""
+        self._records = {}
 
     def forget_before(self, version: int) -> None:
         """Removes contributions from the cache whose changes begin from earlier versions."""
-        self._looked = {key: x for key, x in self._looked.items() if not x or x.pair[1] >= version}
+        records = self._records.items()
+        self._records = {key: x for key, x in records if not x or x.pair[1] >= version}
         self.arrived = {key: x for key, x in self.arrived.items() if key[1] >= version}
 
-    def look_at(
+    def checked_record(
         self, before: MergedState | None, settings: MergeSettings, name: str
     ) -> Contribution | None:
         """Reads and checks a contribution or an offer; returns its record for a decision.
@@ -73,30 +74,31 @@ class ReceivedContributions:
         or cannot be read now.
 
         Args:
-          before: the values and momenta of the newest version; None before the first.
-          settings: how versions are made.
-          name: the name of the contribution or the offer.
+          before: the values and momenta as of the newest version, which say what variables a
+            contribution must have; None if there is no version yet.
+          settings: the settings of versions, which say how contributions are weighted.
+          name: the name of the object with the contribution or the offer.
         """
         key = (name, self._mark_of(name))
-        if key not in self._looked:
+        if key not in self._records:
             try:
                 specs = _specs_of(name, before, settings)
                 most = most_bytes(specs) if specs else None
                 stored = self._folder.load(name, kind=ContributionFacts, most=most)
                 if stored is None:
                     return None
-                found = _described(name, stored, specs, settings)
+                found = _check_and_describe(name, stored, specs, settings)
             except DamagedObjectError as error:
                 self._refuse(name, str(error))
                 found = None
             except FolderError as error:
-                self._reminders.lasts(name, f"Merger: {error}; it is tried again")
+                self._reminders.remind(name, f"Merger: {error}; it is tried again")
                 return None
-            self._reminders.over(name)
-            self._looked[key] = found
+            self._reminders.end(name)
+            self._records[key] = found
             if found and found.version is not None:
                 self.arrived.setdefault(found.pair, self._clock())
-        return self._looked[key]
+        return self._records[key]
 
     def _mark_of(self, name: str) -> str:
         # The name of a contribution is used only once. An offer may be replaced under its name.
@@ -113,18 +115,18 @@ class ReceivedContributions:
         self.refused[name] = reason
         self._folder.create_json(name.removesuffix(SUFFIX) + REFUSED, reason)
 
-    def name_equal(self, contributions: Sequence[Contribution]) -> None:
-        """Logs a warning of islands with identical changes, which seem to learn from the same data.
+    def warn_of_equal_changes(self, contributions: Sequence[Contribution]) -> None:
+        """Warns if several islands have contributed identical changes.
 
-        `contributions` are the contributions that are merged into one version. The warning on the
-        same set of islands is logged only once.
+        Such islands seem to learn from the same data. `contributions` are the contributions that
+        are merged into one version. For the same islands the warning is logged only once.
         """
         lengths = collections.defaultdict(list)
         for one in contributions:
             lengths[one.norm].append(one)
         for norm, some in lengths.items():
             islands = tuple(one.island for one in some)
-            if not norm or len(some) < 2 or islands in self._named_equal:
+            if not norm or len(some) < 2 or islands in self._warned_of:
                 continue
             try:
                 found = [self._folder.load(one.object, kind=ContributionFacts) for one in some]
@@ -132,7 +134,7 @@ class ReceivedContributions:
                 continue  # merging reports the error
             digests = [checksum({}, stored.tensors) if stored else None for stored in found]
             if len(set(digests)) == 1 and digests[0]:
-                self._named_equal.add(islands)
+                self._warned_of.add(islands)
                 logger.warning(
                     "The changes of %s have equal bits: do these islands learn from the same data? "
                     "Give each a part of its own (claim_part, ElasticIslands.parts)",
@@ -143,34 +145,36 @@ class ReceivedContributions:
 def _specs_of(
     name: str, before: MergedState | None, settings: MergeSettings
 ) -> dict[str, TensorSpec] | None:
-    """Returns the shapes and dtypes of the variables that a contribution must have, by name.
+    """Returns the shapes and dtypes of the variables that a contribution must have.
 
     Args:
-      name: the name of the object.
-      before: the values and momenta of the newest version; None before the first.
-      settings: how versions are made.
+      name: the name of the contribution's or offer's object.
+      before: the values and momenta as of the newest version; None if there is no version yet.
+      settings: the settings of versions, which say which variables a version changes.
 
     Returns:
-      The shapes and dtypes; None for an offer, which may have any variables.
+      A dictionary from the names of the variables to their shapes and dtypes; None for an offer,
+      which may have any variables.
     """
     parsed = parsed_contribution(name)
     if parsed is None or before is None:
         return None
-    turn, values = parsed[0] + 1, before.values
-    names = fragment_of(turn, list(values), settings.fragments)
+    values = before.values
+    names = fragment_of(parsed[0] + 1, list(values), settings.fragments)
     return {key: TensorSpec.of(values[key]) for key in names}
 
 
-def _described(
+def _check_and_describe(
     name: str, stored: Stored, specs: Mapping[str, TensorSpec] | None, settings: MergeSettings
 ) -> Contribution:
-    """Checks a contribution that was read; returns its record for a decision.
+    """Checks a contribution or an offer that was read; returns its record for a decision.
 
     Args:
-      name: the name of the object.
-      stored: the content of the object.
-      specs: shapes and dtypes that its variables must have, by name; None for an offer.
-      settings: how versions are made, which says how contributions are weighted.
+      name: the name of its object.
+      stored: the content of its object.
+      specs: a dictionary from the names of variables to the shapes and dtypes that they must have;
+        None for an offer, which may have any variables.
+      settings: the settings of versions, which say how contributions are weighted.
 
     Raises:
       DamagedObjectError: the contribution is another island's or version's than its name says, has

@@ -43,7 +43,7 @@ class StepCounts(NamedTuple):
 
 
 class Values:
-    """The access, in a session, to the variables that islands exchange: it reads and writes them.
+    """A reader and writer, in a session, of the variables that islands exchange.
 
     Islands exchange the trained variables, and floating-point variables that are averaged and not
     trained, such as means over batches and moving averages. In the names that `Values` takes and
@@ -96,7 +96,7 @@ class Values:
         state = {note.name for note in self._graph.get_collection(STATE_COLLECTION)}
         means = [f"{x}/{AVERAGE}" for x in chosen if f"{x}/{AVERAGE}" in there]
         if variables is None:
-            means += self._not_trained(there, trainable, state)
+            means += self._averaged_variables(there, trainable, state)
         self._variables = {name: there[name] for name in chosen}
         self._variables |= {f"{MEAN}{name}": there[name] for name in means}
         self.specs = {
@@ -135,18 +135,19 @@ class Values:
             self._beginnings = Beginnings(self._graph)
         self._is_joined = False
 
-    def _not_trained(
-        self, there: Mapping[str, Any], trainable: Sequence[str], state: set[str]
+    def _averaged_variables(
+        self, variables: Mapping[str, Any], trainable: Sequence[str], wrapper_state: set[str]
     ) -> list[str]:
-        """Returns names of the model's floating-point variables that are averaged and not trained.
+        """Returns the names of the model's own floating-point variables that are not trained.
 
-        Variables that are averaged and not trained are means over batches, for example. Slots and
-        the state of wrappers are left out of the result.
+        Batch normalization's moving mean is an example. No optimizer changes such a variable, so
+        the merger sets it to the mean of the islands' values. Slots and the state of wrappers are
+        not variables of the model.
 
         Args:
-          there: a dictionary from names to variables, for all variables of the graph.
-          trainable: names of the trainable variables.
-          state: names of variables in which wrappers hold state.
+          variables: a dictionary from names to variables, for all variables of the graph.
+          trainable: the names of the trainable variables.
+          wrapper_state: the names of the variables in which wrappers hold state.
         """
         found = {v for low in self._lowerings for v in low.graph.all_variables}
         plans = [StepPlan.of_graph(low.graph) for low in self._lowerings]
@@ -154,8 +155,8 @@ class Values:
         names = {name for v in found for name in getattr(v, "original_names", [v.name])}
         return sorted(
             name
-            for name in (names & set(there)) - set(trainable) - state - slots
-            if there[name].dtype.is_floating and owner_of(name, trainable) is None
+            for name in (names & set(variables)) - set(trainable) - wrapper_state - slots
+            if variables[name].dtype.is_floating and owner_of(name, trainable) is None
         )
 
     def _reads_of_counters(self, names: Sequence[str]) -> dict[str, tf.Tensor]:
@@ -195,7 +196,7 @@ class Values:
         return totals
 
     def counts(self, session: Any) -> StepCounts:
-        """Returns how many steps' gradients the session's optimizers hold back or have skipped.
+        """Reads how many steps the session's optimizers have accumulated, and how many skipped.
 
         Both counts are zero if no optimizer accumulates or skips steps. `session` is the session
         that trains: a session of TensorFlow, or of one of this package's runtimes.
@@ -238,7 +239,7 @@ class Values:
         Args:
           session: the session that trains.
           values: a dictionary from names to new values. Names may be keys of `specs`, names of
-            counters' variables in `follows`, and names that `begin_anew` returns.
+            counters' variables in `follows`, and names that `slots_to_reset` returns.
         """
         everything = {**self._state, **self._variables}
         variables = {name: everything[name] for name in values}
@@ -262,12 +263,12 @@ class Values:
         access.set(session, wanted.items())
         session.run(self._to_slices)
 
-    def begin_anew(self, session: Any) -> dict[str, np.ndarray]:
-        """Returns initial values for slots that hold numbers that are not finite.
+    def slots_to_reset(self, session: Any) -> dict[str, np.ndarray]:
+        """Returns the slots to reset, because a NaN or an infinity is in them.
 
-        If one slot of a variable is not finite, the result has the initial values of all slots of
-        this variable. The method writes nothing: its caller passes the result, a dictionary from
-        the names of slots to values, to `write`.
+        The result is a dictionary from the names of slots to their initial values. If one slot of a
+        variable is not finite, the result has all slots of this variable; it is {} if all slots are
+        finite. The method changes nothing: its caller passes the result to `write`.
         """
         now = self._read(session, self._state)
         bad = {

@@ -108,7 +108,7 @@ def encoded_json(value: Any) -> bytes:
 
 
 def tensor_object(facts: Any, tensors: Mapping[str, np.ndarray]) -> tuple[str, bytes]:
-    """Returns the checksum and the bytes of an object, a file of `safetensors`.
+    """Encodes facts and tensors as a file of `safetensors`; returns the checksum and the bytes.
 
     Args:
       facts: a value that JSON can hold; it is stored in the file's metadata.

@@ -23,7 +23,7 @@ from mtf_gradsync.tools.islands.changes import (
     OuterStep,
     Weight,
     decoded,
-    merged,
+    make_outer_step,
     wide,
 )
 from mtf_gradsync.tools.islands.folder import JSON_BYTES, Folder
@@ -114,28 +114,29 @@ class MergeSettings(NamedTuple):
         try:
             found = folder.read_json(SETTINGS, dict[str, Any])
             if found is not None:
-                return cls.of_text(found, f"{SETTINGS} in {folder.url}")
+                return cls.from_dict(found, f"{SETTINGS} in {folder.url}")
         except DamagedObjectError as error:
             damaged = error
         for version in reversed(numbers_in(folder, "decisions", ".json")):
             with contextlib.suppress(DamagedObjectError):
                 decision = read_decision(folder, version)
                 if decision:
-                    return cls.of_text(decision.settings, decision_object(version))
+                    return cls.from_dict(decision.settings, decision_object(version))
         if damaged:
             raise damaged
         return None
 
     @classmethod
-    def of_text(cls, found: Mapping[str, Any], where: str) -> MergeSettings:
-        """Returns the settings that an object of a folder holds.
+    def from_dict(cls, found: Mapping[str, Any], where: str) -> MergeSettings:
+        """Makes `MergeSettings` from a dictionary that was read from the folder, and checks them.
 
         Args:
-          found: the content of the object: a dictionary from names of settings to values.
-          where: the name of the object, for errors.
+          found: a dictionary from the names of settings to their values.
+          where: the name of the object that holds the dictionary, for errors.
 
         Raises:
-          DamagedObjectError: these are no settings, or a setting is out of range.
+          DamagedObjectError: `found` has other names than those of settings, or a setting is out of
+            range.
         """
         try:
             settings = cls(**found)
@@ -145,17 +146,20 @@ class MergeSettings(NamedTuple):
         return settings
 
 
-def counts_behind(
+def counters_of_version(
     before: Mapping[str, int], contributions: Sequence[Contribution]
 ) -> dict[str, int]:
-    """Returns the counters of a version, by name: each is the largest in any contribution.
+    """Returns the counters of a version: for each, the largest value in any contribution.
 
     The counters are those that schedules follow: the global step, and counts of updates. A counter
     never becomes smaller than in the version before.
 
     Args:
-      before: the counters of the version before, by name.
+      before: a dictionary from the names of counters to their values in the version before.
       contributions: the contributions that are merged into the version.
+
+    Returns:
+      A dictionary from the names of counters to their values in the version.
     """
     found = dict(before)
     for one in contributions:
@@ -207,7 +211,7 @@ def read_version(
     specs: Mapping[str, TensorSpec] | None = None,
     since: int = 0,
 ) -> tuple[dict[str, np.ndarray], Decision]:
-    """Returns the variables that versions from `since` to `version` changed, and the decision.
+    """Reads the variables that versions from `since` to `version` changed, and the decision.
 
     The result is a pair: a dictionary from the names of the variables to their values as of
     `version`, and the decision that made `version`.
@@ -259,7 +263,7 @@ def read_values(folder: Folder, version: int, fragments: int) -> dict[str, np.nd
 
 
 class MergedState(NamedTuple):
-    """The values and momenta as of a version; with contributions, they make the next version.
+    """The values of all variables as of a version, and the momenta of the outer step.
 
     Attributes:
       version: the version's number.
@@ -271,11 +275,11 @@ class MergedState(NamedTuple):
     values: dict[str, np.ndarray]
     momenta: dict[str, np.ndarray]
 
-    def changed(self, settings: MergeSettings) -> MergedState:
-        """Returns the part of this state that the version changed, which its objects hold.
+    def changed_part(self, settings: MergeSettings) -> MergedState:
+        """Returns the values and momenta of only those variables that the version changed.
 
-        `settings` are the settings of the folder: their `fragments` says which variables a version
-        changes.
+        They are what the version's objects in the folder hold. `settings` are the settings of the
+        folder: their `fragments` says which variables a version changes.
         """
         names = fragment_of(self.version, list(self.values), settings.fragments)
         momenta = {name: self.momenta[name] for name in names if name in self.momenta}
@@ -319,7 +323,7 @@ def make_version(folder: Folder, decision: Decision, before: MergedState | None)
       DamagedObjectError: a contribution is gone, or is not the one that the decision names.
     """
     name = decision_object(decision.version)
-    settings = MergeSettings.of_text(decision.settings, f"Those of {name} in {folder.url}")
+    settings = MergeSettings.from_dict(decision.settings, f"Those of {name} in {folder.url}")
 
     def load(one: Contribution, specs: Mapping[str, TensorSpec] | None) -> Stored:
         most = None if specs is None else most_bytes(specs)
@@ -341,7 +345,7 @@ def make_version(folder: Folder, decision: Decision, before: MergedState | None)
             yield Change(one.weight, one.scale, decoded(load(one, specs), specs))
 
     with np.errstate(over="ignore", invalid="ignore"):  # the warning below reports overflows
-        values, momenta = merged(
+        values, momenta = make_outer_step(
             {name: before.values[name] for name in names},
             {name: before.momenta[name] for name in names if name in before.momenta},
             changes(),
@@ -396,7 +400,7 @@ def replay(
                 "only if the merger has kept all objects (--keep_all, ElasticIslands.keep_all)."
             )
         state = make_version(folder, decision, state)
-        made = state.changed(MergeSettings(**decision.settings))
+        made = state.changed_part(MergeSettings(**decision.settings))
         is_equal = True
         for name, tensors in (
             (version_object(version), made.values),

@@ -13,7 +13,7 @@ from mtf_gradsync.tools.islands.changes import (
     OuterStep,
     decoded,
     encoded,
-    merged,
+    make_outer_step,
     scale_of,
     weight_of,
 )
@@ -59,7 +59,7 @@ def test_the_outer_step_is_that_of_numpy(merge_rule, nesterov):
     changes = [Change(3.0, 1.0, arrays(1)), Change(1.0, 0.25, arrays(2, 9.0))]
     changes.append(Change(2.0, 1.0, {k: np.zeros_like(v) for k, v in arrays(3).items()}))
     values, momenta = arrays(4), {k: v for k, v in arrays(5).items() if k[:5] != "mean:"}
-    found, velocities = merged(values, momenta, iter(changes), step)
+    found, velocities = make_outer_step(values, momenta, iter(changes), step)
     expected, expected_velocities = in_numpy(values, momenta, changes, step)
     for name, value in expected.items():
         np.testing.assert_allclose(found[name], value, rtol=0, atol=2**-22)
@@ -71,7 +71,9 @@ def test_the_outer_step_is_that_of_numpy(merge_rule, nesterov):
 def test_one_island_alone_is_the_same_by_both_rules():
     values, change = arrays(1), arrays(2)
     by_rule = [
-        merged(values, {}, iter([Change(2.0, 1.0, change)]), OuterStep(1.0, 0.0, False, rule))[0]
+        make_outer_step(
+            values, {}, iter([Change(2.0, 1.0, change)]), OuterStep(1.0, 0.0, False, rule)
+        )[0]
         for rule in ("mean", "radial")
     ]
     for name in values:
@@ -81,7 +83,7 @@ def test_one_island_alone_is_the_same_by_both_rules():
 def test_directions_that_cancel_have_no_length():
     change = arrays(2)
     changes = [Change(1.0, 1.0, change), Change(1.0, 1.0, {k: -v for k, v in change.items()})]
-    found, _ = merged(arrays(1), {}, iter(changes), OuterStep(1.0, 0.0, False, "radial"))
+    found, _ = make_outer_step(arrays(1), {}, iter(changes), OuterStep(1.0, 0.0, False, "radial"))
     for name, value in found.items():
         np.testing.assert_array_equal(value, arrays(1)[name])
 

@@ -31,12 +31,12 @@ class FaultyFolder(Folder):
         self.fails, self.late, self.number = fails, late, 0
 
     @contextlib.contextmanager
-    def _asking(self, name, what):
+    def _store_errors(self, name, what):
         self.number += 1
         is_bad = self.fails(self.number)
         if is_bad and not self.late:
             raise FolderError(f"{name} cannot be {what}: 503")
-        with super()._asking(name, what):
+        with super()._store_errors(name, what):
             yield
         if is_bad:
             raise FolderError(f"{name} cannot be {what}: 404 after it was done")
@@ -443,8 +443,8 @@ def test_what_lasts_is_said_at_growing_intervals(caplog):
     reminders = leases.Reminders(logging.getLogger("test"), lambda: now)
     for second in range(1000):
         now = float(second)
-        reminders.lasts("key", "it waits", after=10.0)
-    reminders.over("key")
+        reminders.remind("key", "it waits", after=10.0)
+    reminders.end("key")
     said = [r.getMessage() for r in caplog.records]
     assert said == [
         *(f"it waits (for {n} s now)" for n in (10, 70, 210, 630)), "Over after 999 s: it waits",

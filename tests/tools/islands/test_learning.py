@@ -38,9 +38,12 @@ def test_counters_follow_a_version_and_a_counter_that_it_lacks_stays():
     learning = Learning({})
     # Since its contribution the island has made 3 steps and 2 updates.
     before, now = {"step": 10, "updates": 5}, {"step": 13, "updates": 7}
-    assert learning.follow({"step": 20}, now, before) == {"step": 23, "updates": 7}
-    assert learning.follow({"step": 1, "updates": 9}, now, before) == {"step": 13, "updates": 11}
-    assert learning.follow({}, now, before) == now
+    assert learning.advance_counters({"step": 20}, now, before) == {"step": 23, "updates": 7}
+    assert learning.advance_counters({"step": 1, "updates": 9}, now, before) == {
+        "step": 13,
+        "updates": 11,
+    }
+    assert learning.advance_counters({}, now, before) == now
 
 
 # Weights count what was applied.

@@ -164,7 +164,7 @@ def test_the_grace_window_follows_how_far_apart_contributions_come(folder, monke
         nonlocal now
         now += 0.25
         for toy in (one, two):
-            toy.island._exchange.lease.beat()
+            toy.island._exchange.lease.write_heartbeat()
         if now - begin >= gap and two.island._learning.sent is None:
             two.step(1.0)
 

@@ -53,8 +53,8 @@ class Toy:
         """Begins, and returns itself."""
         self.island.begin(self.session, step)
         if self.island._exchange:
-            look = self.island._exchange.look
-            self.island._exchange.look = lambda version, at_once=False: (
+            look = self.island._exchange.look_for_version
+            self.island._exchange.look_for_version = lambda version, at_once=False: (
                 (version, False) if self.is_blind else look(version, at_once)
             )
         return self
@@ -66,7 +66,7 @@ class Toy:
         self.island.after_step(self.session, tokens)
 
     def kill(self) -> None:
-        """Ends its signs of life, as if the process were killed."""
+        """Ends its heartbeats, as if the process were killed."""
         self.island._exchange.lease.abandon()
 
     @property
