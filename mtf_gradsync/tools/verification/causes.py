@@ -10,23 +10,23 @@ from typing import Any, Iterator, Mapping, NamedTuple, Sequence
 from mtf_gradsync.extension import mtf, some_of, tf, walk
 
 
-def behind(losses: Sequence[mtf.Tensor]) -> list[mtf.Operation]:
+def operations_behind(losses: Sequence[mtf.Tensor]) -> list[mtf.Operation]:
     """Returns the operations from which losses are computed, in the order of their mtf graphs.
 
-    The result also has the operations that compute the losses themselves.
+    The operations whose outputs are the losses are among them.
     """
     there = set(walk([x.operation for x in losses], lambda op: [x.operation for x in op.inputs]))
     return [op for graph in {x.graph for x in losses} for op in graph.operations if op in there]
 
 
 def random_operations(losses: Sequence[mtf.Tensor]) -> list[mtf.Operation]:
-    """Returns the operations that draw random numbers on which losses depend."""
-    return [op for op in behind(losses) if isinstance(op, mtf.ops.RandomOperation)]
+    """Returns the operations that draw the random numbers that losses depend on."""
+    return [op for op in operations_behind(losses) if isinstance(op, mtf.ops.RandomOperation)]
 
 
 def narrow_dtypes(losses: Sequence[mtf.Tensor]) -> list[str]:
     """Returns the names of floating-point dtypes narrower than float32 that losses depend on."""
-    dtypes = {x.dtype for op in behind(losses) for x in op.outputs}
+    dtypes = {x.dtype for op in operations_behind(losses) for x in op.outputs}
     return sorted(x.name for x in dtypes if x.is_floating and x.size < 4)
 
 
@@ -75,7 +75,7 @@ def statistics_of(
     Returns:
       Pairs: the name of an operation that combines a statistic with examples, and the statistic.
     """
-    forward = behind(losses)
+    forward = operations_behind(losses)
     flows = _flows(forward, batch_dims)
     users: dict[mtf.Tensor, list[mtf.Operation]] = {}
     for op in forward:
@@ -86,7 +86,7 @@ def statistics_of(
         sums = [x for x in op.inputs if flows[x].is_summed and not _has_any(x, batch_dims)]
         if sums and any(_has_any(x, batch_dims) for x in op.inputs):
             for x in sums:
-                if not (isinstance(op, mtf.ops.EinsumOperation) and _scales(op, users)):
+                if not (isinstance(op, mtf.ops.EinsumOperation) and _only_scales_loss(op, users)):
                     found.append((op.name, x))
     return found
 
@@ -101,14 +101,14 @@ _LINEAR = (
 )
 
 
-def _scales(op: mtf.Operation, users: Mapping[mtf.Tensor, list[mtf.Operation]]) -> bool:
-    """Returns whether a statistic over the batch only scales the loss.
+def _only_scales_loss(op: mtf.Operation, users: Mapping[mtf.Tensor, list[mtf.Operation]]) -> bool:
+    """Returns whether a factor that depends on the whole batch only scales the loss.
 
-    The result is True if all operations between `op`, the product with the statistic, and the loss
+    The result is True if all operations between `op`, which multiplies by the factor, and the loss
     are linear.
 
     Args:
-      op: the product of the statistic with examples.
+      op: the operation that multiplies examples by the factor.
       users: a dictionary from each tensor to the operations that read it.
     """
     seen, waiting = {op}, [op]
@@ -138,7 +138,7 @@ def products_of_means(losses: Sequence[mtf.Tensor], batch_dims: Sequence[str]) -
       losses: the losses of the model.
       batch_dims: the names of the batch's dimensions.
     """
-    forward = behind(losses)
+    forward = operations_behind(losses)
     flows = _flows(forward, batch_dims)
     found = []
     for op in forward:
@@ -336,16 +336,18 @@ def _causes(facts: DifferenceFacts) -> Iterator[str]:
     )
 
 
-def lowered_elsewhere(recorded: Any, mesh_shape: str) -> str:
-    """Returns the mesh shape that a program used in place of the one it was asked to use.
+def other_mesh_shape(recorded: Any, mesh_shape: str) -> str:
+    """Returns the shape of a mesh on which the program was lowered, if it is not `mesh_shape`.
+
+    `verify` asks a program to use a mesh, but the program may make a mesh of its own.
 
     Args:
       recorded: the `RecordedProgram` that was made when the program was built.
       mesh_shape: the mesh shape that the program was asked to use, such as "batch:4;model:2".
 
     Returns:
-      The mesh shape in the same form; "no axis" if it has no axes; "" if the program used
-      `mesh_shape`.
+      The other mesh shape, in the same form, or "no axis" if it has no axes; "" if the program was
+      lowered on `mesh_shape`.
     """
     asked = mtf.convert_to_shape(mesh_shape)
     found = {v.mesh: v for v in recorded.variables.values()}

@@ -52,10 +52,10 @@ KINDS = ("mesh", "batch", "model", "order", "microbatches", "wrappers", "masked"
 MICRO_STEPS = 2
 
 
-def as_configured(
+def configured_division(
     mesh_shape: str, layout: str, drops: tuple[str, ...], runtime: RuntimeName
 ) -> Division:
-    """Returns the division of the program as the user configured it.
+    """Returns the program's own division: the mesh, layout and runtime that the user configured.
 
     Args:
       mesh_shape: the program's mesh shape, such as "batch:4;model:2".
@@ -66,7 +66,7 @@ def as_configured(
     return Division("as configured", mesh_shape, layout, runtime, Changes(drops=drops))
 
 
-def reference(base: Division) -> Division:
+def reference_division(base: Division) -> Division:
     """Returns the reference with which other divisions are compared: one core and no wrappers.
 
     The reference has the same layout, the same precision and the same changes of the model as
@@ -136,7 +136,7 @@ def default_divisions(
         "microbatches" in kinds
         and recorded.sees_gradients
         and k_of_stack == 1
-        and not _has_schedulers(base, recorded)
+        and not _has_accumulating_wrappers(base, recorded)
     ):
         changes = base.changes._replace(
             micro_steps=MICRO_STEPS, mesh=(base.mesh_shape, base.layout)
@@ -144,8 +144,8 @@ def default_divisions(
         varied(f"{MICRO_STEPS} microbatch steps", changes=changes)
     if "wrappers" in kinds:
         for label in [x for x in recorded.stack if x not in base.changes.without]:
-            varied(f"without {label}", changes=without(base, label))
-    shards = masked_shards(recorded)
+            varied(f"without {label}", changes=changes_without(base, label))
+    shards = maskable_shards(recorded)
     if "masked" in kinds and shards > 1 and k_of_stack == 1:
         mask = tuple(number != shards - 1 for number in range(shards))
         varied(f"shard {shards - 1} masked", changes=base.changes._replace(mask=mask))
@@ -156,23 +156,23 @@ def default_divisions(
     return found
 
 
-def without(base: Division, label: str) -> Changes:
-    """Returns the changes that `base` makes to the program, plus the removal of one wrapper.
+def changes_without(base: Division, label: str) -> Changes:
+    """Returns the changes that a division makes to the program, plus the removal of a wrapper.
 
-    `label` is the wrapper's label in `RecordedProgram.stack`.
+    `base` is the division, and `label` is the wrapper's label in `RecordedProgram.stack`.
     """
     return base.changes._replace(without=(*base.changes.without, label))
 
 
-def _has_schedulers(base: Division, recorded: RecordedProgram) -> bool:
-    return any(label not in base.changes.without for label in recorded.schedulers)
+def _has_accumulating_wrappers(base: Division, recorded: RecordedProgram) -> bool:
+    return any(label not in base.changes.without for label in recorded.accumulating_wrappers)
 
 
-def masked_shards(recorded: RecordedProgram) -> int:
-    """Returns how many shards the program's `SyncReplicasOptimizer` has; 0 if it has none.
+def maskable_shards(recorded: RecordedProgram) -> int:
+    """Returns how many shards the program has, if it can leave out the gradients of one of them.
 
-    `recorded` has the program's wrappers. Only a `SyncReplicasOptimizer` can leave out the
-    gradients of a shard.
+    Only a `SyncReplicasOptimizer` can leave out a shard. The result is 0 if the program has none.
+    `recorded` has the program's wrappers.
     """
     for wrapper in recorded.wrappers.values():
         if isinstance(wrapper, SyncReplicasOptimizer) and wrapper.axes is not None:

@@ -24,7 +24,7 @@ from mtf_gradsync.tools.verification.programs import (
     UserProgram,
     batch_parts,
     joined_batch,
-    rows_of,
+    select_examples,
     size_of,
 )
 from mtf_gradsync.tools.verification.recorded_program import (
@@ -39,7 +39,7 @@ from mtf_gradsync.tools.verification.recorded_program import (
 _MOST_STEPS, _MOST_ZEROS = 256, 32
 # The size of the random numbers that are added to a variable, relative to its root mean square; and
 # the size for a variable that is zero.
-_MOVED, _MOVED_ZEROS = 0.05, 0.02
+_PERTURBATION, _PERTURBATION_OF_ZEROS = 0.05, 0.02
 
 
 class Outcome(NamedTuple):
@@ -54,8 +54,8 @@ class Outcome(NamedTuple):
       changed_before: names of variables and slots that changed in a step without an update.
       written_early: names of the program's own other variables that changed in such a step.
       different_copies: names of variables whose copies differ between cores.
-      equal_draws: a pair for all random numbers that are equal on several cores: their name, and
-        the mesh axes along which these cores lie.
+      equal_draws: a pair for each tensor of random numbers that is equal on several cores: its
+        name, and the mesh axes along which these cores lie.
       batches: the largest number of batches in an update.
       weighted: whether the program gives weights of the losses of steps.
       exchanges: whether the program's model sends float32 numbers as bfloat16.
@@ -89,12 +89,12 @@ class BatchSeries(NamedTuple):
 
     Attributes:
       groups: for each update, its batches.
-      counted: for each update, the values of the program's own counters (such as a global step)
+      counters: for each update, the values of the program's own counters (such as a global step)
         before it; None to leave counters alone.
     """
 
     groups: list[list[Batch]]
-    counted: Sequence[Values] | None = None
+    counters: Sequence[Values] | None = None
 
 
 class Engine:
@@ -106,22 +106,22 @@ class Engine:
       program: the program.
       batches: the program's batches, in order.
       steps: the number of updates to make.
-      moved: whether small random numbers are added to the initial values of trained variables.
+      perturbs: whether small random numbers are added to the initial values of trained variables.
     """
 
-    def __init__(self, program: UserProgram, batches: Iterable[Batch], steps: int, moved: bool):
+    def __init__(self, program: UserProgram, batches: Iterable[Batch], steps: int, perturbs: bool):
         self._program, self._batches, self._steps = program, iter(batches), steps
-        self._moved = moved
+        self._perturbs = perturbs
         self.groups: list[list[Batch]] = []
         self.initial: dict[str, np.ndarray] = {}
         # For each update, the program's own counters before its first step and before its last one.
-        self.counted: list[tuple[Values, Values]] = []
+        self.counters_of_updates: list[tuple[Values, Values]] = []
         self._applied: list[int] = []  # how often an update applies gradients
         self._done: dict[Any, Outcome | CannotBeDivided] = {}
 
     # Facts of the unchanged program: labels of the wrappers that accumulate over steps, and whether
     # an optimizer was seen.
-    schedulers: tuple[str, ...] = ()
+    accumulating_wrappers: tuple[str, ...] = ()
     sees_gradients: bool = True
 
     @property
@@ -133,11 +133,11 @@ class Engine:
     def repeats_steps(self) -> bool:
         """Whether the reference runs the program's microbatch steps one by one.
 
-        If it does not, the reference makes each update from one step, on a batch with the examples
-        of all microbatch steps. The microbatch steps have to be run one by one if the program
-        accumulates gradients by code of its own. The engine assumes this in two cases: an optimizer
-        gets gradients of zeros in steps without an update, or no optimizer was seen in a program
-        that needs several steps for an update.
+        If False, the reference makes each update from one step, on a batch with the examples of all
+        microbatch steps. If True, the program seems to accumulate gradients by code of its own,
+        which the reference cannot remove. The engine assumes this in two cases: an optimizer gets
+        gradients of zeros in steps without an update, or no optimizer was seen in a program that
+        needs several steps for an update.
         """
         return max(self._applied) > 1 or (self.steps_per_update > 1 and not self.sees_gradients)
 
@@ -154,14 +154,16 @@ class Engine:
           NotOnCoresError: the program makes a placement mesh where it should not. Call `begin`
             again with the runtime "placement_mesh".
         """
-        first = self._next()
+        first = self._next_batch()
         try:
             built = self._program.build(division, first)
             with built.session() as running:
-                if self._moved:
-                    running.write(_moved(running.values(), built.recorded))
+                if self._perturbs:
+                    running.write(_perturbed(running.values(), built.recorded))
                 self.initial = _without_records(running.values())
-                outcome = self._run(built, running, self._groups_of(running, first), None)
+                outcome = self._run_built(
+                    built, running, self._batches_by_update(running, first), None
+                )
         except BatchesEndError:
             raise
         except NotOnCoresError:
@@ -170,7 +172,7 @@ class Engine:
         except Exception as error:  # whatever a user's program raises
             raise CannotBeDivided(_one_line(error)) from error
         self._done[division.key] = outcome
-        self.schedulers = outcome.recorded.schedulers
+        self.accumulating_wrappers = outcome.recorded.accumulating_wrappers
         self.sees_gradients = outcome.recorded.sees_gradients
         return outcome
 
@@ -180,7 +182,9 @@ class Engine:
         def series(groups: list[list[Batch]]) -> BatchSeries:
             # An update from joined steps has the counters of the last of these steps.
             is_joined = any(len(x) < len(own) for x, own in zip(groups, self.groups))
-            return BatchSeries(groups, [last for _, last in self.counted] if is_joined else None)
+            return BatchSeries(
+                groups, [last for _, last in self.counters_of_updates] if is_joined else None
+            )
 
         return self.run_series(division, [series])[0]
 
@@ -206,19 +210,19 @@ class Engine:
             return [done]
         try:
             groups = [self._batches_of(division, group) for group in self.groups]
-            outcomes = self._runs(division, [make(groups) for make in series])
+            outcomes = self._build_and_run(division, [make(groups) for make in series])
         except Exception as error:  # whatever a user's program raises
             self._done[division.key] = CannotBeDivided(_one_line(error))
             raise self._done[division.key] from error  # type: ignore[misc]
         self._done[division.key] = outcomes[0]
         return outcomes
 
-    def _runs(self, division: Division, series: Sequence[BatchSeries]) -> list[Outcome]:
+    def _build_and_run(self, division: Division, series: Sequence[BatchSeries]) -> list[Outcome]:
         """Builds a division, and runs it on each series of batches from the same initial values.
 
-        If updates have different numbers of batches, the batches that are joined for an update have
-        different sizes. Then the program is built anew each time the size changes, and goes on from
-        the variables' values after the update before. The result has one outcome for each series.
+        The result has one outcome for each series. A graph is for batches of one size. So if the
+        updates' batches have different sizes, the program is built again each time that the size
+        changes, and goes on from the variables' values after the update before.
         """
         sizes = [size_of(group[0]) for group in series[0].groups]
         outcomes: list[list[Outcome]] = [[] for _ in series]
@@ -235,46 +239,51 @@ class Engine:
                     if begin or number:
                         running.write(left[number])
                     groups = one.groups[begin:end]
-                    outcomes[number].append(self._run(built, running, groups, one.counted, begin))
+                    outcomes[number].append(
+                        self._run_built(built, running, groups, one.counters, begin)
+                    )
                     left[number] = running.values()
             begin = end
-        return [_followed(each) for each in outcomes]
+        return [_joined_outcomes(each) for each in outcomes]
 
     def _batches_of(self, division: Division, group: list[Batch]) -> list[Batch]:
-        """Returns the batches on which a division makes an update.
+        """Returns the batches from which a division makes an update.
 
-        `group` are the batches from which the unchanged program makes the same update. The batches
-        of `group` are returned as they are, or joined into one batch if the division does not
-        accumulate gradients, or joined and split again if the division has microbatch steps of its
-        own.
+        `group` has the batches from which the unchanged program makes the same update. If the
+        division does not accumulate gradients, they are joined into one batch. If the division has
+        an added number of microbatch steps, they are joined and split into so many batches. In
+        other cases `group` itself is returned.
         """
         if self.repeats_steps:
             return group
         changes = division.changes
         if division.is_reference and changes.mask is not None:
-            return [_contributed(joined_batch(group), changes.mask)]
-        taken_out = changes.unwrapped or any(x in changes.without for x in self.schedulers)
+            return [_without_masked_shards(joined_batch(group), changes.mask)]
+        taken_out = changes.unwrapped or any(
+            x in changes.without for x in self.accumulating_wrappers
+        )
         if len(group) > 1 and taken_out:
             return [joined_batch(group)]
         if changes.micro_steps > 1:
             return batch_parts(joined_batch(group), changes.micro_steps)
         return group
 
-    def _next(self) -> Batch:
+    def _next_batch(self) -> Batch:
         try:
             return next(self._batches)
         except StopIteration:
-            made = len(self.counted)
+            made = len(self.counters_of_updates)
             raise BatchesEndError(
                 f"The batches ended after {made} of {self._steps} updates: give more batches, or "
                 "fewer steps."
             ) from None
 
-    def _groups_of(self, running: Running, first: Batch) -> Iterator[Iterable[Batch]]:
-        """Yields, for each update, an iterator of batches that ends when the update is made.
+    def _batches_by_update(self, running: Running, first: Batch) -> Iterator[Iterable[Batch]]:
+        """Yields, for each update, an iterator of the batches from which the program makes it.
 
-        The batches are also recorded in `self.groups`. `running` is the program's session, which
-        shows when an update is made, and `first` is the first batch.
+        The caller runs a step on each batch, in the session `running`, before it takes the next
+        one; the iterator of an update ends when variables show that the update was made. The
+        batches are also recorded in `self.groups`. `first` is the first batch of all.
         """
         self._batches = itertools.chain([first], self._batches)
         for _ in range(self._steps):
@@ -283,10 +292,10 @@ class Engine:
             yield self._until_update(running, group)
 
     def _until_update(self, running: Running, group: list[Batch]) -> Iterator[Batch]:
-        """Yields batches, and appends them to `group`, until the program has made an update.
+        """Yields the batches of one update, and appends them to `group`; see `_batches_by_update`.
 
-        The caller runs a step on each batch, in the session `running`, before it takes the next
-        batch.
+        It ends when the step that the caller has run on the last batch, in the session `running`,
+        has made an update. It raises ValueError if very many steps make no update.
         """
         recorded = running.built.recorded
         first = before = running.values()
@@ -297,7 +306,7 @@ class Engine:
                     f"The program made no update in {len(group)} steps: it skips every step, "
                     "needs more batches for an update, or all of its gradients are zero."
                 )
-            group.append(self._next())
+            group.append(self._next_batch())
             yield group[-1]
             after = running.values()
             if len(group) == 1:
@@ -305,26 +314,27 @@ class Engine:
             if _is_updated(recorded, before, after):
                 break
             before = after
-        self.counted.append((counters, {name: before[name] for name in counters}))
+        self.counters_of_updates.append((counters, {name: before[name] for name in counters}))
         self._applied.append(int(_updates(after) - _updates(first)))
 
-    def _run(
+    def _run_built(
         self,
         built: BuiltDivision,
         running: Running,
         groups: Iterable[Iterable[Batch]],
-        counted: Sequence[Values] | None,
+        counters: Sequence[Values] | None,
         begin: int = 0,
     ) -> Outcome:
-        """Runs a built program for the updates from number `begin` on; returns their outcome.
+        """Makes updates in a session of a built program; returns their outcome.
 
         Args:
           built: the built program.
           running: its session.
-          groups: for each update, its batches.
-          counted: for each update, the values that the program's counters get before it; None to
-            leave counters alone.
-          begin: the number of the first update.
+          groups: for each update, the batches of its steps.
+          counters: for each update, counted from the first of all, a dictionary from the names of
+            the program's counters to the values that they get before it; None leaves counters
+            alone.
+          begin: the number of the first update in `groups`, if earlier updates were made before.
 
         Raises:
           ValueError: an update needs more or fewer steps than in the unchanged program.
@@ -333,21 +343,23 @@ class Engine:
         losses, gradients, changed, early, joined = [], [], [], [], 1
         after = running.values()
         for number, group in enumerate(groups, begin):
-            if counted is not None:
-                running.write(counted[number])
+            if counters is not None:
+                running.write(counters[number])
                 after = running.values()
             first = after
             of_group: list[tuple[float, float]] = []
             for batch in group:
                 before = after
-                if of_group and division.changes.micro_steps > 1 and self.counted:
+                if of_group and division.changes.micro_steps > 1 and self.counters_of_updates:
                     # The program does not have these added microbatch steps: reset its counters.
-                    running.write({name: first[name] for name in self.counted[number][0]})
+                    running.write(
+                        {name: first[name] for name in self.counters_of_updates[number][0]}
+                    )
                 of_group.append(running.step(batch))
                 after = running.values()
                 if not _is_updated(recorded, before, after):
                     changed += _changed(before, after, [*recorded.order, *recorded.slots])
-                    early += _changed(before, after, _programs_own(built, after))
+                    early += _changed(before, after, _untrained_variables(built, after))
             made = int(_updates(after) - _updates(first))
             expected = 1 if len(of_group) == 1 else self._applied[number:] and self._applied[number]
             if recorded.sees_gradients and expected and made != expected:
@@ -368,7 +380,7 @@ class Engine:
             },
             list(dict.fromkeys(changed)) if recorded.sees_gradients else [],
             list(dict.fromkeys(early)),
-            *running.compared_cores(),
+            *running.compare_cores(),
             joined,
             built.weight is not None,
             built.program is not None and _exchanges_in_bfloat16(built),
@@ -376,11 +388,11 @@ class Engine:
         )
 
 
-def _followed(outcomes: Sequence[Outcome]) -> Outcome:
-    """Returns one outcome for several runs, each of which goes on where the run before ended.
+def _joined_outcomes(outcomes: Sequence[Outcome]) -> Outcome:
+    """Joins the outcomes of runs, each of which goes on where the run before ended, into one.
 
-    `outcomes` are the outcomes of the runs, in order. The result has the losses and gradients of
-    all updates, and the values after the last run.
+    `outcomes` are in the order of the runs. The result has the losses and gradients of all updates,
+    and the values after the last run.
     """
 
     def both(field: str) -> list[Any]:
@@ -397,20 +409,19 @@ def _followed(outcomes: Sequence[Outcome]) -> Outcome:
 
 
 def reordered(groups: list[list[Batch]]) -> BatchSeries:
-    """Returns the same batches, with the examples of each batch in another order.
+    """Puts the examples of each batch into another order, at random; returns the new batches.
 
-    The new order of the examples is random, and the same in each call of `reordered`. `groups` has
-    a list of batches for each update.
+    The new order is the same in each call. `groups` has a list of batches for each update.
     """
     shuffled = []
     for group in groups:
         rows = [np.random.RandomState(0).permutation(size_of(batch)) for batch in group]
-        shuffled.append([rows_of(batch, some) for batch, some in zip(group, rows)])
+        shuffled.append([select_examples(batch, some) for batch, some in zip(group, rows)])
     return BatchSeries(shuffled)
 
 
-def _moved(values: Values, recorded: RecordedProgram) -> dict[str, np.ndarray]:
-    """Returns the values of trained variables with small random numbers added to them.
+def _perturbed(values: Values, recorded: RecordedProgram) -> dict[str, np.ndarray]:
+    """Adds small random numbers to the values of trained variables; returns the sums.
 
     The seed of the random numbers for a variable is made from the variable's name, so that they are
     the same in each call.
@@ -428,9 +439,9 @@ def _moved(values: Values, recorded: RecordedProgram) -> dict[str, np.ndarray]:
         if value is None or not tf.as_dtype(value.dtype).is_floating:
             continue
         wide = np.asarray(value, np.float64)
-        scale = _MOVED * float(np.sqrt(np.mean(wide * wide))) if wide.size else 0.0
+        scale = _PERTURBATION * float(np.sqrt(np.mean(wide * wide))) if wide.size else 0.0
         random = np.random.RandomState(zlib.crc32(name.encode()))
-        found[name] = wide + (scale or _MOVED_ZEROS) * random.randn(*wide.shape)
+        found[name] = wide + (scale or _PERTURBATION_OF_ZEROS) * random.randn(*wide.shape)
     return found
 
 
@@ -444,7 +455,10 @@ def _mean_loss(steps: Sequence[tuple[float, float]]) -> float:
 
 
 def _without_records(values: Values) -> dict[str, np.ndarray]:
-    """Returns the values by name, without the variables that `RecordedProgram` has added."""
+    """Returns `values` without the variables that `RecordedProgram` has added to the program.
+
+    `values`, and the result, are dictionaries from the names of variables to their values.
+    """
     hidden = (GRADIENT, UPDATES, RANDOM)
     return {k: np.array(v) for k, v in values.items() if not k.endswith(hidden)}
 
@@ -487,11 +501,11 @@ def _changed(before: Values, after: Values, names: Iterable[str]) -> list[str]:
     ]
 
 
-def _programs_own(built: BuiltDivision, values: Values) -> list[str]:
-    """Returns the names of variables that are the program's own and are not trained.
+def _untrained_variables(built: BuiltDivision, values: Values) -> list[str]:
+    """Returns the names of the variables that are not trained, and that the user's program made.
 
-    Variables made by an optimizer or a wrapper are left out. `values` has the values of all
-    variables by name.
+    An optimizer's slots and wrappers' variables are not among them. `values` is a dictionary from
+    the names of all variables to their values.
     """
     state = {note.name for note in built.graph.get_collection(STATE_COLLECTION)}
     others = {*state, *built.recorded.order, *built.recorded.slots}
@@ -511,20 +525,20 @@ def _counters(built: BuiltDivision, before: Values, after: Values) -> dict[str, 
     """
     return {
         name: before[name]
-        for name in _programs_own(built, after)
+        for name in _untrained_variables(built, after)
         if before[name].dtype.kind in "iuf"
         and before[name].ndim == 0
         and after[name] - before[name] == 1
     }
 
 
-def _contributed(batch: Batch, mask: Sequence[bool]) -> Batch:
-    """Returns the batch with only the examples of the shards for which `mask` is True.
+def _without_masked_shards(batch: Batch, mask: Sequence[bool]) -> Batch:
+    """Removes from a batch the examples of the shards for which `mask` is False.
 
-    In a batch, the examples of the first shard come first, then those of the second shard, and so
-    on. Each shard has the same number of examples.
+    `mask` has a bool for each shard. In a batch, the examples of the first shard come first, then
+    those of the second shard, and so on. Each shard has the same number of examples.
     """
-    return rows_of(batch, np.repeat(np.asarray(mask), size_of(batch) // len(mask)))
+    return select_examples(batch, np.repeat(np.asarray(mask), size_of(batch) // len(mask)))
 
 
 def _exchanges_in_bfloat16(built: BuiltDivision) -> bool:

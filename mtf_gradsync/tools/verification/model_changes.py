@@ -45,7 +45,7 @@ def _drop_random(undone: contextlib.ExitStack, sizes: list[int]) -> None:
 
 
 def _drop_capacity(undone: contextlib.ExitStack, sizes: list[int]) -> None:
-    """Gives Mesh-TensorFlow's experts capacity for all examples, until `undone` is closed.
+    """Removes the limit to the examples of Mesh-TensorFlow's experts until `undone` is closed.
 
     The argument `sizes` is not used. The function takes it because all functions in `_DROPS` take
     the same arguments.
@@ -76,8 +76,8 @@ _DROPS: dict[str, Callable[[contextlib.ExitStack, list[int]], None]] = {
 DROPS = tuple(_DROPS)
 
 
-def drop(names: Sequence[str], undone: contextlib.ExitStack, sizes: list[int]) -> None:
-    """Removes parts of models that are built from now on, until the stack `undone` is closed.
+def remove_parts(names: Sequence[str], undone: contextlib.ExitStack, sizes: list[int]) -> None:
+    """Removes parts, such as dropout, from models that are built until `undone` is closed.
 
     Args:
       names: the parts to remove, out of `DROPS`.

@@ -18,7 +18,7 @@ from mtf_gradsync.extension import (
     mtf,
 )
 from mtf_gradsync.tools.verification.causes import statistics_of
-from mtf_gradsync.tools.verification.model_changes import drop, make_constant
+from mtf_gradsync.tools.verification.model_changes import make_constant, remove_parts
 from mtf_gradsync.tools.verification.recorded_program import Changes, RecordedProgram
 
 
@@ -44,7 +44,7 @@ def recording(changes: Changes) -> Iterator[RecordedProgram]:
 
         def applies(method: Any) -> Any:
             def apply_grads(opt: Any, grads: Any, variables: Any, *args: Any, **kwargs: Any) -> Any:
-                return recorded.apply(method, opt, grads, variables, *args, **kwargs)
+                return recorded.apply_gradients(method, opt, grads, variables, *args, **kwargs)
 
             return apply_grads
 
@@ -53,7 +53,7 @@ def recording(changes: Changes) -> Iterator[RecordedProgram]:
                 return method(opt, grads[0], variables[0], *args, **kwargs)
 
             def apply_grad(opt: Any, grad: Any, var: Any, *args: Any, **kwargs: Any) -> Any:
-                return recorded.apply(one, opt, [grad], [var], *args, **kwargs)
+                return recorded.apply_gradients(one, opt, [grad], [var], *args, **kwargs)
 
             return apply_grad
 
@@ -69,7 +69,7 @@ def recording(changes: Changes) -> Iterator[RecordedProgram]:
 
             return compute_gradients
 
-        for kind in _kinds(mtf.optimize.Optimizer):
+        for kind in _with_subclasses(mtf.optimize.Optimizer):
             watch(kind)
 
         # Programs define optimizers of their own, even while they are built.
@@ -93,7 +93,7 @@ def recording(changes: Changes) -> Iterator[RecordedProgram]:
         differentiate = mtf.gradients
 
         def gradients(ys: Any, *args: Any, **kwargs: Any) -> Any:
-            recorded.differentiates(ys)
+            recorded.record_losses(ys)
             if changes.statistics:
                 make_constant([x for _, x in statistics_of(recorded.losses, changes.statistics)])
             return differentiate(ys, *args, **kwargs)
@@ -102,14 +102,14 @@ def recording(changes: Changes) -> Iterator[RecordedProgram]:
             undone.callback(setattr, module, "gradients", module.gradients)
             module.gradients = gradients
         if changes.unwrapped:
-            for kind in _kinds(Wrapper):
+            for kind in _with_subclasses(Wrapper):
                 if "__init__" in vars(kind):
-                    replace(kind, "__init__", _made_anyhow)
+                    replace(kind, "__init__", _init_for_one_core)
             # Wrappers that refuse one core have no stages there whose order could be checked.
             replace(Wrapper, "_check_order", lambda _: lambda wrapper: None)
             # On one core there is nothing to reduce, and some operations of Mesh-TensorFlow do not
             # accept pending (not yet reduced) sums.
-            replace(mtf.Lowering, "set_tensor_lowering", _never_pending)
+            replace(mtf.Lowering, "set_tensor_lowering", _reduce_at_once)
         moe = sys.modules.get("mesh_tensorflow.transformer.moe")
         if moe is not None:
 
@@ -122,11 +122,11 @@ def recording(changes: Changes) -> Iterator[RecordedProgram]:
 
             for name in ("transformer_moe_layer_v1", "transformer_moe_layer_v2"):
                 replace(moe, name, note_experts)
-        drop(changes.drops, undone, recorded.random_sizes)
+        remove_parts(changes.drops, undone, recorded.random_sizes)
         yield recorded
 
 
-def _never_pending(method: Any) -> Any:
+def _reduce_at_once(method: Any) -> Any:
     def set_tensor_lowering(self: mtf.Lowering, tensor: mtf.Tensor, value: Any) -> None:
         lazy = isinstance(value, mtf.LazyAllreduceSum)
         method(self, tensor, value.to_laid_out_tensor() if lazy else value)
@@ -134,13 +134,13 @@ def _never_pending(method: Any) -> Any:
     return set_tensor_lowering
 
 
-def _made_anyhow(init: Any) -> Any:
-    """Returns a replacement of a wrapper's `__init__`, which also accepts a mesh of one core.
+def _init_for_one_core(init: Any) -> Any:
+    """Returns a replacement of a wrapper's `__init__` that also accepts a mesh of one core.
 
     Some wrappers raise ValueError on a mesh of one core, or for arguments that do not fit such a
-    mesh. The replacement first calls `init`, the wrapper's own `__init__`. If `init` raises
-    ValueError when the wrapper is complete, the error is ignored. Otherwise the replacement makes
-    the wrapper from the arguments that all wrappers have.
+    mesh. The replacement calls `init`, the wrapper's own `__init__`. If this raises ValueError, and
+    the wrapper is complete, the error is ignored. If it is not complete, the replacement makes the
+    wrapper from the arguments that all wrappers have.
     """
 
     def made(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -149,7 +149,9 @@ def _made_anyhow(init: Any) -> Any:
         except ValueError:
             if "_slots" in vars(self) and self._given_axes is not None:
                 return  # the wrapper was complete when it refused a single replica
-            kwargs = {**gin.get_bindings(type(self)), **kwargs} if _is_bound(self) else kwargs
+            kwargs = (
+                {**gin.get_bindings(type(self)), **kwargs} if _has_gin_bindings(self) else kwargs
+            )
             if not args and "opt" not in kwargs:
                 raise
             opt = args[0] if args else kwargs["opt"]
@@ -166,15 +168,15 @@ def _made_anyhow(init: Any) -> Any:
     return made
 
 
-def _is_bound(wrapper: Wrapper) -> bool:
+def _has_gin_bindings(wrapper: Wrapper) -> bool:
     """Returns whether gin has bindings for arguments of the wrapper's class."""
     with contextlib.suppress(ValueError):
         return bool(gin.get_bindings(type(wrapper)))
     return False
 
 
-def _kinds(kind: type) -> list[type]:
-    """Returns a class and all its subclasses, those of subclasses included."""
+def _with_subclasses(kind: type) -> list[type]:
+    """Returns a list of a class, its subclasses, their subclasses, and so on."""
     found: list[type] = [kind]
     for one in found:
         subclasses: list[type] = type.__subclasses__(one)

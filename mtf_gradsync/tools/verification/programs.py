@@ -240,13 +240,14 @@ class Running:
         self._access.set(self._session, fitting.items())
         self._session.run(self._to_slices)
 
-    def compared_cores(self) -> tuple[list[str], list[tuple[str, str]]]:
-        """Compares copies of the same slice, and random numbers, between cores.
+    def compare_cores(self) -> tuple[list[str], list[tuple[str, str]]]:
+        """Finds copies that differ between cores, and random numbers that are equal and should not.
 
         Returns:
-          A list of names of variables whose copies, or whose gradients' copies, differ by more than
-          rounding; and a list of pairs: the name of random numbers that are equal on two cores
-          though they are different slices, and the mesh axes along which the cores lie.
+          Two lists. The first has the names of variables of which two cores hold the same slice,
+          but with values or gradients that differ by more than rounding. The second has a pair for
+          random numbers of which two cores hold different slices with equal values: the name of the
+          random numbers, and the mesh axes in whose coordinates the two cores differ.
         """
         if self._to_masters is None:
             self._session.variables()  # brings the slices to TensorFlow
@@ -288,9 +289,10 @@ class Running:
 
 
 def _axes_between(shape: mtf.Shape, core: int, other: int) -> str:
-    """Returns the mesh axes in whose coordinates two cores differ, as in "batch and model".
+    """Returns the names of the mesh axes in whose coordinates two cores differ, as one text.
 
-    `core` and `other` are the numbers of the cores on the mesh, whose shape is `shape`.
+    An example is "batch and model". `core` and `other` are the numbers of the cores on the mesh,
+    whose shape is `shape`.
     """
     places = (mtf.pnum_to_processor_coordinates(shape, x) for x in (core, other))
     return " and ".join(d.name for d, a, b in zip(shape.dims, *places) if a != b)
@@ -330,13 +332,14 @@ def batch_parts(batch: Batch, count: int) -> list[Batch]:
     if size % count:
         raise ValueError(f"A batch of {size} cannot be divided into {count} microbatches.")
     each = size // count
-    return [rows_of(batch, slice(n * each, (n + 1) * each)) for n in range(count)]
+    return [select_examples(batch, slice(n * each, (n + 1) * each)) for n in range(count)]
 
 
-def rows_of(batch: Batch, rows: Any) -> Batch:
-    """Returns a batch of some examples of a batch; inputs that are one number stay.
+def select_examples(batch: Batch, rows: Any) -> Batch:
+    """Returns a batch that has only some of the examples of a batch.
 
-    `rows` says which examples the result has. It is an array of their indices, a Python slice, or a
-    mask with a bool for each example of `batch`.
+    `rows` says which examples these are. It is an array of their indices, a Python slice, or a mask
+    with a bool for each example of `batch`. An input that is a single number is for all examples,
+    and is not changed.
     """
     return tf.nest.map_structure(lambda x: x[rows] if np.ndim(x) else x, batch)

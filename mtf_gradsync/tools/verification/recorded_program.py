@@ -36,7 +36,7 @@ GRADIENT = "/verified_gradient"
 UPDATES = "verified_updates"
 RANDOM = "/verified_random"
 
-_REST = ("opt", "optimizer", "_opt", "_optimizer")
+_INNER_NAMES = ("opt", "optimizer", "_opt", "_optimizer")
 
 
 class Changes(NamedTuple):
@@ -97,7 +97,7 @@ class RecordedProgram:
         self._outermost: dict[int, Any] = {}
         self._stacks: dict[int, list[Any]] = {}  # id of the outermost optimizer -> original stack
         self._busy: list[Any] = []
-        self._held: list[Any] = []
+        self._references: list[Any] = []
         self._undo: list[Callable[[], None]] = []
         self._weights: dict[int, tuple[Any, Any]] = {}  # id of weights -> the weights, their sum
 
@@ -123,21 +123,21 @@ class RecordedProgram:
         return next((names for names in found if names), ("batch",))
 
     @property
-    def schedulers(self) -> tuple[str, ...]:
-        """The labels of the wrappers that may make one update from several steps."""
+    def accumulating_wrappers(self) -> tuple[str, ...]:
+        """The labels of the wrappers that may accumulate the gradients of several steps."""
         return tuple(k for k, w in self.wrappers.items() if schedules_updates(stages_of(w)))
 
     @property
-    def islands(self) -> tuple[str, ...]:
-        """The labels of wrappers whose islands train without exchanging gradients (DiLoCo)."""
+    def island_wrappers(self) -> tuple[str, ...]:
+        """The labels of the wrappers whose islands train without exchanging gradients (DiLoCo)."""
         return tuple(k for k, w in self.wrappers.items() if keeps_outer_values(stages_of(w)))
 
     @property
     def averages(self) -> set[str]:
-        """The names of the moving averages of variables that a wrapper may keep.
+        """The names that moving averages of the variables have.
 
-        The set of names is empty unless the program's stack has a wrapper that keeps averages and
-        has no effect on updates.
+        The set is empty unless the program's stack has a wrapper that keeps averages and has no
+        effect on updates. A name may be of an average that the wrapper does not keep.
         """
         if not any(map(self.keeps_averages, self.wrappers)):
             return set()
@@ -158,14 +158,15 @@ class RecordedProgram:
 
     # Methods that the patches call.
 
-    def differentiates(self, losses: Sequence[mtf.Tensor]) -> None:
-        """Records losses with which the program calls `mtf.gradients`."""
+    def record_losses(self, losses: Sequence[mtf.Tensor]) -> None:
+        """Records losses as the program's; called when the program calls `mtf.gradients`."""
         self._differentiated += losses
 
     def compute_gradients(self, method: Any, opt: Any, loss: Any, *args: Any, **kwargs: Any) -> Any:
-        """Computes gradients in place of `compute_gradients` of wrappers, by the changed stack.
+        """Computes gradients; called in place of the method `compute_gradients` of any wrapper.
 
-        If the changed stack has no wrappers, the gradients are those of the mean loss.
+        The gradients are computed by the stack of wrappers that is changed as `changes` says. If no
+        wrapper is left in it, they are the gradients of the mean loss.
 
         Args:
           method: the method that this one replaces.
@@ -179,10 +180,10 @@ class RecordedProgram:
         """
         if loss not in self._given:
             self._given.append(loss)
-        stack = self._changed(opt)
+        stack = self._changed_stack(opt)
         given = inspect.signature(method).bind(opt, loss, *args, **kwargs).arguments
         weights = given.get("weights")
-        self._note_weights(weights)
+        self._record_weights(weights)
         if isinstance(stack, Wrapper) and not self.changes.unwrapped:
             return method(stack, loss, *args, **kwargs)
         variables = given.get("var_list")
@@ -196,12 +197,13 @@ class RecordedProgram:
         grads = mtf.gradients([mean], [v.value for v in variables])
         return list(zip(grads, variables))
 
-    def apply(
+    def apply_gradients(
         self, method: Any, opt: Any, grads: Any, variables: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        """Applies gradients in place of `apply_grads` of optimizers, by the changed stack.
+        """Applies gradients; called in place of the method `apply_grads` of any optimizer.
 
-        The method also records the gradients that reach the innermost optimizer of the stack.
+        The gradients are applied by the stack of wrappers that is changed as `changes` says. The
+        gradients that reach the innermost optimizer of the stack are recorded.
 
         Args:
           method: the method that this one replaces.
@@ -218,15 +220,15 @@ class RecordedProgram:
             return method(opt, grads, variables, *args, **kwargs)
         is_outermost = not self._busy
         if is_outermost and isinstance(opt, Wrapper):
-            self._note_weights(kwargs.get("weights"))
+            self._record_weights(kwargs.get("weights"))
         is_changed = isinstance(opt, Wrapper) or self.changes.micro_steps > 1
-        stack = self._changed(opt) if is_outermost and is_changed else opt
+        stack = self._changed_stack(opt) if is_outermost and is_changed else opt
         is_bare = stack is not opt and not isinstance(stack, Wrapper)
         # If the outermost wrapper only keeps averages, it stays, and the wrappers inside are gone.
         is_unwrapped = is_outermost and self.changes.unwrapped and id(opt) in self._stacks
         if is_bare or is_unwrapped:
             kwargs.pop("weights", None)
-            grads = self._as_reference(opt, list(grads), list(variables))
+            grads = self._reference_gradients(opt, list(grads), list(variables))
         if stack is not opt:
             return stack.apply_grads(grads, variables, *args, **kwargs)
         self._busy.append(opt)
@@ -236,26 +238,28 @@ class RecordedProgram:
             if isinstance(opt, Wrapper):
                 operations = make()
             else:
-                operations = self._in_order(make, grads, variables)
+                operations = self._after_reads(make, grads, variables)
         finally:
             self._busy.pop()
         if isinstance(opt, Wrapper):
             return operations
         self.innermost = opt
         self.slots += [x for x in variables[0].graph.name_to_variable if x not in before]
-        return [*operations, *self._note(without_frozen(opt, list(grads), variables), variables)]
+        return [
+            *operations,
+            *self._recording_operations(without_frozen(opt, list(grads), variables), variables),
+        ]
 
-    def _in_order(
+    def _after_reads(
         self,
         make_update: Callable[[], Sequence[mtf.Operation]],
         grads: Sequence[Any],
         variables: Sequence[mtf.Variable],
     ) -> Sequence[mtf.Operation]:
-        """Returns update operations that wait until the step has read all variables.
+        """Makes update operations that wait until the step has read all variables.
 
-        A wrapper itself makes its updates wait for all reads of the step, so that the wrapper's
-        operations are returned as they are. For a program without wrappers, this method makes the
-        updates wait.
+        Wrappers make updates wait themselves. For a program without wrappers, this method makes the
+        updates wait, so that they do not race with the reads.
 
         Args:
           make_update: a function that makes the update operations.
@@ -283,11 +287,11 @@ class RecordedProgram:
 
     # The rest.
 
-    def _changed(self, opt: Any) -> Any:
-        """Changes a stack of wrappers as `changes` says, and records what the stack was.
+    def _changed_stack(self, opt: Any) -> Any:
+        """Changes a stack of wrappers as `changes` says; returns its new outermost optimizer.
 
-        `opt` is the outermost optimizer of the stack. The result is the outermost optimizer of the
-        changed stack. Further calls for the same stack return the same optimizer.
+        `opt` is the outermost optimizer of the stack. What the stack was before is recorded.
+        Further calls for the same stack return the same optimizer.
         """
         if id(opt) in self._outermost:
             return self._outermost[id(opt)]
@@ -302,7 +306,7 @@ class RecordedProgram:
         self.stack = list(dict.fromkeys([*self.stack, *labels.values()]))
         self.wrappers.update({labels[id(one)]: one for one in stack if id(one) in labels})
         if not isinstance(stack[-1], mtf.optimize.Optimizer):
-            self._watch(stack[-1])
+            self._record_gradients_of(stack[-1])
         changes = self.changes
         for one in stack:
             if isinstance(one, SyncReplicasOptimizer):
@@ -312,19 +316,19 @@ class RecordedProgram:
             out |= {label for label in labels.values() if not self.keeps_averages(label)}
         left = [one for one in stack if labels.get(id(one)) not in out]
         for outer, inner in zip(left, left[1:]):
-            self._put(outer, inner)
+            self._set_inner(outer, inner)
         outermost = left[0]
         if changes.micro_steps > 1:
-            outermost = self._accumulated(left)
+            outermost = self._add_accumulation(left)
         self._outermost[id(opt)] = self._outermost[id(outermost)] = outermost
         # Referenced, so that no other object gets the same id.
-        self._held += [opt, outermost]
+        self._references += [opt, outermost]
         return outermost
 
-    def _watch(self, opt: Any) -> None:
-        """Records the gradients that an optimizer gets from now on, by replacing its `apply_grads`.
+    def _record_gradients_of(self, opt: Any) -> None:
+        """Replaces an optimizer's `apply_grads` by a method that records the gradients it gets.
 
-        The method is for optimizers that are not instances of `mtf.optimize.Optimizer`: the patches
+        This is done for optimizers that are not instances of `mtf.optimize.Optimizer`: the patches
         of module `program_patches` do not cover these.
         """
         method = opt.apply_grads
@@ -332,19 +336,19 @@ class RecordedProgram:
 
         def apply_grads(grads: Any, variables: Any, *args: Any, **kwargs: Any) -> Any:
             make = functools.partial(method, grads, variables, *args, **kwargs)
-            operations = self._in_order(make, grads, variables)
+            operations = self._after_reads(make, grads, variables)
             self.innermost = opt
-            return [*operations, *self._note(grads, variables)]
+            return [*operations, *self._recording_operations(grads, variables)]
 
         apply_grads.__signature__ = signature  # type: ignore[attr-defined]
         opt.apply_grads = apply_grads
         self._undo.append(lambda: delattr(opt, "apply_grads"))
 
     def end(self) -> None:
-        """Ends the recording, when the program is built.
+        """Completes the record; called once, when the program is built.
 
-        The method records how many random numbers the model draws. If no optimizer was seen, all
-        trainable variables of the program are recorded in place of those that got a gradient.
+        How many random numbers the model draws is recorded. If no optimizer was seen, all trainable
+        variables of the program are recorded in place of those that got a gradient.
         """
         self.random_sizes += [op.outputs[0].shape.size for op in random_operations(self.losses)]
         if self.variables:
@@ -352,10 +356,15 @@ class RecordedProgram:
         for lowering in self.lowerings:
             for variable in lowering.graph.trainable_variables:
                 self.variables[variable.name] = variable
-                self._positions[variable.name] = -_first_use(lowering.graph, variable.name)
+                self._positions[variable.name] = -_position_of_first_use(
+                    lowering.graph, variable.name
+                )
 
-    def _note_weights(self, weights: Any) -> None:
-        """Records the weights that the program gives for a step's loss; ignores None."""
+    def _record_weights(self, weights: Any) -> None:
+        """Records the weights that the program gives for a step's loss; None does nothing.
+
+        `weights` are what a wrapper's argument `weights` takes: a number, a tensor or a variable.
+        """
         if weights is None or id(weights) in self._weights:
             return
         total = weights.value if isinstance(weights, mtf.Variable) else weights
@@ -387,11 +396,12 @@ class RecordedProgram:
         if mask is not None:
             self._set(wrapper, "_to_aggregate", min(wrapper._to_aggregate, sum(mask)))
 
-    def _accumulated(self, left: Sequence[Any]) -> Any:
+    def _add_accumulation(self, left: Sequence[Any]) -> Any:
         """Adds a `GradientAccumulationOptimizer` to a stack, as far outside as wrappers permit.
 
         `left` are the stack's optimizers, from the outside in. The result is the outermost
-        optimizer of the stack, which may be the added one.
+        optimizer of the stack, which may be the added one. Raises ValueError if the stack permits
+        no accumulation.
         """
         shape, layout = self.changes.mesh
         names = next((x._given_names for x in left if isinstance(x, Wrapper)), ("batch",))
@@ -412,13 +422,13 @@ class RecordedProgram:
             if any(why_not(stages_of(one), stages_of(made)) for one in around):
                 continue
             if number:
-                self._put(left[number - 1], made)
+                self._set_inner(left[number - 1], made)
             return left[0] if number else made
         kinds = ", ".join(type(one).__name__ for one in left)
         raise ValueError(f"A GradientAccumulationOptimizer fits nowhere in this stack: {kinds}.")
 
-    def _put(self, outer: Any, inner: Any) -> None:
-        for name in _REST:
+    def _set_inner(self, outer: Any, inner: Any) -> None:
+        for name in _INNER_NAMES:
             if callable(getattr(getattr(outer, name, None), "apply_grads", None)):
                 self._set(outer, name, inner)
                 return
@@ -428,14 +438,14 @@ class RecordedProgram:
         self._undo.append(lambda: setattr(owner, name, before))
         setattr(owner, name, value)
 
-    def _as_reference(
+    def _reference_gradients(
         self, opt: Any, grads: list[Any], variables: list[mtf.Variable]
     ) -> list[mtf.Tensor | None]:
-        """Returns the gradients that the reference applies, in the order of `grads`.
+        """Averages gradients over shards and clips them, as the removed wrappers would do.
 
-        Per-shard gradients are replaced by their mean over the shards. If the program's stack has a
-        wrapper that clips by global norm, and this wrapper is missing only because the reference
-        has no wrappers, this method clips all gradients by their global norm.
+        Per-shard gradients are replaced by their mean over the shards. Gradients are clipped by
+        global norm if a removed wrapper does so that is not named in `changes.without`. The result
+        has the gradients in the order of `grads`.
 
         Args:
           opt: the outermost optimizer of the program's stack.
@@ -458,7 +468,7 @@ class RecordedProgram:
             plain = [None if g is None else g * share for g in plain]
         return plain
 
-    def _note(
+    def _recording_operations(
         self, grads: Sequence[mtf.Tensor | None], variables: Sequence[mtf.Variable]
     ) -> list[mtf.Operation]:
         """Returns mtf operations that store gradients and random numbers in added variables.
@@ -475,18 +485,18 @@ class RecordedProgram:
         for grad, variable in zip(grads, variables):
             if grad is None or variable.name in self.variables:
                 continue
-            self._positions[variable.name] = -_first_use(grad.graph, variable.name)
+            self._positions[variable.name] = -_position_of_first_use(grad.graph, variable.name)
             self.variables[variable.name] = variable
-            operations.append(_assigned(variable.name + GRADIENT, grad, variable.shape))
+            operations.append(_stored(variable.name + GRADIENT, grad, variable.shape))
             if len(self.variables) == 1:
                 if "random" not in self.changes.drops:
                     operations += [
-                        _assigned(op.name + RANDOM, x, x.shape)
+                        _stored(op.name + RANDOM, x, x.shape)
                         for op in random_operations(self.losses)
                         for x in op.outputs
                         if x.dtype.is_floating and x.graph is grad.graph
                     ]
-                count = _hidden(variable.mesh, UPDATES, mtf.Shape([]), tf.float32)
+                count = _added_variable(variable.mesh, UPDATES, mtf.Shape([]), tf.float32)
                 operations.append(mtf.assign(count, count.value + 1.0))
         return operations
 
@@ -496,11 +506,12 @@ def _clips(opt: Any) -> bool:
     return is_number(limit) and math.isfinite(limit)
 
 
-def _first_use(graph: mtf.Graph, name: str) -> int:
-    """Returns the place in an mtf graph of the first operation that reads a variable.
+def _position_of_first_use(graph: mtf.Graph, name: str) -> int:
+    """Returns the index, in an mtf graph's operations, of the first that reads a variable.
 
-    The backward pass has the variable's gradient when it reaches the first operation that reads the
-    variable. `name` is the variable's name, and the result is 0 if no operation reads the variable.
+    The backward pass goes through the operations from the last to the first. It has the variable's
+    gradient when it reaches this operation. `name` is the variable's name, and the result is 0 if
+    no operation reads the variable.
     """
     for number, operation in enumerate(graph.operations):
         if any(x.operation.name == name for x in operation.inputs):
@@ -508,13 +519,13 @@ def _first_use(graph: mtf.Graph, name: str) -> int:
     return 0
 
 
-def _assigned(name: str, x: mtf.Tensor, shape: mtf.Shape) -> mtf.Operation:
+def _stored(name: str, x: mtf.Tensor, shape: mtf.Shape) -> mtf.Operation:
     dtype = tf.float64 if x.dtype == tf.float64 else tf.float32
-    kept = _hidden(x.mesh, name, shape, dtype)
+    kept = _added_variable(x.mesh, name, shape, dtype)
     return mtf.assign(kept, mtf.cast(x, dtype) if x.dtype != dtype else x)
 
 
-def _hidden(mesh: mtf.Mesh, name: str, shape: mtf.Shape, dtype: tf.DType) -> mtf.Variable:
+def _added_variable(mesh: mtf.Mesh, name: str, shape: mtf.Shape, dtype: tf.DType) -> mtf.Variable:
     root = tf.VariableScope(reuse=tf.AUTO_REUSE, name="", use_resource=True)
     with tf.variable_scope(root, auxiliary_name_scope=False):
         tensor = mtf.get_variable(

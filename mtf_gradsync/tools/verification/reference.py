@@ -40,14 +40,16 @@ class Reference(NamedTuple):
       initial: a dictionary from the names of variables to the values with which divisions begin.
       outcome: the outcome on one core without wrappers, in the program's own dtypes.
       exact: the same outcome computed in float64; equal to `outcome` if float64 was impossible.
-      expected: a dictionary with the largest errors that rounding explains. Its keys are the names
-        of variables (for their values), such as "kernel@0" for gradients (see `flat`), and "loss".
+      expected: a dictionary with the largest errors that rounding explains. Its keys are names of
+        variables, for their values; keys such as "kernel@0", for gradients (see `flatten_updates`);
+        and "loss".
       by_order: a dictionary from the names of variables to the errors of their gradients if the
         examples are in another order; it has only errors larger than rounding.
-      counted_first: if an update has several steps, the outcome with the program's own counters as
-        of the update's first step in place of its last; None if there are no such counters.
-      counted_after: the outcome with the program's counters advanced before the update; None if
-        there are no counters.
+      with_first_counters: if an update has several steps, the outcome if the program's own counters
+        have the values of the update's first step, and not of its last; None if there are no such
+        counters.
+      with_later_counters: the outcome if the program's own counters are advanced before the update,
+        and not after it; None if there are no counters.
       step_by_step: the outcome of the program's microbatch steps one by one on one core. It serves
         to compare variables that the program writes in each step; None if there are none.
       source: how the expected errors were found: "float64", or by another order of the examples.
@@ -58,8 +60,8 @@ class Reference(NamedTuple):
     exact: Outcome
     expected: dict[str, float]
     by_order: dict[str, float]
-    counted_first: Outcome | None
-    counted_after: Outcome | None
+    with_first_counters: Outcome | None
+    with_later_counters: Outcome | None
     step_by_step: Outcome | None
     source: str
 
@@ -107,7 +109,7 @@ def make_reference(engine: Engine, division: Division, base: Outcome) -> Referen
     Raises:
       CannotBeDivided: the program does not run on one core.
     """
-    first, last = ([pair[n] for pair in engine.counted] for n in (0, 1))
+    first, last = ([pair[n] for pair in engine.counters_of_updates] for n in (0, 1))
     joins = engine.steps_per_update > 1
     own = None if engine.repeats_steps else last
     series = [lambda groups: BatchSeries(groups, own), lambda groups: _with(reordered(groups), own)]
@@ -123,8 +125,8 @@ def make_reference(engine: Engine, division: Division, base: Outcome) -> Referen
     except CannotBeDivided:
         outcomes = engine.run_series(division, series)
         outcome, others, source = outcomes[0], outcomes[1:2], "another order of the examples"
-    exact, other, *counted = outcomes
-    flats = [[{**flat(x.gradients), **x.values, **_loss(x)}] for x in (outcome, *others)]
+    exact, other, *by_counters = outcomes
+    flats = [[{**flatten_updates(x.gradients), **x.values, **_loss(x)}] for x in (outcome, *others)]
     expected = expected_errors(flats[0][0], [x[0] for x in flats[1:]])
     if source != "float64":
         # If the order of examples changes values by more, this is not rounding.
@@ -135,8 +137,8 @@ def make_reference(engine: Engine, division: Division, base: Outcome) -> Referen
             # If a value hardly changes, the tolerance must be smaller than its change.
             expected[name] = min(LEAST, max(ROUNDED, LITTLE * error_of(value, before)))
     by_order: dict[str, float] = {}
-    others_of = flat(other.gradients)
-    for key, value in flat(exact.gradients).items():
+    others_of = flatten_updates(other.gradients)
+    for key, value in flatten_updates(exact.gradients).items():
         name = key.rpartition("@")[0]
         if key in others_of and expected.get(key, 0.0) < 1:  # else the gradient is only rounding
             by_order[name] = max(by_order.get(name, 0.0), error_of(others_of[key], value))
@@ -158,15 +160,15 @@ def make_reference(engine: Engine, division: Division, base: Outcome) -> Referen
         exact,
         expected,
         {k: x for k, x in by_order.items() if x > (ORDER if is_exact else MOST_ROUNDED)},
-        counted[0] if counted and joins else None,
-        counted[-1] if counted else None,
+        by_counters[0] if by_counters and joins else None,
+        by_counters[-1] if by_counters else None,
         step_by_step,
         source,
     )
 
 
-def _with(series: BatchSeries, counted: Sequence[Values] | None) -> BatchSeries:
-    return series._replace(counted=counted)
+def _with(series: BatchSeries, counters: Sequence[Values] | None) -> BatchSeries:
+    return series._replace(counters=counters)
 
 
 class Comparison(NamedTuple):
@@ -185,12 +187,11 @@ class Comparison(NamedTuple):
     loss: Difference
 
     @property
-    def first(self) -> tuple[str, Difference | None]:
-        """The first difference that rounding does not explain, as a pair.
+    def first_difference(self) -> tuple[str, Difference | None]:
+        """A pair: the kind of value that differs first, and the first difference.
 
-        The pair is the kind of value that differs ("gradient", "slot", "value" or "loss", which are
-        looked at in this order), and the difference. If there is no difference that rounding does
-        not explain, the pair is ("loss", None).
+        Only differences that rounding does not explain count. The kinds are "gradient", "slot",
+        "value" and "loss", in this order. The pair is ("loss", None) if nothing differs.
         """
         kinds = {"gradient": self.gradients, "slot": self.slots, "value": self.values}
         for what, found in kinds.items():
@@ -239,14 +240,16 @@ def compare_with(
     order = [name for name in exact.recorded.order if name not in left_out]
     updates = range(len(exact.gradients))
     keys = [f"{name}@{number}" for number in updates for name in order if sees_gradients]
-    gradients = compare(flat(outcome.gradients), flat(exact.gradients), keys, expected)
+    gradients = compare(
+        flatten_updates(outcome.gradients), flatten_updates(exact.gradients), keys, expected
+    )
     gradients = [x._replace(variable=x.variable.rpartition("@")[0]) for x in gradients]
     computed = _exact_where_rounding(outcome, exact, expected)
     values = [
         x if x.is_equal else x._replace(factor=_factor_of_change(reference, computed, exact, x))
         for x in compare(computed, exact.values, order, expected)
     ]
-    slots = _slots(reference, outcome, computed, exact, left_out, expected)
+    slots = _compare_slots(reference, outcome, computed, exact, left_out, expected)
     # Losses are not comparable in two cases: the program's mean includes the loss of a masked
     # shard, and the mean over microbatches may lack their weights.
     is_another = masked or (outcome.batches > 1 and not outcome.weighted)
@@ -258,7 +261,7 @@ def compare_with(
 def _factor_of_change(
     reference: Reference, computed: Values, exact: Outcome, found: Difference
 ) -> float | None:
-    """Returns the factor between a variable's change and its change in the reference.
+    """Returns a variable's change divided by its change in the reference, if that is one number.
 
     A variable's change is its value after the last update minus its initial value, which is in
     `reference.initial`.
@@ -284,7 +287,7 @@ def _factor_of_change(
     return factor_of(*changes, found.expected * scale / largest if largest else 0.0)
 
 
-def _slots(
+def _compare_slots(
     reference: Reference,
     outcome: Outcome,
     computed: Values,
@@ -292,7 +295,7 @@ def _slots(
     left_out: Sequence[str],
     expected: Mapping[str, float],
 ) -> list[Difference]:
-    """Returns the differences of variables without gradients, such as slots.
+    """Compares variables without gradients, such as slots, with the reference.
 
     Args:
       reference: the reference.
@@ -303,8 +306,8 @@ def _slots(
       expected: a dictionary from names to the errors that rounding explains.
 
     Returns:
-      The differences, in the order in which the backward pass reaches the variables that the slots
-      belong to.
+      A difference for each variable, also where it is equal, in the order in which the backward
+      pass reaches the variables that the slots belong to.
     """
     known = {*exact.recorded.order, *left_out}
     names = [k for k, v in computed.items() if k not in known and v.dtype.kind in "iufbV"]
@@ -323,14 +326,15 @@ def _slots(
     return slots
 
 
-def flat(updates: Sequence[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
-    """Returns the gradients of all updates in one dictionary.
+def flatten_updates(updates: Sequence[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
+    """Puts the gradients of all updates into one dictionary.
 
     Args:
       updates: for each update, a dictionary from the names of variables to their gradients.
 
     Returns:
-      A dictionary whose keys are such as "kernel@0": a variable's name and the update's number.
+      A dictionary to the gradients. A key is a variable's name and the update's number, from 0:
+      "kernel@0".
     """
     return {f"{k}@{number}": v for number, of in enumerate(updates) for k, v in of.items()}
 
@@ -351,8 +355,9 @@ def _exact_where_rounding(
     Args:
       outcome: the outcome of the division.
       exact: the outcome of the reference.
-      expected: a dictionary from keys of `flat` to the errors that rounding explains. A gradient's
-        element is only rounding if it is smaller than this error.
+      expected: a dictionary from the keys that `flatten_updates` makes to the largest errors that
+        rounding explains. A gradient's element is only rounding if it is smaller than this error,
+        times the gradient's largest number.
 
     Returns:
       A dictionary from the names of variables to their values after the last update.

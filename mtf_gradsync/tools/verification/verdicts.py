@@ -82,7 +82,7 @@ class DivisionResult:
 
     @property
     def explained(self) -> str:
-        """The explanation of the verdict, in words; "" if there is nothing to explain."""
+        """What differs and why, or why nothing was shown, in words; "" if nothing is to explain."""
         if self.verdict == EQUAL and self.without:
             text = f"equal without {' and '.join(self.without)}"
             return f"{text}. {self.cause}" if self.cause else f"{text}."
@@ -136,7 +136,7 @@ class Verification:
         """The worst verdict of all divisions: `NOT_EQUAL`, else `NOT_SHOWN`, else `EQUAL`."""
         if any(line.verdict == NOT_EQUAL for line in self.lines):
             return NOT_EQUAL
-        return NOT_SHOWN if self._open() else EQUAL
+        return NOT_SHOWN if self._unproven() else EQUAL
 
     @property
     def is_equal(self) -> bool:
@@ -148,11 +148,11 @@ class Verification:
         """The exit code of the command: 0 for `EQUAL`, 1 for `NOT_EQUAL`, 3 for `NOT_SHOWN`."""
         return _EXIT_CODES[self.verdict]
 
-    def _open(self) -> list[DivisionResult]:
-        """Returns the divisions for which it is open whether their update equals the reference's.
+    def _unproven(self) -> list[DivisionResult]:
+        """Returns the divisions whose update was neither shown to be equal nor to differ.
 
-        The question is open for a division if the comparison with the reference proves nothing, or
-        if the user asked for the division and the program does not run in it.
+        For such a division the comparison with the reference proves nothing, or the user asked for
+        the division and the program does not run in it.
         """
         return [
             line
@@ -204,7 +204,7 @@ class Verification:
             wrong = [line.division for line in self.lines if line.verdict == NOT_EQUAL]
             return f"Not the same training: {', '.join(wrong)}."
         if self.verdict == NOT_SHOWN:
-            return f"Not shown: {', '.join(line.division for line in self._open())}."
+            return f"Not shown: {', '.join(line.division for line in self._unproven())}."
         out = list(dict.fromkeys(x for line in self.lines for x in line.without))
         if out:
             return f"Equal without {' and '.join(out)}, which depend on how it is divided."

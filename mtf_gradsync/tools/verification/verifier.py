@@ -14,8 +14,8 @@ from mtf_gradsync.tools.verification import divisions as kinds
 from mtf_gradsync.tools.verification.causes import (
     DifferenceFacts,
     cause_of,
-    lowered_elsewhere,
     name_of_factor,
+    other_mesh_shape,
     products_of_means,
     statistics_of,
 )
@@ -41,17 +41,17 @@ REFERENCE = "one core without wrappers"
 
 
 class Verifier:
-    """The comparer of divisions with the reference, which finds causes of differences.
+    """Compares divisions with the reference, and finds causes of differences.
 
     Args:
       engine: the runner of divisions, after `Engine.begin`.
       base: the division of the program as configured.
       outcome: the outcome of `base`.
-      out: names of parts that were removed from the program.
+      removed: names of parts that were removed from the program.
     """
 
-    def __init__(self, engine: Engine, base: Division, outcome: Outcome, out: tuple[str, ...]):
-        self._engine, self._base, self._own, self._out = engine, base, outcome, out
+    def __init__(self, engine: Engine, base: Division, outcome: Outcome, removed: tuple[str, ...]):
+        self._engine, self._base, self._outcome, self._removed = engine, base, outcome, removed
         self._references: dict[Any, Reference | CannotBeDivided] = {}
         self._found: list[tuple[str, float | None, str]] = []
         recorded = outcome.recorded
@@ -64,50 +64,50 @@ class Verifier:
         known = [x.source for x in self._references.values() if isinstance(x, Reference)]
         return known[0] if known else "nothing"
 
-    def reference(self, of: Division) -> Reference:
-        """Returns the reference with which a division is compared; each is run only once.
+    def reference(self, division: Division) -> Reference:
+        """Returns the reference with which a division is compared; each reference is run only once.
 
-        The reference depends on the division `of`: if this division masks shards, or removes a
-        wrapper that clips gradients, the reference has to do the same.
+        Two divisions may need different references: if a division masks shards, or removes a
+        wrapper that clips gradients, its reference has to do the same.
 
         Raises:
           CannotBeDivided: the program does not run on one core.
         """
-        division = kinds.reference(self._base)
+        one_core = kinds.reference_division(self._base)
         # The reference depends on two things: which wrappers that clip or average are left, and the
         # mask, which decides of which shards the gradients are.
         clips = [
             label
-            for label in of.changes.without
-            if isinstance(self._own.recorded.wrappers[label], ClipByGlobalNormOptimizer)
+            for label in division.changes.without
+            if isinstance(self._outcome.recorded.wrappers[label], ClipByGlobalNormOptimizer)
         ]
-        averages = [x for x in of.changes.without if self._own.recorded.keeps_averages(x)]
-        changes = division.changes._replace(
-            mask=of.changes.mask,
-            without=(*division.changes.without, *clips, *averages),
-            statistics=of.changes.statistics,
+        averages = [x for x in division.changes.without if self._outcome.recorded.keeps_averages(x)]
+        changes = one_core.changes._replace(
+            mask=division.changes.mask,
+            without=(*one_core.changes.without, *clips, *averages),
+            statistics=division.changes.statistics,
         )
-        division = dataclasses.replace(division, changes=changes)
-        if division.key not in self._references:
+        one_core = dataclasses.replace(one_core, changes=changes)
+        if one_core.key not in self._references:
             try:
-                made = make_reference(self._engine, division, self._own)
-                elsewhere = lowered_elsewhere(made.outcome.recorded, division.mesh_shape)
+                made = make_reference(self._engine, one_core, self._outcome)
+                elsewhere = other_mesh_shape(made.outcome.recorded, one_core.mesh_shape)
                 if elsewhere:
-                    raise CannotBeDivided(_own_mesh(elsewhere, division.mesh_shape))
-                self._references[division.key] = made
+                    raise CannotBeDivided(_other_mesh_error(elsewhere, one_core.mesh_shape))
+                self._references[one_core.key] = made
             except CannotBeDivided as error:
-                self._references[division.key] = error
-        found = self._references[division.key]
+                self._references[one_core.key] = error
+        found = self._references[one_core.key]
         if isinstance(found, CannotBeDivided):
             raise found
         return found
 
-    def line(self, division: Division) -> DivisionResult:
+    def result_of(self, division: Division) -> DivisionResult:
         """Runs a division and compares it with the reference.
 
         Returns:
-          The division's line in the table of results: the verdict, the errors, and the likely cause
-          of a difference. If the program does not run in the division, the verdict is `CANNOT_BE`.
+          The verdict, the errors, and the likely cause of a difference. If the program does not run
+          in the division, the verdict is `CANNOT_BE`.
         """
         division, out = self._with_constant_statistics(division)
         found = DivisionResult(
@@ -122,9 +122,9 @@ class Verifier:
             outcome = self._engine.run(division)
         except CannotBeDivided as error:
             return dataclasses.replace(found, cause=str(error))
-        elsewhere = lowered_elsewhere(outcome.recorded, division.mesh_shape)
+        elsewhere = other_mesh_shape(outcome.recorded, division.mesh_shape)
         if elsewhere:
-            why = _own_mesh(elsewhere, division.mesh_shape)
+            why = _other_mesh_error(elsewhere, division.mesh_shape)
             return dataclasses.replace(found, verdict=NOT_SHOWN, cause=why)
         try:
             reference = self.reference(division)
@@ -151,9 +151,9 @@ class Verifier:
             compared=counts,
             not_shown=tuple(open_ones),
         )
-        if _first(compared, outcome)[1] is not None:
-            return self._differing(division, reference, outcome, compared, found)
-        alike = self._alike(division, reference, outcome)
+        if _first_difference(compared, outcome)[1] is not None:
+            return self._explain(division, reference, outcome, compared, found)
+        alike = self._equal_random_numbers(division, reference, outcome)
         if alike is not None:
             name, axes = alike
             return dataclasses.replace(
@@ -165,10 +165,12 @@ class Verifier:
                 cause=cause_of(DifferenceFacts("random numbers")),
             )
         if not open_ones:
-            return self._with_schedule(found, reference)
-        return dataclasses.replace(found, verdict=NOT_SHOWN, cause=self._why_open(reference))
+            return self._check_schedules(found, reference)
+        return dataclasses.replace(
+            found, verdict=NOT_SHOWN, cause=self._why_nothing_shown(reference)
+        )
 
-    def _alike(
+    def _equal_random_numbers(
         self, division: Division, reference: Reference, outcome: Outcome
     ) -> tuple[str, str] | None:
         """Finds random numbers of the model that are equal on several shards, which is a fault.
@@ -179,11 +181,11 @@ class Verifier:
           outcome: the outcome of the division.
 
         Returns:
-          None if there are none; else two texts: the random numbers, by name or count, and the
-          mesh axis along which they repeat.
+          Two texts for the user: which random numbers, such as "a draw of 64 numbers", and the mesh
+          axis along which they repeat. None if no random numbers repeat.
         """
-        if division == self._base and self._own.equal_draws:
-            return self._own.equal_draws[0]
+        if division == self._base and self._outcome.equal_draws:
+            return self._outcome.equal_draws[0]
         shape = mtf.convert_to_shape(division.mesh_shape)
         sizes = outcome.recorded.random_sizes, reference.outcome.recorded.random_sizes
         if outcome.batches > 1 or len(sizes[0]) != len(sizes[1]):
@@ -195,24 +197,27 @@ class Verifier:
         return None
 
     def _with_constant_statistics(self, division: Division) -> tuple[Division, tuple[str, ...]]:
-        """Replaces statistics over the batch by constants if a division's steps use parts of it.
+        """Replaces statistics over the batch by constants, if a step does not use the whole batch.
 
-        Statistics over a microbatch, or over a batch without the examples of a masked shard, are
-        not those over the whole batch.
+        A statistic over a microbatch, or over a batch without the examples of a masked shard, is
+        not the one over the whole batch, so that it would make the division's update differ.
 
         Returns:
-          The division with this change, or unchanged if the model has no such statistics; and the
-          names of all parts that are removed from the model.
+          A pair: the division with this change, or unchanged if it is not needed; and the names of
+          all parts that were removed from the model, for the user.
         """
         other_steps = division.changes.micro_steps > 1 or division.changes.mask is not None
         if not self._statistics or not (other_steps or self._engine.steps_per_update > 1):
-            return division, self._out
-        changes = division.changes._replace(statistics=self._own.recorded.batch_dims)
+            return division, self._removed
+        changes = division.changes._replace(statistics=self._outcome.recorded.batch_dims)
         text = f"statistics of the batch ({some_of(self._statistics)})"
-        return dataclasses.replace(division, changes=changes), (*self._out, text)
+        return dataclasses.replace(division, changes=changes), (*self._removed, text)
 
-    def _why_open(self, reference: Reference) -> str:
-        """Returns in words why the comparison with a reference proves nothing for a variable."""
+    def _why_nothing_shown(self, reference: Reference) -> str:
+        """Returns in words, for the user, why the comparison with a reference proves nothing.
+
+        Called if the reference's gradient of a variable is zero everywhere or not finite.
+        """
         names = reference.not_shown()
         if not np.isfinite(reference.exact.losses).all():
             return f"The loss of the reference is {reference.exact.losses[-1]}."
@@ -224,21 +229,23 @@ class Verifier:
             "other batches or more steps, or leave out of the training what is not to be trained."
         )
 
-    def _with_schedule(self, line: DivisionResult, reference: Reference) -> DivisionResult:
-        """Finds a schedule, such as a learning rate's, that follows steps in place of updates.
+    def _check_schedules(self, line: DivisionResult, reference: Reference) -> DivisionResult:
+        """Checks whether a schedule counts microbatch steps where it should count updates.
+
+        A learning rate schedule that follows a counter of steps is an example of this fault.
 
         Args:
           line: the result of a division that is equal so far.
           reference: the reference of the division.
 
         Returns:
-          `line`; or, if such a schedule changes values, the line with the verdict `NOT_EQUAL` and
-          the cause.
+          `line` if there is no such schedule; else a copy of `line` with the verdict `NOT_EQUAL`
+          and the cause.
         """
-        early = reference.counted_first
+        early = reference.with_first_counters
         if early is None:
             return line
-        counters = self._engine.counted[0][0]
+        counters = self._engine.counters_of_updates[0][0]
         compared = compare_with(reference, early, False, [*line.not_shown, *counters])
         first = next((x for x in (*compared.values, *compared.slots) if not x.is_equal), None)
         if first is None:
@@ -250,14 +257,14 @@ class Verifier:
             what="value",
             error=first.error,
             expected=first.expected,
-            brought_in_by=self._own.recorded.schedulers[0] if self._own.recorded.schedulers else "",
+            brought_in_by=next(iter(self._outcome.recorded.accumulating_wrappers), ""),
             cause=(
                 "A schedule follows a counter that goes on in each microbatch step, and so runs "
                 "ahead of the updates: base it on gs.get_update_step, or on global_step // K."
             ),
         )
 
-    def _differing(
+    def _explain(
         self,
         division: Division,
         reference: Reference,
@@ -265,7 +272,7 @@ class Verifier:
         compared: Comparison,
         line: DivisionResult,
     ) -> DivisionResult:
-        """Returns the result of a division that differs from the reference, with the cause.
+        """Finds why a division differs from the reference; returns the result with the cause.
 
         Args:
           division: the division.
@@ -275,10 +282,10 @@ class Verifier:
           line: the result so far, which has the errors.
 
         Returns:
-          `line` with the verdict `NOT_EQUAL`, what differs, and why. The verdict is `NOT_SHOWN` if
-          the examples in another order change gradients as much.
+          A copy of `line` with the verdict `NOT_EQUAL`, what differs, and why. The verdict is
+          `NOT_SHOWN` if gradients also change as much when the same examples come in another order.
         """
-        what, first = _first(compared, outcome)
+        what, first = _first_difference(compared, outcome)
         assert first is not None
         line = dataclasses.replace(line, error=first.error, expected=first.expected)
         by_order = max(reference.by_order.values(), default=0.0)
@@ -297,7 +304,7 @@ class Verifier:
         named = (
             ""
             if factor is None
-            else name_of_factor(factor, self._numbers(division, outcome, culprit))
+            else name_of_factor(factor, self._numbers_for_factors(division, outcome, culprit))
         )
         kind = compared.values if what == "value" else compared.gradients
         factors = [x.factor for x in kind if not x.is_equal]
@@ -307,6 +314,9 @@ class Verifier:
         )
         if not (named or is_one) and np.size(reference.exact.values.get(first.variable, 0.0)) == 1:
             factor = None  # between two single numbers there is always some factor
+        by_counters = ""
+        if what in ("value", "slot"):
+            by_counters = self._cause_by_counters(division, reference, outcome, line)
         facts = DifferenceFacts(
             what,
             culprit,
@@ -317,8 +327,8 @@ class Verifier:
             not compared.loss.is_equal,
             outcome.rounds,
             self._products() if outcome.batches > 1 else (),
-            self._reducer(culprit) if factor is None else "",
-            self._counts(division, reference, outcome, line) if what in ("value", "slot") else "",
+            self._strategy_name(culprit) if factor is None else "",
+            by_counters,
             outcome.recorded.sees_gradients,
         )
         return dataclasses.replace(
@@ -333,24 +343,27 @@ class Verifier:
         )
 
     def _products(self) -> list[str]:
-        recorded = self._own.recorded
+        recorded = self._outcome.recorded
         return products_of_means(recorded.losses, recorded.batch_dims)
 
-    def _reducer(self, culprit: str) -> str:
+    def _strategy_name(self, culprit: str) -> str:
         """Returns the class name of the strategy by which a wrapper reduces gradients.
 
-        The result is "" if the wrapper has no strategy object. Some strategies round gradients,
-        which may explain a difference. `culprit` is the wrapper's label, or the name of another
-        part of the division; such a part has no strategy.
+        A strategy that rounds gradients may explain a difference. The result is "" if the wrapper
+        was given no strategy object, or if `culprit` is not a wrapper's label but the name of
+        another part of the division, such as "mesh axis model".
         """
-        wrapper = self._own.recorded.wrappers.get(culprit)
+        wrapper = self._outcome.recorded.wrappers.get(culprit)
         strategy = getattr(wrapper, "reducer", None)
         return type(strategy).__name__ if isinstance(strategy, GradientStrategy) else ""
 
-    def _counts(
+    def _cause_by_counters(
         self, division: Division, reference: Reference, outcome: Outcome, line: DivisionResult
     ) -> str:
-        """Explains a difference by the program's own counters that advance before the update.
+        """Finds out whether a difference comes from a counter that is advanced before the update.
+
+        Such a counter, say the global step, is the program's own. The division is compared with
+        `Reference.with_later_counters`, in which counters are advanced before the update.
 
         Args:
           division: the division.
@@ -359,19 +372,20 @@ class Verifier:
           line: the result so far.
 
         Returns:
-          The cause in words if the division equals a reference whose counters are ahead; else "".
+          The cause, in words for the user, if the division equals this outcome; else "".
         """
-        later = reference.counted_after
+        later = reference.with_later_counters
         if later is None:
             return ""
         masked = division.changes.mask is not None
-        names = [*line.not_shown, *(self._engine.counted[0][0] if self._engine.counted else ())]
-        if compare_with(reference, outcome, masked, names, later).first[1] is not None:
+        counters = list(self._engine.counters_of_updates[0][0])
+        names = [*line.not_shown, *counters]
+        if compare_with(reference, outcome, masked, names, later).first_difference[1] is not None:
             return ""
         return (
-            f"The program counts its step ({some_of(list(self._engine.counted[0][0]))}) before or "
-            "after the update reads it, and nothing orders the two: advance it after the update, "
-            "by tf.control_dependencies, or give the optimizer a rate of its own."
+            f"The program counts its step ({some_of(counters)}) before or after the update reads "
+            "it, and nothing orders the two: advance it after the update, by "
+            "tf.control_dependencies, or give the optimizer a rate of its own."
         )
 
     def _compare(self, division: Division, reference: Reference, outcome: Outcome) -> Comparison:
@@ -385,7 +399,7 @@ class Verifier:
             compared = self._compare(division, self.reference(division), outcome)
         except CannotBeDivided:
             return False
-        return _first(compared, outcome)[1] is None
+        return _first_difference(compared, outcome)[1] is None
 
     def _culprit(self, division: Division, first: Difference) -> str:
         """Returns the part of a division without which it equals the reference.
@@ -398,7 +412,7 @@ class Verifier:
           A wrapper's label, or a name such as "mesh axis model" or "microbatch steps"; "" if no
           such part is found.
         """
-        simpler = list(self._simpler(division))
+        simpler = list(self._simpler_divisions(division))
         # Parts that were found to be a culprit before are tried first.
         known = [name for variable, factor, name in self._found if variable == first.variable]
         simpler.sort(key=lambda pair: pair[0] not in known)
@@ -408,11 +422,11 @@ class Verifier:
                 return name
         return ""
 
-    def _simpler(self, division: Division) -> Iterator[tuple[str, Division]]:
-        """Yields simpler divisions, each without one part of the given division.
+    def _simpler_divisions(self, division: Division) -> Iterator[tuple[str, Division]]:
+        """Yields divisions that each lack one part of the given division.
 
-        Each simpler division is yielded as a pair: the name of the part that it lacks, such as
-        "mesh axis model" or a wrapper's label, and the division itself.
+        Each is yielded as a pair: the name of the part that it lacks, such as "mesh axis model" or
+        a wrapper's label, and the division itself.
         """
         changes = division.changes
         if changes.micro_steps > 1:
@@ -420,9 +434,9 @@ class Verifier:
             yield "microbatch steps", dataclasses.replace(division, changes=more)
         if changes.mask is not None:
             yield "the mask", dataclasses.replace(division, changes=changes._replace(mask=None))
-        for label in self._own.recorded.stack:
+        for label in self._outcome.recorded.stack:
             if label not in changes.without:
-                more = kinds.without(division, label)
+                more = kinds.changes_without(division, label)
                 yield label, dataclasses.replace(division, changes=more)
         shape = mtf.convert_to_shape(division.mesh_shape)
         for dim in shape.dims:
@@ -439,7 +453,9 @@ class Verifier:
             if runtime != division.runtime:
                 yield f"runtime {division.runtime}", dataclasses.replace(division, runtime=runtime)
 
-    def _numbers(self, division: Division, outcome: Outcome, culprit: str) -> dict[str, float]:
+    def _numbers_for_factors(
+        self, division: Division, outcome: Outcome, culprit: str
+    ) -> dict[str, float]:
         """Returns the numbers of a division that may explain by what factor a gradient is wrong.
 
         If a mesh axis makes the difference, the numbers of cores along other mesh axes are left
@@ -473,8 +489,8 @@ class Verifier:
         return {name: value for name, value in numbers.items() if value != 1}
 
 
-def _first(compared: Comparison, outcome: Outcome) -> tuple[str, Difference | None]:
-    """Returns the first difference of an outcome from the reference.
+def _first_difference(compared: Comparison, outcome: Outcome) -> tuple[str, Difference | None]:
+    """Returns the first difference of a division from the reference, and what kind of value it is.
 
     Two kinds of differences come first, since they explain later ones: values that were written
     before the update, and copies of a variable that differ between cores.
@@ -484,8 +500,8 @@ def _first(compared: Comparison, outcome: Outcome) -> tuple[str, Difference | No
       outcome: the outcome of the division.
 
     Returns:
-      The kind of value that differs, as in `DivisionResult.what`, and the difference; None in its
-      place if nothing differs.
+      A pair: the kind of value that differs, as in `DivisionResult.what`, and the difference. The
+      difference is None if nothing differs.
     """
     # These two kinds of faults explain differences in later steps.
     for what, names in (
@@ -494,10 +510,10 @@ def _first(compared: Comparison, outcome: Outcome) -> tuple[str, Difference | No
     ):
         if names:
             return what, Difference(names[0], float("inf"), 0.0)
-    return compared.first
+    return compared.first_difference
 
 
-def _own_mesh(found: str, asked: str) -> str:
+def _other_mesh_error(found: str, asked: str) -> str:
     return (
         f"the program was lowered on a mesh of {found}, and not on {asked}: it makes a mesh of its "
         'own; let it read params["mesh_shape"] and params["layout"]'

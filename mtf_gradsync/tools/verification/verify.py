@@ -87,7 +87,7 @@ def verify(
     """
     settings = [params] if isinstance(params, Mapping) else list(params)
     _check(settings, steps, divisions, without, runtime)
-    base = kinds.as_configured(
+    base = kinds.configured_division(
         str(settings[0]["mesh_shape"]), str(settings[0]["layout"]), tuple(without), runtime
     )
     engine = Engine(
@@ -105,7 +105,7 @@ def verify(
         )
         only = dataclasses.replace(line, is_asked=True)
         return Verification((only,), REFERENCE, "nothing", steps, (1,), 0)
-    base, out = _comparable(base, outcome)
+    base, out = _remove_dependent_parts(base, outcome)
     chosen = kinds.KINDS if divisions is None and meshes is None else tuple(divisions or ())
     every = [base]
     every += [
@@ -122,11 +122,11 @@ def verify(
     with tqdm(every, desc="verifying", unit="division", leave=False, disable=hidden) as bar:
         for division in bar:
             bar.set_postfix_str(division.name)
-            line = verifier.line(division)
+            line = verifier.result_of(division)
             lines.append(dataclasses.replace(line, is_asked=division.name in asked))
-    if outcome.recorded.islands:
+    if outcome.recorded.island_wrappers:
         first = lines[0]
-        names = ", ".join(outcome.recorded.islands)
+        names = ", ".join(outcome.recorded.island_wrappers)
         why = f"{names} trains islands apart between outer steps; all lines are without it"
         lines[0] = dataclasses.replace(first, cause=first.cause or why)
     reference = REFERENCE
@@ -144,21 +144,24 @@ def verify(
     )
 
 
-def _comparable(base: Division, outcome: Outcome) -> tuple[Division, tuple[str, ...]]:
-    """Removes from a program what must differ between divisions, such as random numbers.
+def _remove_dependent_parts(base: Division, outcome: Outcome) -> tuple[Division, tuple[str, ...]]:
+    """Returns the program's own division without parts whose results depend on the division.
+
+    Such parts are random numbers, limits to the examples of experts, and wrappers whose islands
+    train without exchanging gradients. All divisions are compared without them.
 
     Args:
       base: the program's own division.
-      outcome: the outcome of the program in this division, which says what the program has.
+      outcome: the outcome of the program in this division, which says which of the parts it has.
 
     Returns:
-      The division `base` without these parts, in float32 if the model has narrower dtypes; and the
-      names of the removed parts for the user, such as "random numbers".
+      A pair: a copy of `base` that removes these parts, in float32 if the model has narrower
+      dtypes; and the names of the removed parts for the user, such as "random numbers".
     """
     recorded, changes = outcome.recorded, base.changes
     out, drops = [], list(changes.drops)
-    if recorded.islands:
-        changes = changes._replace(without=recorded.islands)
+    if recorded.island_wrappers:
+        changes = changes._replace(without=recorded.island_wrappers)
     if random_operations(recorded.losses):
         out.append("random numbers")
         drops += ["dropout", "random"]
