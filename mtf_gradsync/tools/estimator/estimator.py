@@ -38,7 +38,7 @@ from mtf_gradsync.tools.estimator.specs import (
     examples,
     name_of,
     naming_uneven_batches,
-    selected,
+    select_predictions,
     warm_start,
     warm_start_settings,
     write_saved_model,
@@ -199,7 +199,7 @@ class Estimator(_TensorFlows):
         """
 
         def call(features: Any, labels: Any, mode: str, config: Any) -> Any:
-            return self._model.call(features, labels, mode, self.params, config)
+            return self._model.build_on_devices(features, labels, mode, self.params, config)
 
         return call
 
@@ -253,8 +253,8 @@ class Estimator(_TensorFlows):
         _check_positive(steps=steps, max_steps=max_steps)
         if steps is not None and max_steps is not None:
             raise ValueError(f"Give steps or max_steps, not both: got {steps} and {max_steps}.")
-        step_saved = self._step_saved()
-        if max_steps is not None and step_saved >= max_steps:
+        saved_step = self._saved_step()
+        if max_steps is not None and saved_step >= max_steps:
             _logger.info("The checkpoint has %d steps already.", max_steps)
             return self
         with self._graph():
@@ -270,7 +270,7 @@ class Estimator(_TensorFlows):
                 self.config, all_hooks, spec, scaffold, program is not None, saving_listeners
             )
             if program is not None and self._setting("save_summary_steps"):
-                write_summary(self.model_dir, _traffic(program, spec), step_saved)
+                write_summary(self.model_dir, _traffic(program, spec), saved_step)
             # Called again after a worker was lost: by then there may be a newer checkpoint.
             sessions = place.sessions(spec, scaffold, lambda: newest(self.model_dir))
             made_a_step = False
@@ -356,7 +356,7 @@ class Estimator(_TensorFlows):
         start = self._start(checkpoint_path)
         with self._graph():
             place, spec, scaffold, input_hooks = self._build(input_fn, _Modes.PREDICT, start)
-            predictions = selected(spec.predictions, predict_keys)
+            predictions = select_predictions(spec.predictions, predict_keys)
             all_hooks = [*input_hooks, *(hooks or ()), *spec.prediction_hooks]
             sessions = place.sessions(spec, scaffold, lambda: start)
             monitored = tf.train.MonitoredSession(sessions, all_hooks)
@@ -403,7 +403,7 @@ class Estimator(_TensorFlows):
         start = Start(self._checkpoint(path), with_averages=self._with_averages)
         with self._graph():
             received = serving_input_receiver_fn()
-            spec, scaffold = self._model.spec(
+            spec, scaffold = self._model.build_to_export(
                 received.features, None, _Modes.PREDICT, self.params, self.config
             )
             inputs = received.receiver_tensors
@@ -446,11 +446,18 @@ class Estimator(_TensorFlows):
     def _build(
         self, input_fn: Callable[..., Any], mode: str, start: Start
     ) -> tuple[OnDevices | OnCores, Any, Any, list[Any]]:
-        """Builds a step; returns where it runs, the spec, its scaffold, and the hooks of its input.
+        """Builds a step of training, evaluation or prediction in the default graph.
 
-        `input_fn` gives the batches, and `mode` is "train", "eval" or "infer". `start` says which
-        checkpoint will be read later. If `start` has no checkpoint, the variables will begin with
-        the values to warm start from.
+        Args:
+          input_fn: gives the batches, as in `train`.
+          mode: "train", "eval" or "infer".
+          start: the checkpoint that will be restored when a session begins. If it names no
+            checkpoint, the variables' initial values are those to warm start from, if there are.
+
+        Returns:
+          Four values: where the step runs (on devices, or on the cores of a SIMD program); the spec
+          that the model_fn returned; the spec's scaffold, or None; and the session hooks that the
+          input needs.
         """
         settings = None if start.path else self._warm_start
         if settings:
@@ -466,11 +473,11 @@ class Estimator(_TensorFlows):
         return getattr(self.config, name, None)
 
     def _start(self, path: str | None) -> Start:
-        """Returns where an evaluation or prediction gets its values.
+        """Chooses the checkpoint from which an evaluation or prediction gets its values.
 
-        The values come from the checkpoint at `path`. If `path` is None, they come from the newest
-        checkpoint of model_dir; if model_dir has no checkpoint either, they come from
-        warm_start_from. Raises ValueError if there is none of the three.
+        It is the checkpoint at `path`; if `path` is None, it is the newest of model_dir. If there
+        is neither, the result has no checkpoint, and the values come from warm_start_from. Raises
+        ValueError if there is none of the three.
         """
         path = path or self.latest_checkpoint()
         if not path and self._warm_start:
@@ -487,12 +494,12 @@ class Estimator(_TensorFlows):
             )
         return path
 
-    def _step_saved(self) -> int:
-        """Returns the global step of the newest checkpoint; 0 if there is none.
+    def _saved_step(self) -> int:
+        """Checks the newest checkpoint for damage; returns its global step, or 0 if there is none.
 
-        First checks whether files of the checkpoint are damaged. If files are damaged, the method
-        raises ValueError, or, with skip_damaged_checkpoint, moves the files away and takes an older
-        checkpoint. A checkpoint outside model_dir, or in a remote directory, is not checked.
+        If files of the checkpoint are damaged, the method raises ValueError, or, with
+        skip_damaged_checkpoint, moves the files away and takes an older checkpoint. A checkpoint
+        outside model_dir, or in a remote directory, is not checked.
         """
         start = newest(self.model_dir)
         if "://" in self.model_dir or (start.path and not start.kept):

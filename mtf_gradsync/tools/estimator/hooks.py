@@ -58,11 +58,14 @@ def training_hooks(
     is_program: bool,
     listeners: Sequence[Any] | None,
 ) -> list[Any]:
-    """Returns the hooks to train with, besides the caller's: the spec's, loggers and savers.
+    """Returns the session hooks of a training, other than those that the user gave.
+
+    They are the spec's hooks, hooks that log the loss, and hooks that write checkpoints and
+    summaries.
 
     Args:
       config: the RunConfig, which says how often to log, and to write checkpoints and summaries.
-      given: the caller's hooks.
+      given: the user's hooks. If one of them saves checkpoints, no other saver is made.
       spec: the model's spec.
       scaffold: the spec's scaffold, if it has one; its saver is used.
       is_program: whether the model is a SIMD program.
@@ -286,7 +289,7 @@ class Evaluation:
     """An evaluation: makes the steps, and averages the losses and metrics of its spec."""
 
     def __init__(self, spec: Any, is_program: bool):
-        """Builds the metrics of a spec that run on the host; takes those that run in the step.
+        """Builds the metrics that run on the host; metrics that run in the step are built already.
 
         `is_program` says whether the spec is of a SIMD program. Raises ValueError if the spec is of
         a SIMD program and has eval_metric_ops.

@@ -41,7 +41,7 @@ _SCALAR = tf.SummaryMetadata(
 
 @late_configurable(module="mtf_gradsync.estimator", denylist=["mode", "params", "config"])
 class SpecBuilder:
-    """A builder of the specs that a model_fn returns, for a model on a mesh.
+    """A builder of the EstimatorSpecs that a model_fn returns, for a model on a mesh.
 
         def model_fn(features, labels, mode, params, config):
             build = estimator.SpecBuilder(
@@ -79,7 +79,7 @@ class SpecBuilder:
         devices: Sequence[str] | None = None,
         autostack: bool = False,
     ):
-        """Makes the mesh, as `SpecBuilder.mesh`.
+        """Makes the mesh on which the model_fn then builds its model, the attribute `mesh`.
 
         Args:
           mode: the model_fn's mode.
@@ -103,9 +103,9 @@ class SpecBuilder:
         autostack = check_flag("autostack", autostack)
         context = params.get("context") if hasattr(params, "get") else None
         self._is_simd = context is not None
-        placer = None
+        variable_placer = None
         if self._is_simd:
-            self.mesh_impl, placer = _mesh_over_cores(shape, layout, context)
+            self.mesh_impl, variable_placer = _mesh_over_cores(shape, layout, context)
         else:
             # An exported model loads anywhere.
             is_anywhere = mode == _Modes.PREDICT
@@ -115,7 +115,7 @@ class SpecBuilder:
             )
         self.mode = mode
         self.graph = mtf.Graph()
-        self.mesh = mtf.Mesh(self.graph, "mesh", placer)
+        self.mesh = mtf.Mesh(self.graph, "mesh", variable_placer)
         self._config = config
         self._autostack = autostack
 
@@ -233,7 +233,7 @@ class SpecBuilder:
           TypeError: loss is no mtf tensor.
         """
         _check_tensor("loss", loss)
-        given = _anonymous(tensors)
+        given = _unsplit(tensors)
         lowering, tf_loss = self._lower(loss)
         values = _exported(lowering, given)
         with _outside_programs():
@@ -254,7 +254,7 @@ class SpecBuilder:
         Returns:
           A TPUEstimatorSpec in a TPU program, otherwise an EstimatorSpec.
         """
-        given = _anonymous(predictions)
+        given = _unsplit(predictions)
         lowering = mtf.Lowering(self.graph, {self.mesh: self.mesh_impl}, autostack=self._autostack)
         values = _exported(lowering, given)
         with _outside_programs():
@@ -281,12 +281,20 @@ class SpecBuilder:
 
 
 def _mesh_over_cores(shape: mtf.Shape, layout: mtf.LayoutRules, context: Any) -> tuple[Any, Any]:
-    """Returns the ``SimdMeshImpl`` over the cores of a TPU program, and the placer of masters.
+    """Makes the SIMD mesh of a TPU program, and the object that chooses a host for each master.
 
-    The placer is an object that chooses a host for each master. `shape` and `layout` are those of
-    the mesh. `context` is what TPUEstimator, or a program of `mtf_gradsync.simd`, puts into
-    ``params["context"]``. Raises ValueError if the number of the mesh's processors is not the
-    number of the program's cores.
+    Args:
+      shape: the mesh shape; it must have as many processors as the program has cores.
+      layout: the layout rules.
+      context: what TPUEstimator, or a program of `mtf_gradsync.simd`, puts into
+        ``params["context"]``.
+
+    Returns:
+      The mesh implementation, a ``SimdMeshImpl``; and Mesh-TensorFlow's ``BalancedVariablePlacer``,
+      which spreads the masters over the memory of the hosts of the TPU.
+
+    Raises:
+      ValueError: the number of the mesh's processors is not the number of the program's cores.
     """
     if shape.size != context.num_replicas:
         raise ValueError(
@@ -310,7 +318,7 @@ def _mesh_over_cores(shape: mtf.Shape, layout: mtf.LayoutRules, context: Any) ->
 
 
 def _outside_programs() -> Any:
-    """Returns a context manager for operations outside of the TPU program that is being built."""
+    """Returns a context manager whose operations are not part of the TPU program being built."""
     return tf.control_dependencies(None)
 
 
@@ -328,12 +336,12 @@ def _check_tensor(name: str, value: Any) -> None:
         raise TypeError(f"{name} must be an mtf.Tensor, got {value!r}.")
 
 
-def _anonymous(tensors: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Returns the tensors by name in a form in which each processor has all elements.
+def _unsplit(tensors: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Replaces mtf tensors by copies whose dimensions are not split over the mesh.
 
-    `tensors` has mtf or tf tensors by name. In place of each mtf tensor the result has an mtf
-    tensor with the same elements, whose dimensions are not split. The tf tensors are returned as
-    they are. If `tensors` is None, the result is {}.
+    Every processor holds all elements of such a copy. `tensors` is a dictionary from names to mtf
+    or tf tensors; None counts as {}. The result is a dictionary with the same names, in which tf
+    tensors are not changed.
     """
     return {
         name: mtf.anonymize(x) if isinstance(x, mtf.Tensor) else x
@@ -349,11 +357,11 @@ def _exported(lowering: mtf.Lowering, tensors: Mapping[str, Any]) -> dict[str, t
 
 
 def _traffic(fetches: Sequence[Any], mesh_impl: mtf.MeshImpl, optimizer: Any) -> dict[str, float]:
-    """Returns the bytes that devices of a placement mesh receive in a step, by summary's name.
+    """Counts the bytes that devices of a placement mesh receive in a step.
 
-    `fetches` are the tf tensors and operations that make the step. The result is {} if the bytes
-    are not known, for example because `optimizer` skips updates in branches of the graph that are
-    functions.
+    The result is a dictionary from the names of summaries to numbers of bytes. It is {} if the
+    bytes are not known, for example because `optimizer` skips updates in branches of the graph that
+    are functions. `fetches` are the tf tensors and operations that a step runs.
     """
     skips = schedules_updates(stages_of(optimizer))
     if skips and has_calls(tf.get_default_graph()):

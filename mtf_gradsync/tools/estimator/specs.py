@@ -64,22 +64,26 @@ class ModelFn(NamedTuple):
         with place.building() as program:
             if program is not None:
                 _set_items(params, context=program.tpu_context)
-            spec, scaffold = self._call(features, labels, mode, params, config)
+            spec, scaffold = self._call_model_fn(features, labels, mode, params, config)
         has_saver = scaffold is not None and scaffold.saver is not None
         is_training = mode == tf.estimator.ModeKeys.TRAIN
         if is_training and not has_saver and not tf.get_collection(tf.GraphKeys.SAVERS):
             add_saver(config, var_list=None)
         return spec, scaffold, hooks
 
-    def call(self, features: Any, labels: Any, mode: str, params: Any, config: Any) -> Any:
+    def build_on_devices(
+        self, features: Any, labels: Any, mode: str, params: Any, config: Any
+    ) -> Any:
         """Calls the model_fn to build a model on devices, and returns its spec.
 
-        The arguments are those of the model_fn. The model_fn gets a copy of `params`, with the
-        items that are added to the params.
+        The arguments are those of the model_fn. The model_fn gets a copy of `params` with the items
+        that TPUEstimator would add, such as "batch_size".
         """
-        return self._call(features, labels, mode, self._params(params, mode, False), config)[0]
+        return self._call_model_fn(
+            features, labels, mode, self._params(params, mode, False), config
+        )[0]
 
-    def spec(
+    def build_to_export(
         self, features: Any, labels: Any, mode: str, params: Any, config: Any
     ) -> tuple[Any, tf.train.Scaffold | None]:
         """Calls the model_fn to build a model to export, on devices.
@@ -88,7 +92,9 @@ class ModelFn(NamedTuple):
         scaffold. The arguments are those of the model_fn. The model_fn gets a copy of `params`, to
         which no "batch_size" is added.
         """
-        return self._call(features, labels, mode, self._params(params, None, False), config)
+        return self._call_model_fn(
+            features, labels, mode, self._params(params, None, False), config
+        )
 
     def _params(self, params: Any, mode: str | None, is_program: bool) -> Any:
         """Returns a copy of the params, with the items that TPUEstimator would add.
@@ -106,7 +112,7 @@ class ModelFn(NamedTuple):
             _set_items(params, use_tpu=is_program)
         return params
 
-    def _call(
+    def _call_model_fn(
         self, features: Any, labels: Any, mode: str, params: Any, config: Any
     ) -> tuple[Any, tf.train.Scaffold | None]:
         """Calls the model_fn with these arguments; returns its spec, and the scaffold or None.
@@ -169,10 +175,10 @@ def features_and_labels(
 
 @contextlib.contextmanager
 def naming_uneven_batches(input_fn: Callable[..., Any]) -> Iterator[None]:
-    """Turns TensorFlow's error about a batch of wrong size in a ``with`` block into a ValueError.
+    """Raises a ValueError in place of TensorFlow's error if a batch has the wrong size.
 
-    The ValueError says what to do. `input_fn` is the function that gives the batches; the
-    ValueError names this function.
+    The steps run inside the ``with`` block. The ValueError says what to do, and names `input_fn`,
+    the function that gives the batches.
     """
     try:
         yield
@@ -226,11 +232,11 @@ def checkpoint_to_warm_start(path: str) -> str:
 
 
 def warm_start(settings: Sequence[Any]) -> None:
-    """Has the default graph's variables begin with values of another checkpoint.
+    """Makes a checkpoint's values the initial values of variables of the default graph.
 
-    `settings` are the result of `warm_start_settings`. Slices (the parts of variables that
-    processors hold) are not in checkpoints, so they get copies of the variables' values. Raises
-    ValueError if the settings choose no variable.
+    `settings` are the result of `warm_start_settings`: the checkpoint, and which variables are
+    taken from it. Slices (the parts of variables that processors hold) are not in checkpoints, so
+    they get copies of the variables' values. Raises ValueError if the settings choose no variable.
     """
     path, chosen, vocabularies, earlier_names = settings
     masters = {id(v) for v in tf.global_variables()}
@@ -280,12 +286,12 @@ def _set_items(params: Any, **items: Any) -> None:
             ) from error
 
 
-def selected(predictions: Any, keys: Sequence[str] | str | None) -> Any:
-    """Returns the predictions that have the given keys, as a dict; for None all predictions.
+def select_predictions(predictions: Any, keys: Sequence[str] | str | None) -> Any:
+    """Selects predictions by their names; returns a dictionary from these names to tensors.
 
-    `predictions` are tensors by name, or a single tensor. `keys` are names, or one name. Raises
-    ValueError if the predictions have no tensor of such a name, or if there are `keys` and
-    `predictions` is a single tensor.
+    `predictions` is a dictionary from names to tensors, or a single tensor. `keys` are the names to
+    select, or one name; None returns `predictions` unchanged. Raises ValueError if `predictions`
+    lacks a name, or if it is a single tensor and `keys` are given.
     """
     if keys is None:
         return predictions
