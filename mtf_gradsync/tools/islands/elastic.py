@@ -166,7 +166,7 @@ class IslandHook(tf.train.SessionRunHook):
         self._step = tf.train.get_global_step()
 
     def after_create_session(self, session: Any, coord: Any) -> None:
-        """Makes the next step begin the island again: a recovered session has older values."""
+        """Has the island begin again before the next step: a recovered session has older values."""
         del session, coord
         self._has_begun = False
 

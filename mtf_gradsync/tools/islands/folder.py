@@ -291,7 +291,10 @@ class Folder:
                 obstore.delete(self._store, name)
 
     def set_aside(self, name: str) -> str:
-        """Moves a damaged object away, so that it can be created again; returns the new name."""
+        """Moves a damaged object to the subfolder "damaged"; returns the object's new name.
+
+        Then the object can be created again under the old name.
+        """
         import obstore
 
         aside = f"{_SET_ASIDE}/{name.replace('/', '.')}.{uuid.uuid4().hex[:8]}"
@@ -416,5 +419,5 @@ def _check_not_forked() -> None:
 
 
 def _reason(error: Exception) -> str:
-    """Returns the text of a store's error, without details for the store's authors."""
+    """Returns the message of an object store's error, without its debug details."""
     return str(error).split("\n\nDebug source:")[0].strip()

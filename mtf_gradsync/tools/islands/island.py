@@ -261,7 +261,9 @@ class Island:
         if self.version is None:
             return
         journal = self._exchange.journal
-        saved = self._learning.saved(self.name, journal.life, self._exchange.number, journal.events)
+        saved = self._learning.state_to_save(
+            self.name, journal.life, self._exchange.number, journal.event_count
+        )
         try:
             saved.write(checkpoint, self._checkpoint)
             self._checkpoint = checkpoint
@@ -683,7 +685,7 @@ class Island:
         found: tuple[dict[str, np.ndarray], Decision] | None = None,
         merged_as: str | None = "?",
     ) -> None:
-        """Sets the session's variables to a newer version's values plus what they do not contain.
+        """Takes a newer version: sets variables to its values plus what it does not contain yet.
 
         What the island has learned is added to the values as far as no merged contribution contains
         it. If the island's last contribution can no longer be merged, it is withdrawn. If the

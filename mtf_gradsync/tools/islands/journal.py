@@ -48,7 +48,7 @@ class Journal:
         self.keeps_all = True
 
     @property
-    def events(self) -> int:
+    def event_count(self) -> int:
         """The number of events in this run of the process."""
         return self._before + len(self._lines)
 
@@ -63,7 +63,7 @@ class Journal:
           **fields: more facts of the event, which JSON can hold. "step" must be one of them.
         """
         if len(self._lines) >= _LINES_IN_A_PART and not self._write_failed():
-            self._before = self.events
+            self._before = self.event_count
             self._part, self._lines = self._part + 1, []
             self._remove_old()
         self._lines.append(

@@ -70,7 +70,7 @@ class Learning:
         self._waiting_tokens: float | None = None if counts.waiting else 0.0
 
     def start_from(self, version: int | None, counts: Mapping[str, int]) -> None:
-        """Begins to learn from a version anew, and drops what was not contributed.
+        """Begins to record from a version on, and forgets what was not contributed before.
 
         The method does not set the attribute `base`: its caller does.
 
@@ -89,7 +89,7 @@ class Learning:
     def restore(self, saved: SavedIsland) -> None:
         """Restores all attributes to those that were saved beside a checkpoint.
 
-        `saved` is the content of the file beside the checkpoint: what the method `saved` returned
+        `saved` is the content of the file beside the checkpoint: what `state_to_save` returned
         when the file was written.
         """
         learned = saved.learned
@@ -99,7 +99,7 @@ class Learning:
         self.since, self.tokens = learned.since, list(learned.tokens)
         self._residual, self._waiting_tokens = dict(saved.residual), learned.waiting
 
-    def saved(self, island: str, life: int, number: int, events: int) -> SavedIsland:
+    def state_to_save(self, island: str, life: int, number: int, events: int) -> SavedIsland:
         """Returns the content of the file to write beside a checkpoint, for `restore`.
 
         Args:
@@ -124,24 +124,24 @@ class Learning:
         names = fragment_of(version + 1, list(self._specs), self.fragments)
         return {name: self._specs[name] for name in names}
 
-    def count_step(self, now: StepCounts, tokens: float) -> None:
+    def count_step(self, counts: StepCounts, tokens: float) -> None:
         """Counts a step: an update and its tokens, unless the step accumulated or was skipped.
 
         Tokens of a step that only accumulates gradients are counted with the next update.
 
         Args:
-          now: the counts of the session's optimizers after the step.
+          counts: the counts of the session's optimizers after the step.
           tokens: the number of tokens of the step's loss.
         """
-        before, self._step_counts = self._step_counts, now
+        before, self._step_counts = self._step_counts, counts
         if self._waiting_tokens is None:  # restored sums, of which no tokens are known: estimate
             self._waiting_tokens = before.waiting * tokens
-        if now.waiting:
-            self._waiting_tokens += tokens if now.waiting != before.waiting else 0.0
+        if counts.waiting:
+            self._waiting_tokens += tokens if counts.waiting != before.waiting else 0.0
             return
         tokens += self._waiting_tokens
         self._waiting_tokens = 0.0
-        if now.skipped > before.skipped:
+        if counts.skipped > before.skipped:
             return
         self.since += 1
         self.tokens = [count + tokens for count in self.tokens]
@@ -246,9 +246,10 @@ class Learning:
         now: Mapping[str, Any],
         may_still_merge: bool,
     ) -> dict[str, np.ndarray]:
-        """Makes `version` the island's version; returns what the island learned that it lacks.
+        """Records that the island takes a newer version; returns what to add to the new values.
 
-        The caller passes the result to `add_learned`, which adds it to the version's values.
+        This is what the island has learned and the version does not contain. The caller passes the
+        result to `add_learned`.
 
         Args:
           version: the number of the newer version.
@@ -260,7 +261,7 @@ class Learning:
             its change, and `sent` becomes None.
 
         Returns:
-          A dictionary from the names in `merged` to arrays to add to the values in `merged`.
+          A dictionary from the names in `merged` to arrays, to be added to the values in `merged`.
         """
         sent = self.sent
         before = {name: wide(x) for name, x in (sent.values if sent else {}).items()}

@@ -161,7 +161,7 @@ class Lease:
     ):
         self._folder, self._where, self._name = folder, where, name
         self._report, self._replaces_own = report, replaces_own
-        self._own = Holder(uuid.uuid4().hex, _host(), os.getpid())
+        self._own = Holder(uuid.uuid4().hex, _machine_id(), os.getpid())
         self._heartbeats = HeartbeatAges(LIFE_SECONDS)
         self._stopped = threading.Event()
         self._beats = 0
@@ -339,7 +339,7 @@ def _write_heartbeats(lease: weakref.ref[Lease], stopped: threading.Event) -> No
         del held
 
 
-def _host() -> str:
+def _machine_id() -> str:
     """Returns an identifier of the machine or container; inside it, process ids are unique."""
     with contextlib.suppress(OSError):
         return f"{socket.gethostname()} {os.readlink('/proc/self/ns/pid')}"

@@ -515,11 +515,10 @@ class Merger:
         return False
 
     def _merged_and_late(self, oldest: int) -> tuple[set[tuple[str, int]], set[tuple[str, int]]]:
-        """Returns which contributions were merged, and which were merged or came too late.
+        """Returns two sets of contributions: those merged, and those merged or counted as late.
 
-        The merger does not count these contributions again. A contribution stands in the two sets
-        as a pair: the island's name, and the version from which the change begins. The sets are
-        read from the decisions on the latest versions.
+        A contribution stands in a set as a pair: the island's name, and the version from which the
+        change begins. The sets are read from the decisions on the latest versions.
 
         Args:
           oldest: the number of the oldest version from which contributions may still be merged.

@@ -225,7 +225,7 @@ def contribution_object(version: int, island: str, life: int, number: int) -> st
 
 
 def parsed_contribution(name: str) -> tuple[int, str, int, int] | None:
-    """Takes the name of a contribution's object apart; returns None for other names.
+    """Parses the name of a contribution's object; returns None for other names.
 
     The result has what `contribution_object` takes as arguments: the version, the island's name,
     the number of the run of the island's process, and the number of the contribution in that run.
@@ -281,13 +281,13 @@ def offer_object(island: str) -> str:
     return f"offers/{island}{SUFFIX}"
 
 
-def numbers_in(folder: Folder, place: str, ending: str) -> list[int]:
+def numbers_in(folder: Folder, subfolder: str, ending: str) -> list[int]:
     """Returns the numbers of the objects in a subfolder whose names are a number and an ending.
 
-    The numbers are in ascending order. `place` is the subfolder, such as "versions". `ending` is
+    The numbers are in ascending order. `subfolder` is its name, such as "versions". `ending` is
     what follows the number in the names, such as ".soon"; "" for names that are only a number.
     """
-    found = (_NUMBERED.fullmatch(name) for name in folder.names(place))
+    found = (_NUMBERED.fullmatch(name) for name in folder.names(subfolder))
     return [int(one[1]) for one in found if one and (one[2] or "") == ending]
 
 

@@ -18,19 +18,19 @@ from mtf_gradsync.extension import mtf, tf
 _MANY = 1e6  # times the examples that each expert would have
 
 
-def _drop_dropout(undone: contextlib.ExitStack, sizes: list[int]) -> None:
+def _drop_dropout(undo_stack: contextlib.ExitStack, random_sizes: list[int]) -> None:
     signature = inspect.signature(mtf.ops.dropout)
 
     def dropout(x: mtf.Tensor, *args: Any, **kwargs: Any) -> mtf.Tensor:
         noise = signature.bind(x, *args, **kwargs).arguments.get("noise_shape")
-        sizes.append((x.shape if noise is None else mtf.convert_to_shape(noise)).size)
+        random_sizes.append((x.shape if noise is None else mtf.convert_to_shape(noise)).size)
         return x
 
     for module in (mtf, mtf.ops):
-        undone.enter_context(mock.patch.object(module, "dropout", dropout))
+        undo_stack.enter_context(mock.patch.object(module, "dropout", dropout))
 
 
-def _drop_random(undone: contextlib.ExitStack, sizes: list[int]) -> None:
+def _drop_random(undo_stack: contextlib.ExitStack, random_sizes: list[int]) -> None:
     init = mtf.ops.RandomOperation.__init__
 
     def constant(self: Any, mesh: Any, shape: Any, tf_fn: Any, **kwargs: Any) -> None:
@@ -41,14 +41,14 @@ def _drop_random(undone: contextlib.ExitStack, sizes: list[int]) -> None:
 
         init(self, mesh, shape, half, **kwargs)
 
-    undone.enter_context(mock.patch.object(mtf.ops.RandomOperation, "__init__", constant))
+    undo_stack.enter_context(mock.patch.object(mtf.ops.RandomOperation, "__init__", constant))
 
 
-def _drop_capacity(undone: contextlib.ExitStack, sizes: list[int]) -> None:
-    """Removes the limit to the examples of Mesh-TensorFlow's experts until `undone` is closed.
+def _drop_capacity(undo_stack: contextlib.ExitStack, random_sizes: list[int]) -> None:
+    """Removes the limit to the examples of Mesh-TensorFlow's experts until `undo_stack` is closed.
 
-    The argument `sizes` is not used. The function takes it because all functions in `_DROPS` take
-    the same arguments.
+    The argument `random_sizes` is not used. The function takes it because all functions in `_DROPS`
+    take the same arguments.
     """
     moe = sys.modules.get("mesh_tensorflow.transformer.moe")
     for name in ("transformer_moe_layer_v1", "transformer_moe_layer_v2"):
@@ -65,7 +65,7 @@ def _drop_capacity(undone: contextlib.ExitStack, sizes: list[int]) -> None:
                     setattr(hparams, name, _MANY)
             return layer(inputs, output_dim, hparams, *args, **more)
 
-        undone.enter_context(mock.patch.object(moe, name, with_room))
+        undo_stack.enter_context(mock.patch.object(moe, name, with_room))
 
 
 _DROPS: dict[str, Callable[[contextlib.ExitStack, list[int]], None]] = {
@@ -76,17 +76,19 @@ _DROPS: dict[str, Callable[[contextlib.ExitStack, list[int]], None]] = {
 DROPS = tuple(_DROPS)
 
 
-def remove_parts(names: Sequence[str], undone: contextlib.ExitStack, sizes: list[int]) -> None:
-    """Removes parts, such as dropout, from models that are built until `undone` is closed.
+def remove_parts(
+    names: Sequence[str], undo_stack: contextlib.ExitStack, random_sizes: list[int]
+) -> None:
+    """Removes parts, such as dropout, from models that are built until `undo_stack` is closed.
 
     Args:
       names: the parts to remove, out of `DROPS`.
-      undone: the exit stack that undoes the removal.
-      sizes: for each removed dropout, the count of random numbers that it would have drawn is
-        appended to this list.
+      undo_stack: an exit stack; closing it undoes the removal.
+      random_sizes: for each removed dropout, the count of random numbers that it would have drawn
+        is appended to this list.
     """
     for name in names:
-        _DROPS[name](undone, sizes)
+        _DROPS[name](undo_stack, random_sizes)
 
 
 def make_constant(tensors: Sequence[mtf.Tensor]) -> None:

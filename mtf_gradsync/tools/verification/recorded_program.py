@@ -134,7 +134,7 @@ class RecordedProgram:
 
     @property
     def averages(self) -> set[str]:
-        """The names that moving averages of the variables have.
+        """The names of the variables' moving averages, if a wrapper keeps averages.
 
         The set is empty unless the program's stack has a wrapper that keeps averages and has no
         effect on updates. A name may be of an average that the wrapper does not keep.

@@ -65,8 +65,8 @@ class Reference(NamedTuple):
     step_by_step: Outcome | None
     source: str
 
-    def not_shown(self) -> list[str]:
-        """Returns the names of variables whose comparison would show nothing.
+    def variables_not_shown(self) -> list[str]:
+        """Returns the names of variables whose comparison with a division would prove nothing.
 
         The comparison of a variable shows nothing if the variable's gradient is zero everywhere or
         not finite. If no optimizer was seen, gradients are unknown; then the change of the
@@ -82,12 +82,12 @@ class Reference(NamedTuple):
                 found.append(name)
         return found
 
-    def not_finite(self) -> list[str]:
+    def variables_not_finite(self) -> list[str]:
         """Returns the names of variables whose gradients are not finite in the reference."""
         gradients = self.exact.gradients
         return [
             name
-            for name in self.not_shown()
+            for name in self.variables_not_shown()
             if not all(is_finite(of[name]) for of in gradients if name in of)
         ]
 

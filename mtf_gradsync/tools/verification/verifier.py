@@ -136,7 +136,7 @@ class Verifier:
         errors: dict[str, float] = {}
         for one in compared.gradients or compared.values:
             errors[one.variable] = max(one.error, errors.get(one.variable, 0.0))
-        open_ones = reference.not_shown()
+        open_ones = reference.variables_not_shown()
         counts = Compared(
             len({x.variable for x in compared.gradients} - set(open_ones)),
             len(compared.values),
@@ -218,10 +218,10 @@ class Verifier:
 
         Called if the reference's gradient of a variable is zero everywhere or not finite.
         """
-        names = reference.not_shown()
+        names = reference.variables_not_shown()
         if not np.isfinite(reference.exact.losses).all():
             return f"The loss of the reference is {reference.exact.losses[-1]}."
-        others = reference.not_finite()
+        others = reference.variables_not_finite()
         if others:
             return f"The gradient of {some_of(others)} is not finite in the reference."
         return (
@@ -390,7 +390,7 @@ class Verifier:
 
     def _compare(self, division: Division, reference: Reference, outcome: Outcome) -> Comparison:
         masked = division.changes.mask is not None
-        return compare_with(reference, outcome, masked, reference.not_finite())
+        return compare_with(reference, outcome, masked, reference.variables_not_finite())
 
     def _is_equal(self, division: Division) -> bool:
         division, _ = self._with_constant_statistics(division)

@@ -294,8 +294,8 @@ def test_the_newest_version_is_made_again_from_its_decision_and_back(folder):
 def test_a_name_that_lives_elsewhere_is_refused(folder, monkeypatch):
     monkeypatch.setattr(leases, "BEAT_SECONDS", 0.1)
     (one,) = begun(folder, ["one"])
-    own = leases._host()
-    monkeypatch.setattr(leases, "_host", lambda: f"elsewhere {own}")
+    own = leases._machine_id()
+    monkeypatch.setattr(leases, "_machine_id", lambda: f"elsewhere {own}")
     with pytest.raises(
         IslandError, match=r"The island 'one' of .* is running already: process .* uses its name"
     ):
@@ -461,7 +461,7 @@ def test_a_lease_is_held_as_soon_as_another_thread_can_see_it(folder):
             return is_created
 
     assert leases.Lease(Slow(str(folder)), "merger").take() == ""
-    assert found == [f"process {os.getpid()} on {leases._host().split(' ')[0]}"]
+    assert found == [f"process {os.getpid()} on {leases._machine_id().split(' ')[0]}"]
 
 
 def test_a_good_offer_is_never_away(folder, monkeypatch):
