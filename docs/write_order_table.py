@@ -11,7 +11,7 @@ from mtf_gradsync.optimizers import Wrapper
 from mtf_gradsync.optimizers.pipeline.forms import PerShard
 from mtf_gradsync.optimizers.pipeline.order import why_not
 from mtf_gradsync.optimizers.pipeline.stack import stages_of
-from mtf_gradsync.optimizers.pipeline.words import nth
+from mtf_gradsync.optimizers.pipeline.words import frequency_text
 
 OUT = pathlib.Path(__file__).parent / "order.md"
 MESH = {
@@ -116,7 +116,7 @@ def page() -> str:
             takes = "per shard" if isinstance(stage.takes, PerShard) else stage.takes
             takes = getattr(takes, "value", takes) or "as they are"
             gives = stage.gives.value if stage.gives else "what it took"
-            when = nth(stage.condition.when) if stage.condition else ""
+            when = frequency_text(stage.condition.when) if stage.condition else ""
             row = [name, f"`{type(stage).__name__}`", takes, gives, when or "every step"]
             lines.append(f"| {' | '.join(row)} |")
     return "\n".join(lines) + "\n"

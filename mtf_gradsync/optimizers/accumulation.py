@@ -23,7 +23,7 @@ from mtf_gradsync.gradients.operations import on_mesh
 from mtf_gradsync.mesh.axes import LayoutLike, MeshShapeLike, ReplicaAxes
 from mtf_gradsync.optimizers.pipeline.accumulators import (
     Accumulators,
-    times,
+    multiply_by_count,
     weight_state,
     without_skipped,
 )
@@ -40,18 +40,18 @@ from mtf_gradsync.optimizers.schedules import (
 )
 from mtf_gradsync.optimizers.sharded_variables import (
     nothing_to_split,
+    replicas_share_copies,
     shapes_of_parts,
-    share_copies,
 )
-from mtf_gradsync.optimizers.skip_functions import SkipFn, State, check_skip_fn, says_skip
+from mtf_gradsync.optimizers.skip_functions import SkipFn, State, call_skip_fn, check_skip_fn
 from mtf_gradsync.optimizers.skips import (
     ReportsSkips,
+    SkipMessages,
     Skips,
-    Words,
     check_limit,
+    names_of_rows,
     not_finite_flags,
-    now_waiting,
-    rows_of_shards,
+    waiting_after_step,
     waiting_state,
 )
 from mtf_gradsync.optimizers.state import (
@@ -60,7 +60,7 @@ from mtf_gradsync.optimizers.state import (
     note_sums_not_kept,
     update_counter,
 )
-from mtf_gradsync.optimizers.wrapper import CommonArguments, OfStep
+from mtf_gradsync.optimizers.wrapper import CommonArguments, StepAttribute
 from mtf_gradsync.reduce import Strategy
 from mtf_gradsync.reduce.compressed import WireDtype
 from mtf_gradsync.step import values_after
@@ -143,8 +143,8 @@ class GradientAccumulationOptimizer(ReportsSkips):
         ("skipped", "accumulation/skipped"),
     )
     backward_passes_per_step: Passes
-    _place_now = OfStep[Union[Accumulate, None]](None)
-    _found_axes = OfStep[Union[ReplicaAxes, None]](None)
+    _place_now = StepAttribute[Union[Accumulate, None]](None)
+    _found_axes = StepAttribute[Union[ReplicaAxes, None]](None)
 
     def __init__(
         self,
@@ -232,7 +232,7 @@ class GradientAccumulationOptimizer(ReportsSkips):
                 max_steps_without_update=max_steps_without_update,
                 flush=flush,
             )
-            self._become(
+            self._turn_into_v1(
                 compat_v1.GradientAccumulationOptimizer,
                 opt,
                 backward_passes_per_step,
@@ -313,7 +313,7 @@ class GradientAccumulationOptimizer(ReportsSkips):
         `variables` are the variables with gradients. If replicas share one memory, no sum is split
         and the result is {}.
         """
-        if share_copies(axes):
+        if replicas_share_copies(axes):
             return {}
         sums = {v: self._slots.get(v, ACCUMULATOR) for v in variables}
         before = {v: x.shape for v, x in sums.items() if x is not None}
@@ -374,7 +374,7 @@ class GradientAccumulationOptimizer(ReportsSkips):
                 "backward_passes_per_step=lambda step: 1 its first step applies them.",
             )
 
-    def _dtype_of_products(self) -> tf.DType | None:
+    def _dtype_of_weighted_sums(self) -> tf.DType | None:
         """Returns the dtype in which gradients times weights are added up.
 
         The dtype is accumulator_dtype, but float32 in place of float16, with a warning. If
@@ -480,7 +480,9 @@ class _Accumulate(Stage):
             if check_skip is not None:
                 check_skip([g for g in grads if g is not None])
             parts = self._parts
-            if parts is not None and not (parts.shapes_of(given) or share_copies(parts.axes)):
+            if parts is not None and not (
+                parts.shapes_of(given) or replicas_share_copies(parts.axes)
+            ):
                 raise ValueError(
                     f"accumulate={SHARDED!r} {nothing_to_split(given, parts.axes)}Give "
                     f"accumulate={SYNCED!r}, or a mesh whose sizes divide a dimension."
@@ -536,7 +538,7 @@ class _Accumulate(Stage):
             if weights is not None:  # without data, a mean may be 0 / 0
                 gradients = without_skipped(gradients, mtf.less_equal(weights.total, 0.0))
             received, strategy = step.received[-1], wrapper.reducer
-            skip, state_after = says_skip(skip_fn, gradients, received, strategy, name)
+            skip, state_after = call_skip_fn(skip_fn, gradients, received, strategy, name)
             skip = step.agreed(on_mesh(skip, mesh), by_any=True)
             kept = state_after(skip)
             gradients = without_skipped(gradients, skip)
@@ -554,13 +556,13 @@ class _Accumulate(Stage):
             step.write_state(when=uses_sums)
         if weights is not None:
             gradients = gradients.with_present(
-                [times(on_mesh(weights.total, g.mesh), g) for g in gradients.present]
+                [multiply_by_count(on_mesh(weights.total, g.mesh), g) for g in gradients.present]
             )
             weight = before.weight.value + weights.total * mtf.cast(counted, tf.float32)
         accumulators = Accumulators(
             gradients,
             wrapper._slots,
-            wrapper._dtype if weights is None else wrapper._dtype_of_products(),
+            wrapper._dtype if weights is None else wrapper._dtype_of_weighted_sums(),
             checkpointed,
             owner=name,
             counter=before.mini_step.name,
@@ -596,7 +598,7 @@ class _Accumulate(Stage):
             count * (1 - updated),
             None,
             skipped + (1 - counted),
-            before.waiting and now_waiting(before.waiting, has_update),
+            before.waiting and waiting_after_step(before.waiting, has_update),
             None if weight is None else weight * mtf.cast(1 - updated, tf.float32),
         )
         gate = accumulators.add(step)
@@ -607,7 +609,7 @@ class _Accumulate(Stage):
         step.write(counts, gate)
         # As they were before a reduction, gradients may tell more about shards.
         received = step.received[-1]
-        axes, of_shards_only = step.shards_to_name(received.present)
+        axes, of_shards_only = step.shard_numbering(received.present)
         if skip_fn is not None or before.waiting is not None:
             skips = self._make_skips(checked, before, axes)
         if skip_fn is not None and skips is not None:
@@ -632,7 +634,7 @@ class _Accumulate(Stage):
 
             def note() -> None:
                 wrapper._place_now, wrapper._found_axes = self.where, self.axes
-                wrapper._note(before, after, skips)
+                wrapper._set_step_attributes(before, after, skips)
 
             step.when_built(note)
             return checks
@@ -645,10 +647,10 @@ class _Accumulate(Stage):
     ) -> Skips:
         wrapper = self.wrapper
         name = getattr(wrapper._skip_fn, "__name__", type(wrapper._skip_fn).__name__)
-        words = Words(
+        words = SkipMessages(
             "microbatch step skipped, gradients that are not finite:",
             [v.name for v in gradients.owners],
-            rows_of_shards(axes),
+            names_of_rows(axes),
             f"none, but should_skip_update_fn {name} says so",
         )
         counts = () if wrapper._skip_fn is None else [before.skipped]

@@ -20,7 +20,7 @@ from mtf_gradsync.gradients.rounding import (
     subtract,
     warn_if_nothing_is_rounded,
 )
-from mtf_gradsync.optimizers.slots import check_bare_update
+from mtf_gradsync.optimizers.slots import record_bare_update
 from mtf_gradsync.optimizers.state import named_state
 from mtf_gradsync.step import gated_update
 
@@ -40,7 +40,7 @@ class InnerOptimizer(mtf.optimize.Optimizer):
     rounding: str = NEAREST
     slot_dtype: tf.DType | None = None
 
-    def _round(self, rounding: Any, slot_dtype: Any) -> None:
+    def _set_rounding(self, rounding: Any, slot_dtype: Any) -> None:
         """Sets the attributes `rounding` and `slot_dtype`, for the constructor of a subclass.
 
         Raises ValueError for wrong values: `rounding` must be "nearest" or "stochastic", and
@@ -81,7 +81,7 @@ class InnerOptimizer(mtf.optimize.Optimizer):
             dtypes = {self.slot_dtype, *(v.slice_dtype for v in variables)}
             warn_if_nothing_is_rounded(type(self).__name__, dtypes)
         updates = gated_update(functools.partial(super().apply_grads, grads, variables), grads)
-        check_bare_update(self, updates, variables)
+        record_bare_update(self, updates, variables)
         return updates
 
     def apply_grad(self, grad: mtf.Tensor | None, var: mtf.Variable) -> list[mtf.Operation]:
@@ -203,7 +203,7 @@ class AdamWOptimizer(InnerOptimizer):
         self.beta_1 = check_number("beta_1", beta_1, beta, below=1.0)
         self.beta_2 = check_number("beta_2", beta_2, beta, below=1.0)
         self.epsilon = check_number("epsilon", epsilon, what)
-        self._round(rounding, slot_dtype)
+        self._set_rounding(rounding, slot_dtype)
         self.exclude_from_weight_decay = _checked_patterns(exclude_from_weight_decay)
 
     def _update(self, grad: mtf.Tensor, var: mtf.Variable) -> list[mtf.Operation]:

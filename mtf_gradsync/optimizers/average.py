@@ -19,9 +19,14 @@ from mtf_gradsync.mesh.axes import LayoutLike, MeshShapeLike, ReplicaAxes
 from mtf_gradsync.optimizers.pipeline.builder import StepBuilder
 from mtf_gradsync.optimizers.pipeline.forms import GradientSet
 from mtf_gradsync.optimizers.pipeline.stack import Place, Stage
-from mtf_gradsync.optimizers.pipeline.words import About, Line, told
+from mtf_gradsync.optimizers.pipeline.words import About, Line, setting_text
 from mtf_gradsync.optimizers.slots import SlotBook, SlotOwners
-from mtf_gradsync.optimizers.state import derived_variable, note_state, unstacked, update_counter
+from mtf_gradsync.optimizers.state import (
+    derived_variable,
+    note_state,
+    update_counter,
+    without_autostack,
+)
 from mtf_gradsync.optimizers.wrapper import CommonArguments, Wrapper
 from mtf_gradsync.reduce import Strategy
 from mtf_gradsync.step import WriteInPlace
@@ -142,7 +147,7 @@ def moving_average(variable: mtf.Variable) -> mtf.Variable:
                 variable.mesh,
                 f"{variable.name}/{AVERAGE}",
                 variable.shape,
-                unstacked(kept, variable.activation_dtype),
+                without_autostack(kept, variable.activation_dtype),
                 initializer=initializer,
                 trainable=False,
             ).operation
@@ -187,7 +192,7 @@ class MoveAverages(Stage):
         if not self._averages:
             return []
         decay, num_updates, zero_debias = self.rule
-        what = f"averages, decay {told(decay)}"
+        what = f"averages, decay {setting_text(decay)}"
         what += " at most, less in the first updates" * (num_updates is not None)
         what += ", of the values after updates alone" * zero_debias
         return [Line(what, after=True)]
@@ -199,7 +204,7 @@ class MoveAverages(Stage):
         averages = [moving_average(variable) for variable in variables]
         self.slots.record(averages, variables)
         cure = "Average it in one of the two: a variable has one average, in any scope"
-        step.plan.extension(SlotOwners).check(self.slots, averages, variables, cure)
+        step.plan.extension(SlotOwners).record_keeper(self.slots, averages, variables, cure)
         values = step.value_after(variables, updates)
         weight = self._weight(step.received[0].mesh)
         if not isinstance(weight, mtf.Tensor):
@@ -238,7 +243,7 @@ class MoveAverages(Stage):
         def weight(*given: tf.Tensor) -> tf.Tensor:
             by = {"decay": decay, **dict(zip(scalars, given))}
             if zero_debias:
-                return _debiased(decay, by["count"])
+                return _debiased_weight(decay, by["count"])
             if "count" in by:
                 by["decay"] = tf.minimum(by["decay"], (1 + by["count"]) / (10 + by["count"]))
             return 1 - by["decay"]
@@ -246,7 +251,7 @@ class MoveAverages(Stage):
         return mtf.cwise(weight, list(scalars.values()), tf.float32)
 
 
-def _debiased(decay: float, count: tf.Tensor) -> tf.Tensor:
+def _debiased_weight(decay: float, count: tf.Tensor) -> tf.Tensor:
     """Returns the weight of the newest value in a moving average that leaves out the initial value.
 
     `decay` is the decay of the average, and `count` is the number of values so far, the newest one

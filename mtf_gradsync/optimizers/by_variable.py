@@ -13,7 +13,7 @@ from mtf_gradsync.compat_v1 import NOT_GIVEN, given_optimizer, is_v1
 from mtf_gradsync.gradients.arguments import check_grads_and_variables, check_rate
 from mtf_gradsync.gradients.clipping import check_clip_norm, clip_together
 from mtf_gradsync.optimizers.sharded_variables import PartOfVariable
-from mtf_gradsync.optimizers.slots import check_bare_update
+from mtf_gradsync.optimizers.slots import record_bare_update
 from mtf_gradsync.optimizers.wrapper import Wrapper
 from mtf_gradsync.reduce import FusedAllReduce
 from mtf_gradsync.step import gated_update
@@ -105,7 +105,7 @@ class ByVariable(mtf.optimize.Optimizer):
         """
         self.name = name
         self._learning_rate = learning_rate
-        self._others = _Group(None, self._made(opt))
+        self._others = _Group(None, self._make_optimizer(opt))
         self._groups = tuple(self._group(pair, opt) for pair in groups)
 
     @property
@@ -142,10 +142,10 @@ class ByVariable(mtf.optimize.Optimizer):
         """
         grads, variables = check_grads_and_variables(grads, variables, same_shapes=True)
         if variables:
-            self._tell_of_empty_groups(variables)
+            self._warn_of_empty_groups(variables)
         # Gradients of one group may still have to read variables of another group.
         updates = gated_update(functools.partial(self._update, grads, variables), grads)
-        check_bare_update(self, updates, variables)
+        record_bare_update(self, updates, variables)
         return updates
 
     def _update(
@@ -201,19 +201,21 @@ class ByVariable(mtf.optimize.Optimizer):
         if what is None:
             return _Group(which, None)
         if not isinstance(what, dict):
-            return _Group(which, self._made(what))
+            return _Group(which, self._make_optimizer(what))
         changes = dict(what)
         clip_norm, make = changes.pop("clip_norm", None), changes.pop("optimizer", None)
         if clip_norm is not None:
             check_clip_norm(clip_norm)
         told = "".join(f", {key} {value}" for key, value in what.items() if key != "optimizer")
         if changes:
-            made = self._with(changes, opt if make is None else make, opt, which)
+            made = self._make_group_optimizer(changes, opt if make is None else make, opt, which)
         else:
-            made = self._others.opt if make is None else self._made(make)
+            made = self._others.opt if make is None else self._make_optimizer(make)
         return _Group(which, made, clip_norm, told)
 
-    def _with(self, changes: dict[str, Any], make: Any, opt: Any, which: Which) -> Any:
+    def _make_group_optimizer(
+        self, changes: dict[str, Any], make: Any, opt: Any, which: Which
+    ) -> Any:
         """Makes the optimizer of a group that is given by a dictionary of arguments.
 
         Args:
@@ -240,7 +242,7 @@ class ByVariable(mtf.optimize.Optimizer):
                     f"rate of {opt!r}. This works if the group has no learning_rate of its own, "
                     f"and that of opt is given: {self.name}(opt, groups, learning_rate=0.001)."
                 )
-            arguments["learning_rate"] = _times(of_opt["learning_rate"], factor)
+            arguments["learning_rate"] = _scaled_rate(of_opt["learning_rate"], factor)
         try:
             made = make(**arguments)
         except TypeError as error:
@@ -251,7 +253,7 @@ class ByVariable(mtf.optimize.Optimizer):
             ) from error
         return self._checked(made)
 
-    def _made(self, opt: Any) -> Any:
+    def _make_optimizer(self, opt: Any) -> Any:
         """Returns `opt` if it is an optimizer; makes one if it is a class or factory.
 
         Raises TypeError if `opt`, or what it makes, is a wrapper or an optimizer of TensorFlow.
@@ -275,7 +277,7 @@ class ByVariable(mtf.optimize.Optimizer):
             )
         return given_optimizer(opt, NOT_GIVEN, self.name)
 
-    def _tell_of_empty_groups(self, variables: Sequence[mtf.Variable]) -> None:
+    def _warn_of_empty_groups(self, variables: Sequence[mtf.Variable]) -> None:
         """Warns once of each group to which no variable belongs.
 
         All trainable variables of the graph are considered, and `variables`, those that are updated
@@ -293,7 +295,7 @@ class ByVariable(mtf.optimize.Optimizer):
                 )
 
 
-def _times(rate: Any, factor: Any) -> Any:
+def _scaled_rate(rate: Any, factor: Any) -> Any:
     """Returns a learning rate times a number.
 
     `rate` is a number, a scalar tensor or variable, or a function without arguments that returns
@@ -302,7 +304,7 @@ def _times(rate: Any, factor: Any) -> Any:
     """
     factor = check_number("learning_rate_factor", factor, "a number of 0 or more")
     if callable(rate):
-        return lambda: _times(rate(), factor)
+        return lambda: _scaled_rate(rate(), factor)
     rate = check_rate(rate)
     return (rate.value if isinstance(rate, mtf.Variable) else rate) * factor
 

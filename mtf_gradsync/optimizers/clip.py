@@ -13,7 +13,7 @@ from mtf_gradsync.mesh.axes import LayoutLike, MeshShapeLike, ReplicaAxes
 from mtf_gradsync.optimizers.pipeline.builder import StepBuilder
 from mtf_gradsync.optimizers.pipeline.forms import Form, GradientSet
 from mtf_gradsync.optimizers.pipeline.stack import Place, Stage
-from mtf_gradsync.optimizers.pipeline.words import About, Line, told
+from mtf_gradsync.optimizers.pipeline.words import About, Line, setting_text
 from mtf_gradsync.optimizers.wrapper import CommonArguments, Wrapper
 from mtf_gradsync.reduce import Strategy
 
@@ -32,7 +32,7 @@ class _Clip(Stage):
         return gradients.with_grads(clipped)
 
     def describe(self, about: About) -> list[Line]:
-        return [Line(f"clip to a global norm of {told(self.clip_norm)}")]
+        return [Line(f"clip to a global norm of {setting_text(self.clip_norm)}")]
 
 
 @gin.configurable(module="mtf_gradsync")

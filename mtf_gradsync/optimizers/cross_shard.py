@@ -145,7 +145,7 @@ class CrossShardOptimizer(Wrapper):
         opt = given_optimizer(opt, learning_rate, type(self).__name__)
         if type(self) is CrossShardOptimizer and is_v1(opt):
             arguments = (opt, reduction, name, group_assignment)
-            self._become(compat_v1.CrossShardOptimizer, *arguments)
+            self._turn_into_v1(compat_v1.CrossShardOptimizer, *arguments)
             return
         self._groups, self.loss_reduction = groups, reduction
         self._wrap(opt, CommonArguments(name, axes, mesh_shape, layout, batch_dims, reducer))
@@ -170,9 +170,9 @@ class CrossShardOptimizer(Wrapper):
                     f"{variable.shape.to_string}, which would get another value in each group. "
                     "Give the variable the shard dims, or do not give group_assignment."
                 )
-            mine = self._sums_of_copies(variable, place)
+            mine = self._describe_sums_of_copies(variable, place)
             for other in others if mine else ():
-                its = other._sums_of_copies(
+                its = other._describe_sums_of_copies(
                     variable, place and other._place(place.islands, (), place.program)
                 )
                 if its and (its != mine or other not in self._segment()[0]):
@@ -182,7 +182,7 @@ class CrossShardOptimizer(Wrapper):
                         "one of them."
                     )
 
-    def _sums_of_copies(self, variable: mtf.Variable, place: Place | None) -> str:
+    def _describe_sums_of_copies(self, variable: mtf.Variable, place: Place | None) -> str:
         """Returns in words which shards add up the gradients of their own copies of a variable.
 
         The result is "" if the shards have no copies of their own. `place` is the wrapper's place

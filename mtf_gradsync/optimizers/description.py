@@ -24,8 +24,8 @@ from mtf_gradsync.mesh.axes import (
     as_mesh_shape,
     axes_by_names,
 )
-from mtf_gradsync.optimizers.pipeline.stack import Program, completed, in_blocks
-from mtf_gradsync.optimizers.pipeline.words import About, Line, nth
+from mtf_gradsync.optimizers.pipeline.stack import Program, complete_stack, in_blocks
+from mtf_gradsync.optimizers.pipeline.words import About, Line, frequency_text
 from mtf_gradsync.optimizers.wrapper import Wrapper
 from mtf_gradsync.reduce import FusedAllReduce
 from mtf_gradsync.reduce.sums import plan_buckets
@@ -125,10 +125,10 @@ def describe(
         )
     mesh = None if mesh_shape is None else (as_mesh_shape(mesh_shape), as_layout(layout))
     given = () if variables is None else tuple(check_variables(variables))
-    return Description(tuple(_with_times(_lines(opt, mesh, given))))
+    return Description(tuple(_in_order_of_work(_stage_lines(opt, mesh, given))))
 
 
-class _Told(NamedTuple):
+class _StageLine(NamedTuple):
     """A line of `describe`, with the wrapper that it is about.
 
     Attributes:
@@ -142,7 +142,7 @@ class _Told(NamedTuple):
     when: str = ""
 
 
-def _lines(opt: Any, mesh: Any, variables: Sequence[mtf.Variable]) -> list[_Told]:
+def _stage_lines(opt: Any, mesh: Any, variables: Sequence[mtf.Variable]) -> list[_StageLine]:
     """Returns the lines of `describe` for a stack, in the order of its stages.
 
     Args:
@@ -152,10 +152,13 @@ def _lines(opt: Any, mesh: Any, variables: Sequence[mtf.Variable]) -> list[_Told
         one.
     """
     if isinstance(opt, (GradientAccumulationOptimizer, CrossShardOptimizer)):
-        own = [_Told(Line(what), opt.get_name(), nth(when)) for what, when in opt.described()]
-        return [*own, *_lines(opt.opt, mesh, variables)]
+        own = [
+            _StageLine(Line(what), opt.get_name(), frequency_text(when))
+            for what, when in opt.described()
+        ]
+        return [*own, *_stage_lines(opt.opt, mesh, variables)]
     if not isinstance(opt, Wrapper):
-        return _updates(opt, variables)
+        return _update_lines(opt, variables)
     step = opt.step
     grads: Sequence[mtf.Tensor] = ()
     if step is not None and step.received:
@@ -168,29 +171,29 @@ def _lines(opt: Any, mesh: Any, variables: Sequence[mtf.Variable]) -> list[_Told
     if step is None or mesh is not None:
         meshes = {v.mesh for v in variables} or {None}
         program = Program(axes_of_program, len(meshes))
-        stack = completed(*opt._segment(), program)
+        stack = complete_stack(*opt._segment(), program)
     else:
         stack = step.stack
-    told: list[_Told] = []
+    told: list[_StageLine] = []
     dtype: Any = None
     when = ""
     for block in in_blocks(stack):
-        when = nth(block.condition.when) or when if block.condition else when
+        when = frequency_text(block.condition.when) or when if block.condition else when
         for number, stage in block.stages:
             reductions = [segment.reduction for segment in stack.segments[number or 0 :]]
             known = next((one.axes for one in reductions if one.axes), None)
             axes = known or axes_of_program(reductions[0].batch_dims)
             about = _about(axes, tuple(variables), dtype)
-            told += [_Told(line, reductions[0].name, when) for line in stage.describe(about)]
+            told += [_StageLine(line, reductions[0].name, when) for line in stage.describe(about)]
             dtype = stage._sums_in or dtype
     more = next((x for x in opt._segment()[1] if isinstance(x, Wrapper)), None)
     if more is None:
-        return [*told, *_updates(stack.opt, variables, when)]
-    handed = _Told(Line(f"hand gradients to {type(stack.opt).__name__}"), "", when)
-    return [*told, handed, *_lines(more, mesh, variables)]
+        return [*told, *_update_lines(stack.opt, variables, when)]
+    handed = _StageLine(Line(f"hand gradients to {type(stack.opt).__name__}"), "", when)
+    return [*told, handed, *_stage_lines(more, mesh, variables)]
 
 
-def _with_times(told: Sequence[_Told]) -> list[DescribedLine]:
+def _in_order_of_work(told: Sequence[_StageLine]) -> list[DescribedLine]:
     """Puts lines into the order in which the step does the work, and adds when it is done.
 
     `told` has lines in the order of stages. In the result, `when` is "" for a line that is for the
@@ -211,7 +214,7 @@ def _with_times(told: Sequence[_Told]) -> list[DescribedLine]:
     ]
 
 
-def _updates(opt: Any, variables: Sequence[mtf.Variable], when: str = "") -> list[_Told]:
+def _update_lines(opt: Any, variables: Sequence[mtf.Variable], when: str = "") -> list[_StageLine]:
     """Returns the lines on the update that `opt` makes: a `ByVariable` has one for each group.
 
     The lines say how many of `variables` each optimizer updates. `when` says on which steps there
@@ -219,7 +222,7 @@ def _updates(opt: Any, variables: Sequence[mtf.Variable], when: str = "") -> lis
     """
     described = getattr(opt, "described", None)
     groups = described(variables) if described else [(opt, "", len(variables))]
-    return [_Told(Line(_update(*group)), "", when) for group in groups]
+    return [_StageLine(Line(_update(*group)), "", when) for group in groups]
 
 
 def _update(opt: Any, more: str, count: int) -> str:
@@ -242,7 +245,7 @@ def _about(axes: ReplicaAxes | None, variables: tuple[mtf.Variable, ...], dtype:
         groups: dict[Any, list[int]] = {}
         for variable in variables:
             free = axes.free_shard_dims(variable.shape)
-            size = _size(variable.activation_dtype, dtype, strategy)
+            size = _bytes_per_number(variable.activation_dtype, dtype, strategy)
             if free:
                 count = math.prod(axes.slice_shape(variable.shape))
                 groups.setdefault(free, []).append(count * size)
@@ -255,7 +258,7 @@ def _about(axes: ReplicaAxes | None, variables: tuple[mtf.Variable, ...], dtype:
     return About(axes, variables, num_bytes)
 
 
-def _size(own: tf.DType, summed_in: Any, strategy: Any) -> int:
+def _bytes_per_number(own: tf.DType, summed_in: Any, strategy: Any) -> int:
     """Returns the bytes that one number of a gradient takes when it is sent.
 
     `own` is the gradient's dtype. If gradients are added up before they are sent, `summed_in` is

@@ -182,10 +182,10 @@ class TrainOptimizerInterface:
         """
         _check_loss(loss)
         self._check_step(global_step, name)
-        own = OwnArguments((), kwargs)
-        self._check_arguments(own)
+        inner_arguments = OwnArguments((), kwargs)
+        self._check_arguments(inner_arguments)
         with StepPlan.of(loss.graph).undone_on_error():
-            self._minimizing = own
+            self._minimizing = inner_arguments
             try:
                 pairs = self.compute_gradients(loss, var_list, weights)
             finally:
@@ -219,12 +219,12 @@ class TrainOptimizerInterface:
           A list of one mtf operation, which stands for the whole step if it is given to
           `lowering.lowered_operation`; empty if the gradient is None.
         """
-        own = OwnArguments(args, kwargs)
-        (grad,), (var,) = self._checked([grad], [var], own)
+        inner_arguments = OwnArguments(args, kwargs)
+        (grad,), (var,) = self._checked([grad], [var], inner_arguments)
         if weights is not None:
-            own = OwnArguments(args, {**kwargs, "weights": weights})
+            inner_arguments = OwnArguments(args, {**kwargs, "weights": weights})
         waiting = self._waiting_pairs(var.graph)
-        pairs = next((p for p in waiting if p.takes(var, own)), None)
+        pairs = next((p for p in waiting if p.takes(var, inner_arguments)), None)
         if pairs is None:
             received = self.step.received[:1] if self.step else []
             if waiting or any(x.graph is var.graph for x in received):
@@ -239,7 +239,7 @@ class TrainOptimizerInterface:
                     var.name,
                 )
             self._build_pairs(var.graph)
-            pairs = _Pairs(self, var.graph, own)
+            pairs = _Pairs(self, var.graph, inner_arguments)
         return pairs.add(grad, var)
 
     def _waiting_pairs(self, graph: mtf.Graph) -> list[_Pairs]:
@@ -336,13 +336,19 @@ def _warn_of_other_dims(
 class _Pairs(DeferredUpdate):
     """The pairs given to a wrapper's `apply_grad` in one graph; their common step is built later.
 
-    `own` are the other arguments of `apply_grad`, which are the same for all pairs.
+    `inner_arguments` are the other arguments of `apply_grad`, which are the same for all pairs.
     """
 
-    def __init__(self, wrapper: TrainOptimizerInterface, graph: mtf.Graph, own: OwnArguments):
+    def __init__(
+        self, wrapper: TrainOptimizerInterface, graph: mtf.Graph, inner_arguments: OwnArguments
+    ):
         super().__init__(StepPlan.of(graph))
         self.wrapper = wrapper
-        self._own, self._scope, self._where = own, tf.get_variable_scope(), self._here()
+        self._inner_arguments, self._scope, self._where = (
+            inner_arguments,
+            tf.get_variable_scope(),
+            self._here(),
+        )
         self._pairs: dict[mtf.Variable, mtf.Tensor | None] = {}
         for one in wrapper._wrappers():
             one._to_build = (*(p for p in one._to_build if p.is_waiting), self)
@@ -352,18 +358,18 @@ class _Pairs(DeferredUpdate):
         """Whether the step is neither built nor being built."""
         return self in self.plan.deferred
 
-    def takes(self, variable: mtf.Variable, own: OwnArguments) -> bool:
+    def takes(self, variable: mtf.Variable, inner_arguments: OwnArguments) -> bool:
         """Returns whether a pair of `variable` can join this step.
 
         A pair cannot join if the step has a pair of the variable already, or if the pair comes in
-        another graph, branch or variable scope, or with other arguments (`own`) than the pairs
-        before it.
+        another graph, branch or variable scope, or with other arguments (`inner_arguments`) than
+        the pairs before it.
         """
         return (
             variable not in self._pairs
             and self._where == self._here()
             and self._scope.name == tf.get_variable_scope().name
-            and _identities(self._own) == _identities(own)
+            and _comparable(self._inner_arguments) == _comparable(inner_arguments)
         )
 
     def add(self, grad: mtf.Tensor | None, variable: mtf.Variable) -> list[mtf.Operation]:
@@ -390,7 +396,7 @@ class _Pairs(DeferredUpdate):
         return tf.get_default_graph(), *self.plan.build_conditions
 
     def make(self) -> list[mtf.Operation]:
-        args, kwargs = self._own
+        args, kwargs = self._inner_arguments
         with tf.variable_scope(self._scope, auxiliary_name_scope=False):
             grads, variables = list(self._pairs.values()), list(self._pairs)
             operations = self.wrapper.apply_grads(grads, variables, *args, **kwargs)
@@ -400,13 +406,13 @@ class _Pairs(DeferredUpdate):
         return operations
 
 
-def _identities(own: OwnArguments) -> dict[Any, Any]:
+def _comparable(inner_arguments: OwnArguments) -> dict[Any, Any]:
     """Returns a dictionary by which the arguments of two calls can be compared with ==.
 
-    `own` are the arguments of one call. The dictionaries of two calls are equal if each argument is
-    the same object, an equal string or an equal number of the same type. The ``__eq__`` of other
-    arguments, such as tensors, is not called.
+    `inner_arguments` are the arguments of one call. The dictionaries of two calls are equal if each
+    argument is the same object, an equal string or an equal number of the same type. The ``__eq__``
+    of other arguments, such as tensors, is not called.
     """
-    values = [*enumerate(own.positional), *own.named.items()]
+    values = [*enumerate(inner_arguments.positional), *inner_arguments.named.items()]
     plain = (bool, int, float, str)
     return {k: (type(x), x) if isinstance(x, plain) else id(x) for k, x in values}

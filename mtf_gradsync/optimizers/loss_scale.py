@@ -22,16 +22,16 @@ from mtf_gradsync.optimizers.pipeline.stack import Condition, Place, Stage, stag
 from mtf_gradsync.optimizers.pipeline.words import About, Line
 from mtf_gradsync.optimizers.skips import (
     ReportsSkips,
+    SkipMessages,
     Skips,
-    Words,
     check_limit,
+    names_of_rows,
     not_finite_flags,
-    now_waiting,
-    rows_of_shards,
+    waiting_after_step,
     waiting_state,
 )
 from mtf_gradsync.optimizers.state import named_state
-from mtf_gradsync.optimizers.wrapper import CommonArguments, OfStep
+from mtf_gradsync.optimizers.wrapper import CommonArguments, StepAttribute
 from mtf_gradsync.reduce import Strategy
 from mtf_gradsync.step import Gate, StepPlan, values_after
 
@@ -127,7 +127,7 @@ def after_step(
         return tf.where_v2(has_data[0], new, now) if has_data else new
 
     count = mtf.cwise(skipped, [before.skipped.value, finite], tf.int32)
-    waiting = before.waiting and now_waiting(before.waiting, mtf.cast(updated, tf.int32))
+    waiting = before.waiting and waiting_after_step(before.waiting, mtf.cast(updated, tf.int32))
     if not rule.is_dynamic:
         return LossScaleState(None, None, count, waiting)
     good = before.good_steps.value
@@ -186,7 +186,7 @@ class LossScaleOptimizer(ReportsSkips):
     _scales_loss = True
     shown = (("loss scale", "loss_scale/scale"), ("skipped", "loss_scale/skipped"))
 
-    _writes = OfStep[Sequence[mtf.Operation]](())
+    _writes = StepAttribute[Sequence[mtf.Operation]](())
 
     def __init__(
         self,
@@ -236,7 +236,7 @@ class LossScaleOptimizer(ReportsSkips):
           TypeError: an argument has the wrong type.
         """
         scales = {"initial_scale": initial_scale, "min_scale": min_scale, "max_scale": max_scale}
-        self._rule = _rule(loss_scale, growth_steps, multiplier, scales)
+        self._rule = _scale_rule(loss_scale, growth_steps, multiplier, scales)
         common = CommonArguments(name, axes, mesh_shape, layout, batch_dims, reducer, learning_rate)
         self._wrap(opt, common)
         self._limit = check_limit(max_steps_without_update)
@@ -281,14 +281,14 @@ class LossScaleOptimizer(ReportsSkips):
         return self.state and self.state.skipped
 
     def reported(self) -> dict[str, mtf.Tensor]:
-        now = self._values_now()
+        now = self._state_after_step()
         fields = now._asdict() if now else {}
         names = {"waiting": "steps_without_update"}
         return {
             f"loss_scale/{names.get(name, name)}": x for name, x in fields.items() if x is not None
         }
 
-    def _values_now(self) -> LossScaleState | None:
+    def _state_after_step(self) -> LossScaleState | None:
         """Returns the values that the scale and its counters have after the current step.
 
         The values are mtf scalars, to fetch together with the step. They exist in every step, even
@@ -310,16 +310,16 @@ class LossScaleOptimizer(ReportsSkips):
 
         return unscaled_gradients(grads, scale, self.name, [v.name for v in variables])
 
-    def _check_arguments_scaled(self, own: OwnArguments) -> None:
+    def _check_arguments_scaled(self, inner_arguments: OwnArguments) -> None:
         """Raises ValueError if an argument for the innermost optimizer is computed from the scale.
 
         The innermost optimizer gets gradients without the scale. With such an argument (a factor 1
-        / scale, say) it would divide by the scale a second time. `own` are the arguments that
-        `apply_grads` passes on to the innermost optimizer. If the scale is fixed, no error is
-        raised: a fixed scale is a number, which cannot be recognised in an argument.
+        / scale, say) it would divide by the scale a second time. `inner_arguments` are the
+        arguments that `apply_grads` passes on to the innermost optimizer. If the scale is fixed, no
+        error is raised: a fixed scale is a number, which cannot be recognised in an argument.
         """
         scale = self.state and self.state.scale
-        for name, tensor in own.tensors():
+        for name, tensor in inner_arguments.tensors():
             made_by = walk([tensor.operation], lambda op: [x.operation for x in op.inputs])
             behind = {op for op in made_by if isinstance(op, mtf.Variable)}
             if scale is not None and behind == {scale}:
@@ -346,18 +346,19 @@ class _SkipNotFinite(Stage):
       wrapper: the wrapper.
       inside: the stages inside the wrapper in a stack, also those inside optimizers of other
         libraries.
-      is_told: whether a stage inside skips single shards (that of `SyncReplicasOptimizer`). Such a
-        stage decides whether gradients are finite, by `StepBuilder.tell_finite`: a gradient that is
-        not finite does not count if its shard is skipped.
+      inner_skips_shards: whether a stage inside skips single shards (that of
+        `SyncReplicasOptimizer`). Such a stage decides whether gradients are finite, by
+        `StepBuilder.publish_finite`: a gradient that is not finite does not count if its shard is
+        skipped.
     """
 
     wrapper: LossScaleOptimizer
     inside: tuple[Stage, ...] = ()
-    is_told: bool = False
+    inner_skips_shards: bool = False
     finite, _sums_in = "needs", "wide"
 
     @property
-    def _is_beside(self) -> bool:
+    def _inner_stage_skips(self) -> bool:
         """Whether a stage inside skips gradients that are not finite.
 
         Then the stage of the loss scale skips no step, and only changes the scale.
@@ -366,17 +367,19 @@ class _SkipNotFinite(Stage):
 
     @property
     def condition(self) -> Condition | None:  # type: ignore[override]
-        return None if self.is_told or self._is_beside else Condition()
+        return None if self.inner_skips_shards or self._inner_stage_skips else Condition()
 
     @property
     def takes(self) -> Form | None:  # type: ignore[override]
         # The sum can overflow even if no shard's gradient does.
-        by_shard = self._is_beside and needs_shards(self.inside)
-        return None if self.is_told or by_shard else Form.REDUCED
+        by_shard = self._inner_stage_skips and needs_shards(self.inside)
+        return None if self.inner_skips_shards or by_shard else Form.REDUCED
 
     def within(self, inside: Sequence[Stage], others: Sequence[Stage]) -> Stage:
-        is_told = any(stage._counts_shards for stage in inside)
-        return dataclasses.replace(self, inside=(*inside, *others), is_told=is_told)
+        inner_skips_shards = any(stage._counts_shards for stage in inside)
+        return dataclasses.replace(
+            self, inside=(*inside, *others), inner_skips_shards=inner_skips_shards
+        )
 
     def check(
         self,
@@ -390,7 +393,7 @@ class _SkipNotFinite(Stage):
         rule = self.wrapper._rule
         kind = "dynamic, at first" if rule.is_dynamic else "fixed,"
         lines = [Line(f"divide by the loss scale, {kind} {rule.initial:,.6g}", first=True)]
-        if self.is_told or self._is_beside:
+        if self.inner_skips_shards or self._inner_stage_skips:
             return [*lines, Line("change the scale by what those inside skip")]
         return [*lines, Line("skip where not finite")]
 
@@ -406,8 +409,8 @@ class _SkipNotFinite(Stage):
         losses.applied |= {wrapper.name}
         before = wrapper._state_of(gradients.variables[0].mesh)
         given = step.received[-1]  # before they were reduced
-        shards = step.shards_to_name(given.present)
-        if self.is_told:
+        shards = step.shard_numbering(given.present)
+        if self.inner_skips_shards:
             # Gradients of shards that a stage inside skips do not count.
             step.when_finite_is_known(
                 lambda finite, has_data: self._change_scale(
@@ -433,9 +436,9 @@ class _SkipNotFinite(Stage):
         else:
             found = NotFinite(passed_on.present, axes, wrapper.reducer).outputs[0]
             finite = mtf.less_equal(mtf.reduce_sum(found), 0.0)
-        held = [] if self._is_beside else passed_on.present
+        held = [] if self._inner_stage_skips else passed_on.present
         gate = self._change_scale(before, finite, has_data, held, given, passed_on, shards, step)
-        return passed_on if self._is_beside else passed_on.only_when(finite, gate)
+        return passed_on if self._inner_stage_skips else passed_on.only_when(finite, gate)
 
     def _change_scale(
         self,
@@ -460,7 +463,7 @@ class _SkipNotFinite(Stage):
             report of a skipped step tells from these which shards had gradients that are not
             finite.
           checked: the same gradients in the form that was checked for `finite`.
-          shards: how log lines number the shards, as `StepBuilder.shards_to_name` returns it.
+          shards: how log lines number the shards, as `StepBuilder.shard_numbering` returns it.
           step: the step that is being built.
 
         Returns:
@@ -487,7 +490,7 @@ class _SkipNotFinite(Stage):
         known = None if step.plan.is_in_branch else after
 
         def note() -> None:
-            wrapper._note(before, known, skips)
+            wrapper._set_step_attributes(before, known, skips)
             wrapper._writes = writes
 
         step.when_built(note)
@@ -498,10 +501,10 @@ class _SkipNotFinite(Stage):
         self, gradients: GradientSet, before: LossScaleState, axes: ReplicaAxes | None
     ) -> Skips:
         wrapper, rule = self.wrapper, self.wrapper._rule
-        words = Words(
+        words = SkipMessages(
             "step skipped, gradients that are not finite:",
             [v.name for v in gradients.owners],
-            rows_of_shards(axes),
+            names_of_rows(axes),
             "none by itself, but the norm of all",
         )
         return Skips(
@@ -514,7 +517,9 @@ class _SkipNotFinite(Stage):
         )
 
 
-def _rule(loss_scale: Any, growth_steps: Any, multiplier: Any, scales: dict[str, Any]) -> ScaleRule:
+def _scale_rule(
+    loss_scale: Any, growth_steps: Any, multiplier: Any, scales: dict[str, Any]
+) -> ScaleRule:
     """Returns the settings of a loss scale; raises ValueError if an argument is wrong.
 
     All arguments are those of `LossScaleOptimizer`. `scales` has the values of initial_scale,

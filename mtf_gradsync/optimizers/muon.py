@@ -89,7 +89,7 @@ class MuonOptimizer(InnerOptimizer):
         self.weight_decay_rate = check_number(
             "weight_decay_rate", weight_decay_rate, "a number from 0"
         )
-        self._round(rounding, slot_dtype)
+        self._set_rounding(rounding, slot_dtype)
 
     def _check(self, var: mtf.Variable) -> None:
         super()._check(var)
@@ -173,7 +173,9 @@ def _renamed(
     return mtf.reshape(x, mtf.Shape([names.get(d, d) for d in x.shape.dims]))
 
 
-def _stays_split(side: Sequence[mtf.Dimension], along: Sequence[mtf.Dimension], steps: int) -> bool:
+def _stays_split(
+    shorter: Sequence[mtf.Dimension], longer: Sequence[mtf.Dimension], steps: int
+) -> bool:
     """Returns whether a matrix stays as the mesh splits it during the Newton-Schulz steps.
 
     Otherwise the matrix is gathered before the steps. The result is true if the mesh splits neither
@@ -184,8 +186,8 @@ def _stays_split(side: Sequence[mtf.Dimension], along: Sequence[mtf.Dimension], 
     about twice the numbers of the product x x^T, a square whose side is the shorter side. If the
     mesh is not known, the result is false.
 
-    `side` are the dimensions of the shorter side, `along` are those of the longer side, and `steps`
-    is the number of Newton-Schulz steps.
+    `shorter` are the dimensions of the shorter side, `longer` are those of the longer side, and
+    `steps` is the number of Newton-Schulz steps.
     """
     meshes = meshes_made()
     if len(meshes) != 1:
@@ -193,11 +195,11 @@ def _stays_split(side: Sequence[mtf.Dimension], along: Sequence[mtf.Dimension], 
     ((mesh_shape, layout),) = meshes
     split = [
         any(layout.tensor_dimension_to_mesh_axis(d, mesh_shape) is not None for d in dims)
-        for dims in (side, along)
+        for dims in (shorter, longer)
     ]
-    square = mtf.Shape(side).size ** 2
+    square = mtf.Shape(shorter).size ** 2
     return split == [False, False] or (
-        split == [False, True] and steps * square < mtf.Shape([*side, *along]).size
+        split == [False, True] and steps * square < mtf.Shape([*shorter, *longer]).size
     )
 
 
@@ -276,7 +278,7 @@ class _Uses:
     @classmethod
     def of(cls, graph: mtf.Graph) -> _Uses:
         """Returns the graph's record, which includes all operations that the graph has now."""
-        uses = _of_graphs.setdefault(graph, cls())
+        uses = _uses_by_graph.setdefault(graph, cls())
         operations = graph.operations
         if len(operations) < uses._number:
             uses._number = 0  # an error has taken some out again
@@ -325,4 +327,4 @@ class _Uses:
             self.matrices[name] = Matrix(inputs, outputs, copies)
 
 
-_of_graphs: weakref.WeakKeyDictionary[mtf.Graph, _Uses] = weakref.WeakKeyDictionary()
+_uses_by_graph: weakref.WeakKeyDictionary[mtf.Graph, _Uses] = weakref.WeakKeyDictionary()

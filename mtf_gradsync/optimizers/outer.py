@@ -33,9 +33,9 @@ from mtf_gradsync.optimizers.pipeline.forms import (
 )
 from mtf_gradsync.optimizers.pipeline.order import averages
 from mtf_gradsync.optimizers.pipeline.stack import ONE_FOR_EACH_MESH, Place, Stage, stages_of
-from mtf_gradsync.optimizers.pipeline.words import About, Line, nth, told
+from mtf_gradsync.optimizers.pipeline.words import About, Line, frequency_text, setting_text
 from mtf_gradsync.optimizers.skips import ReportsSkips, check_limit
-from mtf_gradsync.optimizers.wrapper import CommonArguments, OfStep
+from mtf_gradsync.optimizers.wrapper import CommonArguments, StepAttribute
 from mtf_gradsync.reduce import FusedAllReduce, Strategy
 from mtf_gradsync.step import StepPlan
 
@@ -126,10 +126,10 @@ class OuterSteps(OuterSettings, Stage):
         share = f"1/{self.fragments} of " * (self.fragments > 1)
         what = f"outer step of {share}the values: "
         what += f"mean of {count} islands, " if count > 1 else ""
-        what += f"learning rate {told(self.learning_rate)}"
-        what += f", momentum {told(self.momentum)}" * bool(self.momentum)
+        what += f"learning rate {setting_text(self.learning_rate)}"
+        what += f", momentum {setting_text(self.momentum)}" * bool(self.momentum)
         what += ", without islands that are not finite" * self.skips_islands
-        when = nth(self.inner_steps // self.fragments)
+        when = frequency_text(self.inner_steps // self.fragments)
         return [*lines, Line(what, f"{when} update", after=True)]
 
     def apply(self, gradients: GradientSet, step: StepBuilder) -> GradientSet:
@@ -182,7 +182,7 @@ class OuterOptimizer(ReportsSkips):
     """
 
     shown = (("outer step", "outer/step"),)
-    _outer = OfStep[Mapping[mtf.Variable, mtf.Variable]](MappingProxyType({}))
+    _outer = StepAttribute[Mapping[mtf.Variable, mtf.Variable]](MappingProxyType({}))
 
     def __init__(
         self,

@@ -17,7 +17,7 @@ from mtf_gradsync.optimizers.outer_values import (
     hold_by_islands,
     hold_slots_by_islands,
 )
-from mtf_gradsync.optimizers.pipeline.accumulators import ZerosWhere, times
+from mtf_gradsync.optimizers.pipeline.accumulators import ZerosWhere, multiply_by_count
 from mtf_gradsync.optimizers.pipeline.builder import StepBuilder
 from mtf_gradsync.optimizers.pipeline.forms import Form, GradientSet, Reduction, Weights
 from mtf_gradsync.optimizers.pipeline.strategy_state import (
@@ -28,7 +28,7 @@ from mtf_gradsync.optimizers.pipeline.strategy_state import (
     variable_of,
 )
 from mtf_gradsync.optimizers.pipeline.weights import divided, nonzero
-from mtf_gradsync.optimizers.skips import ReportsSkips, Skips, Words
+from mtf_gradsync.optimizers.skips import ReportsSkips, SkipMessages, Skips
 from mtf_gradsync.optimizers.slots import owner_of
 from mtf_gradsync.optimizers.state import named_state
 from mtf_gradsync.reduce import FusedAllReduce, Strategy
@@ -162,7 +162,7 @@ class StepsOfIslands:
         settings.wrapper._slots.record([*held, *self._momenta.values()], self._variables)
 
         if islands.shard_dims:
-            gradients = self._of_islands(gradients)
+            gradients = self._island_gradients(gradients)
         self._gradients = gradients.present
         self._made_before = set(gradients.graph.all_variables)
         if settings.skips_islands:
@@ -183,7 +183,7 @@ class StepsOfIslands:
             step.write([mtf.assign(self._losses.variable, now)], step.gate([now]))
         return gradients
 
-    def _of_islands(self, gradients: GradientSet) -> GradientSet:
+    def _island_gradients(self, gradients: GradientSet) -> GradientSet:
         """Turns gradients of the whole batch into gradients of each island's part of the batch.
 
         On each island a gradient becomes the gradient of the mean over that island's part of the
@@ -200,7 +200,7 @@ class StepsOfIslands:
             share, weights = self._weights_of_islands(weights)
             self._weights = [x for x in weights if x is not None]
             gradients = gradients.with_grads(gradients.grads, weights=weights)
-            scaled = [times(share, g) for g in scaled]
+            scaled = [multiply_by_count(share, g) for g in scaled]
         dims = [[d for d in g.shape.dims if d not in islands.shard_dims] for g in scaled]
         own = SameSlices(scaled, list(map(mtf.Shape, dims))).outputs
         return gradients.with_present(own, settings.form_inside)
@@ -262,7 +262,7 @@ class StepsOfIslands:
             mtf.equal(mtf.mod(count, period), number * period // fragments % period)
             for number in range(1, fragments + 1)
         ]
-        weights = self._weights_of_rounds(dues, gate, step)
+        weights = self._weights_since_outer_step(dues, gate, step)
         for number, owners in enumerate(parts):
             if not owners:
                 continue
@@ -272,7 +272,7 @@ class StepsOfIslands:
         step.show(self._outer, writes)
         return []
 
-    def _weights_of_rounds(
+    def _weights_since_outer_step(
         self, dues: Sequence[mtf.Tensor], gate: Gate | None, step: StepBuilder
     ) -> list[mtf.Tensor]:
         """Adds up islands' weights; returns those since the last outer step of each fragment.
@@ -306,7 +306,7 @@ class StepsOfIslands:
         now = OuterState(made, skipped, None)
 
         def note() -> None:
-            self._settings.wrapper._note(state, now, skips)
+            self._settings.wrapper._set_step_attributes(state, now, skips)
             self._settings.note_outer(dict(self._outer))
 
         step.when_built(note)
@@ -325,7 +325,7 @@ class StepsOfIslands:
 
     def _make_skips(self) -> Skips:
         settings, state = self._settings, self._state
-        words = Words(
+        words = SkipMessages(
             "outer step without islands whose loss or values are not finite:",
             [*(v.name for v in (*self._variables, *self._float_slots())), "the loss"],
             [f"(island {number})" for number in range(self._islands.num_shards)],
@@ -359,14 +359,14 @@ class StepsOfIslands:
         now = step.value_after([*variables, *moved, *momenta], updates)
         read = iter(x if x.dtype.size >= 4 else mtf.cast(x, tf.float32) for x in now)
         values = [[next(read) for _ in x] for x in (variables, moved, momenta)]
-        own, outer, velocity = (_at_pieces(CutOut, owners, x) for x in values)
+        own, outer, velocity = (_cut_or_put_back(CutOut, owners, x) for x in values)
         shapes = [mtf.Shape([*self._islands.shard_dims, *x.shape.dims]) for x in owners]
         differences: Sequence[mtf.Tensor] = SameSlices(
             [y - x for x, y in zip(own, outer)], shapes
         ).outputs
         count: mtf.Tensor | None = None
         if settings.skips_islands:
-            found = self._not_finite(updates, step)
+            found = self._flag_not_finite(updates, step)
             dims = mtf.Shape(list(self._islands.shard_dims))
             skip = mtf.greater(mtf.reduce_sum(found, output_shape=dims), 0.0)
             differences = ZerosWhere(differences, skip).outputs
@@ -377,7 +377,7 @@ class StepsOfIslands:
             if settings.skips_islands:
                 weight = weight * (1.0 - mtf.cast(skip, tf.float32))
             count = mtf.reduce_sum(weight)
-            differences = [times(weight, x) for x in differences]
+            differences = [multiply_by_count(weight, x) for x in differences]
         gradients = self._mean(differences, owners, count, step)
         new_outer, new_velocity = [], []
         # If no island is finite, outer values and momentum do not change.
@@ -396,7 +396,7 @@ class StepsOfIslands:
             [
                 mtf.assign(v, x)
                 for written, before, after in zip((variables, moved, momenta), values, new)
-                for v, x in zip(written, _at_pieces(PutBack, owners, before, after))
+                for v, x in zip(written, _cut_or_put_back(PutBack, owners, before, after))
             ]
         )
         step.add(writes)
@@ -441,7 +441,7 @@ class StepsOfIslands:
         share = 1.0 / mtf.maximum(count, 1.0)
         return [x * share for x in sums]
 
-    def _not_finite(self, updates: Sequence[mtf.Operation], step: StepBuilder) -> mtf.Tensor:
+    def _flag_not_finite(self, updates: Sequence[mtf.Operation], step: StepBuilder) -> mtf.Tensor:
         """Returns flags of islands' values, slots and losses that are not finite after `updates`.
 
         The flags, float32 `[islands..., values]`, are greater than 0 for a value that is not
@@ -454,7 +454,7 @@ class StepsOfIslands:
         found = NotFinite(values, self._islands, self._settings.plain_reducer).outputs[0]
         *dims, of = found.shape.dims
         one = mtf.Dimension(of.name, 1)
-        losses = mtf.reshape(self._losses.are_bad(), mtf.Shape([*dims, one]))
+        losses = mtf.reshape(self._losses.bad_islands(), mtf.Shape([*dims, one]))
         return mtf.concat([found, losses], of.name)
 
     def _restart(
@@ -472,7 +472,7 @@ class StepsOfIslands:
           skip: boolean `[islands...]`, true for skipped islands.
           skipped: float32 `[islands...]`, 1 for skipped islands, else 0. Each processor has the
             numbers of all islands.
-          found: the flags of values that are not finite, from `_not_finite`.
+          found: the flags of values that are not finite, from `_flag_not_finite`.
           variables: the variables that are set to their outer values. Those of the fragment have
             the new outer values already.
           writes: the operations after which variables, outer values and slots are read.
@@ -496,7 +496,7 @@ class StepsOfIslands:
             step.add(self._skips.report([mtf.anonymize(found)], [now]))
 
 
-def _at_pieces(
+def _cut_or_put_back(
     kind: Callable[..., CutOut | PutBack], owners: Sequence[Owner], *values: Sequence[mtf.Tensor]
 ) -> list[mtf.Tensor]:
     """Cuts pieces of variables out of the variables' values, or puts new pieces back into them.

@@ -36,7 +36,7 @@ from mtf_gradsync.optimizers.state import (
     derived_variable,
     named_state,
     note_state,
-    unstacked,
+    without_autostack,
 )
 from mtf_gradsync.reduce import Strategy
 from mtf_gradsync.step import ExtensionLowering, PlanExtension, StepPlan, ValuesAfter
@@ -192,7 +192,7 @@ class OuterVariable(mtf.Variable):
     def __init__(self, variable: mtf.Variable):
         init_replacement(self, variable, None)
         self._trainable = False
-        keep_unstacked(self, unstacked(variable.dtype))
+        keep_unstacked(self, without_autostack(variable.dtype))
         set_operation_outputs(self, [mtf.Tensor(self, variable.shape, variable.activation_dtype)])
         self.graph.operations.insert(0, self)
         self.graph.all_variables.append(self)
@@ -256,7 +256,7 @@ def hold_by_islands(
                     variable.mesh,
                     name,
                     saved,
-                    unstacked(variable.dtype),
+                    without_autostack(variable.dtype),
                     initializer=initializer,
                     trainable=False,
                 ).operation
@@ -271,7 +271,7 @@ def hold_by_islands(
         note = note or StateNote(variable.name, one_shape=True, start=None)
         how = {"num_island_dims": len(dims), "held": variable.name, "mean_weight": mean_weight}
         note_state(holder, note._replace(**how))
-    keep_unstacked(variable, unstacked(variable.dtype))
+    keep_unstacked(variable, without_autostack(variable.dtype))
     StepPlan.of(variable.graph).extension(IslandVariables).hold(variable, holder)
     return holder
 
@@ -312,7 +312,7 @@ class LossesOfPeriod:
             last = last + (period - last) * mtf.cast(bad, tf.int32)
         self.last = last
 
-    def are_bad(self) -> mtf.Tensor:
+    def bad_islands(self) -> mtf.Tensor:
         """Returns for each island whether it had a loss that is not finite in this period.
 
         The result is a float32 mtf tensor `[islands...]`: 1 if the island had such a loss, else 0.

@@ -116,7 +116,7 @@ class ReplicaSummaries(mtf.Operation):
             tf.add_to_collection(mtf.utils.SCALAR_SUMMARIES_COLLECTION_KEY, summary)
 
 
-def check_of_replicas(name: str, kind: str, value: Any, axes: ReplicaAxes) -> None:
+def check_per_replica(name: str, kind: str, value: Any, axes: ReplicaAxes) -> None:
     """Raises TypeError or ValueError for an argument that is not one value per replica.
 
     Args:
@@ -178,11 +178,13 @@ def steps_of_gradients(local_steps: Any, variable: mtf.Variable, axes: ReplicaAx
     """
     if local_steps is None:
         return variable.value
-    return _on_mesh(local_steps, variable.mesh, mtf.Shape(list(axes.shard_dims)), variable.shape)
+    return _import_per_replica(
+        local_steps, variable.mesh, mtf.Shape(list(axes.shard_dims)), variable.shape
+    )
 
 
 def fresh_replicas(
-    own: Sequence[mtf.Tensor],
+    per_shard: Sequence[mtf.Tensor],
     reduced: Sequence[mtf.Tensor],
     steps: mtf.Tensor,
     update_step: mtf.Variable,
@@ -197,7 +199,7 @@ def fresh_replicas(
     its weight is not 0. A gradient is stale if its step is less than the update step.
 
     Args:
-      own: per-shard gradients.
+      per_shard: per-shard gradients.
       reduced: gradients that are summed over all replicas: a NaN in one of these keeps all replicas
         from contributing.
       steps: the update step that each replica's gradient is for, from `steps_of_gradients`.
@@ -214,7 +216,7 @@ def fresh_replicas(
     dims = mtf.Shape(list(axes.shard_dims))
     # A processor has a full reduced gradient, unless the layout splits it over a replica axis.
     split = [g for g in reduced if axes.free_shard_dims(g.shape) != axes.shard_dims]
-    shards = [*own, *(g for g in reduced if g not in split)]
+    shards = [*per_shard, *(g for g in reduced if g not in split)]
     found = [shards_not_finite(shards, axes, strategy)] if shards else []
     if split:
         found.append(mtf.broadcast(not_finite(split, strategy), dims))
@@ -224,30 +226,34 @@ def fresh_replicas(
     behind = mtf.reshape(behind, bad.shape)
     wanted = mtf.less_equal(behind, 0)
     if contributes is not None:
-        mask = _on_mesh(contributes, bad.mesh, bad.shape, bad.shape)
+        mask = _import_per_replica(contributes, bad.mesh, bad.shape, bad.shape)
         wanted = mtf.logical_and(wanted, mtf.not_equal(mask, 0))
     if weights is not None:
         wanted = mtf.logical_and(wanted, mtf.greater(weights, 0.0))
     return mtf.logical_and(mtf.less_equal(bad, 0.0), wanted), wanted
 
 
-def _on_mesh(value: Any, mesh: mtf.Mesh, shape: mtf.Shape, to: mtf.Shape) -> mtf.Tensor:
-    """Returns a value per replica as an int32 mtf tensor of shape `to`.
+def _import_per_replica(
+    value: Any, mesh: mtf.Mesh, shard_shape: mtf.Shape, result_shape: mtf.Shape
+) -> mtf.Tensor:
+    """Returns a value per replica as an int32 mtf tensor of shape `result_shape`.
 
-    `value` has passed `check_of_replicas`. It has a whole number or a boolean (1 for True) for each
-    replica. `shape` has the shard dims, in the order that numbers the replicas. `to` has the
-    dimensions of the result: as many, of the same sizes, with any names.
+    `value` has passed `check_per_replica`. It has a whole number or a boolean (1 for True) for each
+    replica. `shard_shape` has the shard dims, in the order that numbers the replicas.
+    `result_shape` has the dimensions of the result: as many, of the same sizes, with any names.
     """
     value = value.value if isinstance(value, mtf.Variable) else value
     if isinstance(value, mtf.Tensor):
         whole_numbers = mtf.cast(value, tf.int32)
-        if value.shape != shape:
-            whole_numbers = mtf.transpose(whole_numbers, shape)
-        return mtf.reshape(whole_numbers, to)
-    return mtf.import_tf_tensor(mesh, tf.reshape(tf.cast(value, tf.int32), to.to_integer_list), to)
+        if value.shape != shard_shape:
+            whole_numbers = mtf.transpose(whole_numbers, shard_shape)
+        return mtf.reshape(whole_numbers, result_shape)
+    return mtf.import_tf_tensor(
+        mesh, tf.reshape(tf.cast(value, tf.int32), result_shape.to_integer_list), result_shape
+    )
 
 
-class NothingToQueue(tf.train.QueueRunner):
+class EmptyQueueRunner(tf.train.QueueRunner):
     """A queue runner without threads: the update is part of the training step of a mesh."""
 
     def __init__(self) -> None:
@@ -356,4 +362,4 @@ class SessionInterface(ReportsSkips):
           ValueError: gradients were not applied before.
         """
         self._check_applied("get_chief_queue_runner")
-        return NothingToQueue()
+        return EmptyQueueRunner()

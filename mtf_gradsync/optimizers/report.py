@@ -112,7 +112,7 @@ def _norms_of_terms(
     if made or shared:
         sums = _sums_of(apart)
         each = split_into_shards(sums, axes, strategy, accept_summed=False)
-        terms = {s: _of_each_shard(x, axes) for s, x in zip(sums, each) if x is not None}
+        terms = {s: _split_shards(x, axes) for s, x in zip(sums, each) if x is not None}
         share = 1.0 / axes.num_shards
         of_shards = []
         for number in range(axes.num_shards):
@@ -128,7 +128,7 @@ def _norms_of_terms(
     return norms[0] if len(norms) == 1 else joined_norm(norms)
 
 
-def _of_each_shard(x: mtf.Tensor, axes: ReplicaAxes) -> list[mtf.Tensor]:
+def _split_shards(x: mtf.Tensor, axes: ReplicaAxes) -> list[mtf.Tensor]:
     """Splits a tensor with shard dims into a list of one tensor for each shard, on every processor.
 
     The list is in row-major order of the shards, and its tensors have the other dimensions of `x`.
@@ -141,7 +141,7 @@ def _of_each_shard(x: mtf.Tensor, axes: ReplicaAxes) -> list[mtf.Tensor]:
     return mtf.unstack(mtf.reshape(x, mtf.Shape([number, *rest])), number)
 
 
-def kept(values: Sequence[mtf.Tensor], branch: Branch, name: str) -> list[mtf.Tensor]:
+def values_of_last_run(values: Sequence[mtf.Tensor], branch: Branch, name: str) -> list[mtf.Tensor]:
     """Returns float32 scalars for every step, with the values that a branch's scalars had last.
 
     `values` are mtf scalars that exist only in `branch`, a branch of the step that some steps do
@@ -228,7 +228,7 @@ def gradient_noise_scale(
     if axes is not None:
         check_axes(axes)
     check_name(name)
-    reduced, axes = _what_was_reduced(opt, axes)
+    reduced, axes = _first_reduction(opt, axes)
     branch, mesh = reduced.branch, reduced.sums[0].mesh
     plan = StepPlan.of(mesh.graph)
     with plan.undone_on_error():
@@ -247,7 +247,7 @@ def gradient_noise_scale(
             total = norm_of_reduced(reduced.sums, reduced.strategy)
             estimates = _estimates(parts, total, axes.num_shards, batch_size)
             made = [
-                mtf.assign(average, _moved(average.value, new, estimates, decay))
+                mtf.assign(average, _moved_average(average.value, new, estimates, decay))
                 for average, new in zip(averages, estimates)
             ]
         if branch is None:
@@ -260,7 +260,7 @@ def gradient_noise_scale(
     return NoiseScale(value, made if branch is None else [])
 
 
-def _what_was_reduced(opt: Any, axes: ReplicaAxes | None) -> tuple[Reduced, ReplicaAxes]:
+def _first_reduction(opt: Any, axes: ReplicaAxes | None) -> tuple[Reduced, ReplicaAxes]:
     """Returns what a step has reduced over shards first, and the replica axes; for the noise scale.
 
     The step is the one that `opt` has built. `axes` are the replica axes that the user gave; None
@@ -326,7 +326,7 @@ def _estimates(
     return [trace, squared_norm]
 
 
-def _moved(
+def _moved_average(
     average: mtf.Tensor, new: mtf.Tensor, estimates: Sequence[mtf.Tensor], decay: float
 ) -> mtf.Tensor:
     """Returns the value that a moving average has after a step whose estimate is `new`.
@@ -477,7 +477,7 @@ def _add_norms(
         norm = norm_of_reduced(applied.present, inner.reducer)
     add_norm("gradient_norm/applied", norm, applied, inner.name)
     for branch, found in of_branches.items():
-        held = kept(list(found.values()), branch, f"{inner.name}/reported")
+        held = values_of_last_run(list(found.values()), branch, f"{inner.name}/reported")
         for (tag, name), value in zip(found, held):
             add(tag, value, name)
 

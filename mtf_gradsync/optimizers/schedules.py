@@ -209,11 +209,11 @@ def passes_at(passes: Callable[[Any], Any], update_step: mtf.Tensor, owner: str)
     scalar or a tf scalar. If it returns a tensor, the training step checks that the tensor's value
     is 1 or more, and an error names `owner`, a wrapper.
     """
-    result = _of_mtf(passes, update_step)
+    result = _call_with_mtf_step(passes, update_step)
     if isinstance(result, int):
         return result
     if result is None:
-        evaluate = functools.partial(_of_tf, passes)
+        evaluate = functools.partial(_call_with_tf_step, passes)
         result = mtf.cwise(evaluate, [update_step], tf.int32, name="passes_schedule")
     else:
         _check_whole(passes, result)
@@ -266,11 +266,11 @@ def _passes_of_updates(passes: Callable[[Any], Any], total: int) -> np.ndarray:
         first = tf.placeholder(tf.int32, [])
         updates = first + tf.range(count)
         mesh, dim = mtf.Mesh(mtf.Graph(), "updates"), mtf.Dimension("update", count)
-        result = _of_mtf(passes, mtf.import_tf_tensor(mesh, updates, mtf.Shape([dim])))
+        result = _call_with_mtf_step(passes, mtf.import_tf_tensor(mesh, updates, mtf.Shape([dim])))
         if isinstance(result, int):
             values = tf.fill([count], result)
         elif result is None:
-            each = functools.partial(_of_tf, passes)
+            each = functools.partial(_call_with_tf_step, passes)
             values = tf.map_fn(tf.autograph.experimental.do_not_convert(each), updates)
         else:
             result = mtf.broadcast(mtf.cast(result, tf.int32), mtf.Shape([dim]))
@@ -292,7 +292,9 @@ class _Probe:
     __eq__ = __ne__ = __bool__ = __hash__ = __index__ = __int__ = _refuse
 
 
-def _of_mtf(passes: Callable[[Any], Any], update_step: mtf.Tensor) -> int | mtf.Tensor | None:
+def _call_with_mtf_step(
+    passes: Callable[[Any], Any], update_step: mtf.Tensor
+) -> int | mtf.Tensor | None:
     """Calls `passes` with the update step as an mtf scalar; returns None if it needs a tf scalar.
 
     `passes` is backward_passes_per_step, a function. The result is an int or an mtf tensor. Raises
@@ -320,11 +322,11 @@ def _of_mtf(passes: Callable[[Any], Any], update_step: mtf.Tensor) -> int | mtf.
     return result if isinstance(result, mtf.Tensor) else None
 
 
-def _of_tf(passes: Callable[[Any], Any], step: tf.Tensor) -> tf.Tensor:
+def _call_with_tf_step(passes: Callable[[Any], Any], step: tf.Tensor) -> tf.Tensor:
     """Calls `passes` with the update step `step` as a tf scalar; returns an int32 tf scalar.
 
     `passes` is backward_passes_per_step, a function. Raises ValueError if `passes` fails, or its
-    result is no whole number. `_of_tf` is called once for each processor.
+    result is no whole number. `_call_with_tf_step` is called once for each processor.
     """
     try:
         result = tf.convert_to_tensor(passes(step))

@@ -28,12 +28,12 @@ from mtf_gradsync.optimizers.sharded_variables import (
     assign_gathered,
     group_sums,
     nothing_to_split,
+    replicas_share_copies,
     shapes_of_parts,
-    share_copies,
-    slot_shapes,
+    shapes_of_split_slot,
 )
 from mtf_gradsync.optimizers.slots import optimizers_of, owner_of
-from mtf_gradsync.optimizers.wrapper import CommonArguments, OfStep, Wrapper
+from mtf_gradsync.optimizers.wrapper import CommonArguments, StepAttribute, Wrapper
 from mtf_gradsync.reduce import Strategy
 
 _logger = logging.getLogger("mtf_gradsync")
@@ -174,7 +174,7 @@ class _UpdateParts(Stage):
         }
         min_size = max(wrapper._least, sharded_variables.MIN_GATHERED_SIZE)
         gathers = sharded_variables.partition_slots(
-            list(unsplit), updates, lambda shape: slot_shapes(shape, axes, min_size)
+            list(unsplit), updates, lambda shape: shapes_of_split_slot(shape, axes, min_size)
         )
         gathered = list(unsplit.values()) if gathers else []
         step.when_built(lambda: wrapper._note({v: parts.get(v) for v in owners}, gathered))
@@ -221,8 +221,8 @@ class ShardedUpdateOptimizer(Wrapper):
     axes: ReplicaAxes
     # In the steps that were built: the parts of variables (None for a variable that is not split),
     # and the variables with partitioned slots, which are gathered for the update.
-    _parts = OfStep[Mapping[mtf.Variable, Optional[PartOfVariable]]](MappingProxyType({}))
-    _with_gathered_slots = OfStep[FrozenSet[mtf.Variable]](frozenset())
+    _parts = StepAttribute[Mapping[mtf.Variable, Optional[PartOfVariable]]](MappingProxyType({}))
+    _with_gathered_slots = StepAttribute[FrozenSet[mtf.Variable]](frozenset())
 
     def __init__(
         self,
@@ -310,7 +310,7 @@ class ShardedUpdateOptimizer(Wrapper):
         assert axes is not None  # as the wrapper needs to know the mesh
 
         def shapes_of(variables: Sequence[mtf.Variable]) -> dict[mtf.Variable, mtf.Shape]:
-            return {} if share_copies(axes) else self._shapes_of_parts(variables, axes)
+            return {} if replicas_share_copies(axes) else self._shapes_of_parts(variables, axes)
 
         return [_UpdateParts(self, axes, Partition(axes, self.reducer, shapes_of, self.name))]
 

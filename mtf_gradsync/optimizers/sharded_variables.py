@@ -77,7 +77,7 @@ def shapes_of_parts(
     return {**parts, **new}
 
 
-def share_copies(axes: ReplicaAxes) -> bool:
+def replicas_share_copies(axes: ReplicaAxes) -> bool:
     """Returns whether replicas use one copy of each variable, because devices share one memory.
 
     On such a mesh `placement_mesh_impl` makes one update of each variable for all replicas, so that
@@ -168,12 +168,13 @@ def tiles(full: Sequence[int], part: Sequence[int]) -> tuple[int, int]:
         return math.prod(full), math.prod(part)
     numbers = reversed(range(len(full)))
     in_layout = min(
-        itertools.permutations(numbers, 2), key=lambda columns_rows: _count(full, *columns_rows)
+        itertools.permutations(numbers, 2),
+        key=lambda columns_rows: _count_tiles(full, *columns_rows),
     )
-    return _count(full, *in_layout), _count(part, *in_layout)
+    return _count_tiles(full, *in_layout), _count_tiles(part, *in_layout)
 
 
-def _count(sizes: Sequence[int], columns: int, rows: int) -> int:
+def _count_tiles(sizes: Sequence[int], columns: int, rows: int) -> int:
     """Returns the number of tiles that a tensor of shape `sizes` takes.
 
     `columns` and `rows` are the positions of the two dimensions that are stored in tiles.
@@ -199,7 +200,9 @@ class SlotShapes(NamedTuple):
     part: mtf.Shape
 
 
-def slot_shapes(shape: mtf.Shape, axes: ReplicaAxes, min_size: int = 0) -> SlotShapes | None:
+def shapes_of_split_slot(
+    shape: mtf.Shape, axes: ReplicaAxes, min_size: int = 0
+) -> SlotShapes | None:
     """Returns shapes for a slot by which the mesh splits it over the replica axes, too.
 
     A mesh axis splits one of the slot's dimensions already, and Mesh-TF splits a dimension over one

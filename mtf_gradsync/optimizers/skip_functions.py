@@ -89,7 +89,7 @@ def check_skip_fn(fn: Any) -> None:
         )
 
 
-def says_skip(
+def call_skip_fn(
     fn: SkipFn, given: GradientSet, received: GradientSet, strategy: Strategy, name: str
 ) -> tuple[mtf.Tensor, StateAfter]:
     """Calls should_skip_update_fn: returns its decision, and a function that makes its new state.

@@ -25,7 +25,7 @@ from mtf_gradsync.gradients.operations import on_mesh
 from mtf_gradsync.mesh.axes import ReplicaAxes, is_simd
 from mtf_gradsync.optimizers.pipeline.forms import GradientSet
 from mtf_gradsync.optimizers.state import named_state
-from mtf_gradsync.optimizers.wrapper import OfStep, Wrapper
+from mtf_gradsync.optimizers.wrapper import StepAttribute, Wrapper
 from mtf_gradsync.reduce import Strategy
 from mtf_gradsync.step import Watched, WatchHook, values_after
 
@@ -84,7 +84,7 @@ def waiting_state(mesh: mtf.Mesh, name: str, limit: int | None) -> mtf.Variable 
     return named_state(mesh, f"{name}/waiting") if limit else None
 
 
-def now_waiting(waiting: mtf.Variable, updated: mtf.Tensor) -> mtf.Tensor:
+def waiting_after_step(waiting: mtf.Variable, updated: mtf.Tensor) -> mtf.Tensor:
     """Returns the value that the counter `waiting` gets in a step, an int32 mtf scalar.
 
     `waiting` counts the steps since the last update. `updated` is an int32 mtf scalar: 1 if the
@@ -93,7 +93,7 @@ def now_waiting(waiting: mtf.Variable, updated: mtf.Tensor) -> mtf.Tensor:
     return (waiting.value + 1) * (1 - on_mesh(updated, waiting.mesh))
 
 
-class Words(NamedTuple):
+class SkipMessages(NamedTuple):
     """The texts of a wrapper's messages about skipped steps.
 
     A matrix of flags marks what was not finite in a step (see `Skips.report`), and the messages
@@ -118,8 +118,8 @@ class Words(NamedTuple):
     only_rows: bool = False
 
 
-def rows_of_shards(axes: ReplicaAxes | None) -> list[str]:
-    """Returns names for the rows of flags that `Skips.report` records, for `Words.rows`.
+def names_of_rows(axes: ReplicaAxes | None) -> list[str]:
+    """Returns names for the rows of flags that `Skips.report` records, for `SkipMessages.rows`.
 
     There is a row for each shard; then one for sums that are not finite although all of their terms
     are finite; and one for gradients of which the shards are not known. If `axes`, the replica
@@ -174,11 +174,11 @@ class Skips:
     def __init__(
         self,
         owner: str,
-        words: Words,
+        words: SkipMessages,
         counts: Sequence[mtf.Variable] = (),
         waiting: Sequence[mtf.Variable] = (),
         limit: int | None = None,
-        floor: tuple[mtf.Variable, float] | None = None,
+        loss_scale: tuple[mtf.Variable, float] | None = None,
         missed: mtf.Variable | None = None,
     ):
         """Takes the wrapper's texts, counters and limit.
@@ -193,14 +193,14 @@ class Skips:
             two variables whose difference (the first minus the second) is this number; () if
             nothing counts these steps.
           limit: max_steps_without_update, or None.
-          floor: the variable of the loss scale, and the smallest value of the scale. Messages
+          loss_scale: the variable of the loss scale, and the smallest value of the scale. Messages
             mention it if the scale has this value. None without a loss scale.
           missed: a variable with the number of steps in a row that each replica has missed. The
             error then lists the replicas that missed the last step. None for no such list.
         """
         self.owner, self.words, self.limit = owner, words, limit
         self.counts, self.waiting = list(counts), list(waiting if limit else ())
-        self.floor, self.missed = floor, missed
+        self.loss_scale, self.missed = loss_scale, missed
         self.mesh = next(v.mesh for v in (*counts, *waiting))
         self.watched: Watched | None = None
         dims = [mtf.Dimension("rows", len(words.rows)), mtf.Dimension("of", len(words.names))]
@@ -246,23 +246,27 @@ class Skips:
         The result has the variables in `counts`, then those in `waiting`, and last the loss scale
         if there is one.
         """
-        return [*self.counts, *self.waiting, *([] if self.floor is None else [self.floor[0]])]
+        return [
+            *self.counts,
+            *self.waiting,
+            *([] if self.loss_scale is None else [self.loss_scale[0]]),
+        ]
 
-    # Texts, as operations of TensorFlow; `_on_host` runs them if the step cannot.
+    # Texts, as operations of TensorFlow; `_run_on_host` runs them if the step cannot.
 
-    def line(self, now: tf.Tensor, found: tf.Tensor, floor: Any) -> tf.Tensor:
+    def log_line(self, now: tf.Tensor, found: tf.Tensor, scale: Any) -> tf.Tensor:
         """Returns the line that the log gets on a skipped step, a tf string.
 
         Args:
           now: the value of the variable in `counts` after the step.
           found: the recorded flags, `[rows, names]`.
-          floor: the value of the loss scale after the step; None without a scale.
+          scale: the value of the loss scale after the step; None without a scale.
         """
         words = self.words
         if words.only_rows:
             named = _joined(_rows(tf.reduce_max(found, 1)))
         else:
-            named = self._named(found)
+            named = self._names_of_marked(found)
             named = tf.where_v2(tf.equal(named, ""), words.none, named)
         total = tf.reduce_max(now)
         parts = [f"{self.owner}: {words.line} ", named, "."]
@@ -270,41 +274,41 @@ class Skips:
         ends = tf.where_v2(tf.equal(tf.bitwise.bitwise_and(total, total - 1), 0), next_line, ".")
         so_far = tf.strings.join([" ", tf.as_string(total), " skipped so far", ends])
         parts.append(tf.where_v2(total > 1, so_far, ""))
-        return tf.strings.join([*parts, *self._at_floor(floor)])
+        return tf.strings.join([*parts, *self._smallest_scale_note(scale)])
 
-    def error_text(self, found: tf.Tensor, floor: Any, missed: tf.Tensor | None) -> tf.Tensor:
+    def error_text(self, found: tf.Tensor, scale: Any, missed: tf.Tensor | None) -> tf.Tensor:
         """Returns the text of the error that too many steps in a row made no update, a tf string.
 
         Args:
           found: the recorded flags of the last skipped step, `[rows, names]`.
-          floor: the value of the loss scale after the step; None without a scale.
+          scale: the value of the loss scale after the step; None without a scale.
           missed: for each replica the number of steps in a row that it has missed; None if the
             error lists no replicas.
         """
         assert self.limit is not None  # or there would be no error
-        named = self._named(found)
+        named = self._names_of_marked(found)
         sentence = tf.strings.join([f" {self.words.last} ", named, "."])
         parts = [_no_update(self.owner, self.limit)]
         parts.append(tf.where_v2(tf.equal(named, ""), "", sentence))
-        parts += self._at_floor(floor)
+        parts += self._smallest_scale_note(scale)
         if missed is not None:
             text = " These replicas (shards, row by row) did not contribute in the last step: ["
             parts += [text, _joined(_rows(tf.reshape(missed, [-1]))), "]."]
         return tf.strings.join(parts)
 
-    def _at_floor(self, floor: Any) -> list[tf.Tensor]:
+    def _smallest_scale_note(self, scale: Any) -> list[tf.Tensor]:
         """Returns a sentence for messages if the loss scale is at its smallest value, in a list.
 
-        `floor` is the value of the scale. The sentence is a tf string, which is "" if the value is
+        `scale` is the value of the scale. The sentence is a tf string, which is "" if the value is
         greater than the smallest one. The list is empty without a loss scale.
         """
-        if self.floor is None:
+        if self.loss_scale is None:
             return []
-        lowest = self.floor[1]
+        lowest = self.loss_scale[1]
         text = f" The scale cannot go below min_scale={lowest:g}, where it is now."
-        return [tf.where_v2(floor <= lowest, text, "")]
+        return [tf.where_v2(scale <= lowest, text, "")]
 
-    def _named(self, found: tf.Tensor) -> tf.Tensor:
+    def _names_of_marked(self, found: tf.Tensor) -> tf.Tensor:
         """Returns text that names the gradients and shards that `found`, `[rows, names]`, marks.
 
         The text is a tf string such as "w (shard 0), w (shard 3)": at most 8 names, and the number
@@ -320,7 +324,7 @@ class Skips:
         return tf.strings.join([_joined(lines), rest])
 
 
-def _on_host(make: Callable[..., tf.Tensor], *values: Any) -> str:
+def _run_on_host(make: Callable[..., tf.Tensor], *values: Any) -> str:
     """Runs a function that makes a tf string on the host, and returns the string.
 
     `make` is the function. It gets a tf constant for each of `values` (numbers or arrays), and None
@@ -374,7 +378,10 @@ class _Report(mtf.Operation):
         record = lowering.variables[skips.record]
         done = [record.assign_to_slices(lambda _, x, new: tf.assign(x, new), flags.all_slices)]
         if skips.counts and not is_simd(lowering.mesh_impl(self)):
-            variables = [*skips.counts, *([] if skips.floor is None else [skips.floor[0]])]
+            variables = [
+                *skips.counts,
+                *([] if skips.loss_scale is None else [skips.loss_scale[0]]),
+            ]
             before = [lowering.tensors[v.value].to_laid_out_tensor() for v in variables]
             first = [[x.all_slices[0] for x in some] for some in (before, now)]
             done.append(self._print(flags.all_slices[0], *first))
@@ -383,14 +390,14 @@ class _Report(mtf.Operation):
     def _print(
         self, found: tf.Tensor, values_before: list[tf.Tensor], values_now: list[tf.Tensor]
     ) -> tf.Operation:
-        (before, *scale), (now, *floor) = values_before, values_now
+        (before, *scale_before), (now, *scale) = values_before, values_now
         due = tf.reduce_any(_passes_a_power_of_two(before, now, tf))
-        if self._skips.floor:
-            lowest = self._skips.floor[1]
-            due = tf.logical_or(due, tf.logical_and(scale[0] > lowest, floor[0] <= lowest))
+        if self._skips.loss_scale:
+            lowest = self._skips.loss_scale[1]
+            due = tf.logical_or(due, tf.logical_and(scale_before[0] > lowest, scale[0] <= lowest))
 
         def told() -> tf.Operation:
-            line = self._skips.line(now, found, floor[0] if floor else None)
+            line = self._skips.log_line(now, found, scale[0] if scale else None)
             return tf.print(line, output_stream=sys.stderr)
 
         with control_flow_v1():
@@ -413,7 +420,7 @@ class _Check(Watched):
         step: Sequence[mtf.Operation],
     ):
         records = [skips.record]
-        records += [] if skips.floor is None else [skips.floor[0]]
+        records += [] if skips.loss_scale is None else [skips.loss_scale[0]]
         records += [] if skips.missed is None else [skips.missed]
         super().__init__(before, now, skips.looked_at, records, "max_steps_without_update")
         self._skips, self._step = skips, list(step)
@@ -428,7 +435,7 @@ class _Check(Watched):
         records = self.slices_of_records(lowering)
 
         def fail() -> tf.Operation:
-            told = self._apart([tf.convert_to_tensor(x) for x in records])
+            told = self._unpack_records([tf.convert_to_tensor(x) for x in records])
             text = self._skips.error_text(*told)
             return tf.raw_ops.Assert(condition=False, data=[text])
 
@@ -438,7 +445,7 @@ class _Check(Watched):
                 done = tf.cond(tf.less_equal(steps, limit), tf.no_op, lambda: tf.group(fail()))
         lowering.operations[self] = done.op
 
-    def _apart(self, records: Sequence[Any]) -> tuple[Any, Any, Any]:
+    def _unpack_records(self, records: Sequence[Any]) -> tuple[Any, Any, Any]:
         """Returns the flags, the loss scale, and the number of steps that each replica has missed.
 
         `records` is a list of these: slices of the recorded variables, or the variables' values in
@@ -446,8 +453,8 @@ class _Check(Watched):
         wrapper does not count missed steps.
         """
         skips, (found, *more) = self._skips, records
-        floor = more[0] if skips.floor else None
-        return found, floor, more[-1] if skips.missed else None
+        scale = more[0] if skips.loss_scale else None
+        return found, scale, more[-1] if skips.missed else None
 
     def _steps_without(self, now: Sequence[Any]) -> Any:
         skips = self._skips
@@ -458,7 +465,7 @@ class _Check(Watched):
         limit = self._skips.limit
         return limit is not None and bool(self._steps_without(now) > limit)
 
-    def _has_line(self, before: Sequence[Any] | None, now: Sequence[Any]) -> bool:
+    def _is_logged(self, before: Sequence[Any] | None, now: Sequence[Any]) -> bool:
         """Returns whether a step is to be logged: not every skipped step is.
 
         A step is logged in which a count of skipped steps reached or passed a power of two, or the
@@ -469,27 +476,27 @@ class _Check(Watched):
         skips = self._skips
         if before is None:
             return False
-        if skips.floor and before[-1] > skips.floor[1] >= now[-1]:
+        if skips.loss_scale and before[-1] > skips.loss_scale[1] >= now[-1]:
             return True
         return bool(skips.counts) and bool(np.any(_passes_a_power_of_two(before[0], now[0], np)))
 
     def is_due(self, before: Sequence[Any] | None, now: Sequence[Any]) -> bool:
-        return self._is_over(now) or self._has_line(before, now)
+        return self._is_over(now) or self._is_logged(before, now)
 
     def find(
         self, before: Sequence[Any] | None, now: Sequence[Any], records: Sequence[Any]
     ) -> list[Any]:
-        skips, (found, floor, missed) = self._skips, self._apart(records)
+        skips, (found, scale, missed) = self._skips, self._unpack_records(records)
         told: list[Any] = []
-        if self._has_line(before, now):
-            told.append(_on_host(skips.line, now[0], found, floor))
+        if self._is_logged(before, now):
+            told.append(_run_on_host(skips.log_line, now[0], found, scale))
         if skips.limit is not None and self._is_over(now):
             # Rows of shards or islands with a flag, or the replicas that missed.
             rows = skips.words.rows
             flags = np.asarray(found).max(1) if missed is None else np.reshape(missed, -1)
             flagged = np.flatnonzero(flags > 0)
             replicas = [row for row in flagged if rows[row] not in (_OF_SUM, _OF_ONE)]
-            text = _on_host(skips.error_text, found, floor, missed)
+            text = _run_on_host(skips.error_text, found, scale, missed)
             told.append(NoUpdateError(skips.limit, replicas, text))
         return told
 
@@ -502,15 +509,15 @@ class ReportsSkips(Wrapper):
         None. The attribute is None before gradients were applied.
     """
 
-    state = OfStep[Any](None)
-    _now = OfStep[Any](None)  # the values of `state` after a step
-    _skips = OfStep[Union[Skips, None]](None)
+    state = StepAttribute[Any](None)
+    _now = StepAttribute[Any](None)  # the values of `state` after a step
+    _skips = StepAttribute[Union[Skips, None]](None)
 
     def variables(self) -> list[mtf.Variable]:
         """Returns all variables of the stack: the inner optimizer's, then the wrapper's."""
         return super().variables() + [v for v in self.state or () if v is not None]
 
-    def _note(self, state: Any, now: Any, skips: Skips | None) -> None:
+    def _set_step_attributes(self, state: Any, now: Any, skips: Skips | None) -> None:
         """Sets this wrapper's attributes that describe a step, once the step is built.
 
         `state` are the wrapper's mesh variables, `now` are their values after the step (None if

@@ -115,7 +115,7 @@ class SlotOwners(PlanExtension):
         """Returns all slots that have a keeper."""
         return list(self._keepers)
 
-    def check(
+    def record_keeper(
         self,
         keeper: Any,
         slots: Sequence[mtf.Variable],
@@ -154,7 +154,7 @@ class SlotOwners(PlanExtension):
         self._keepers = {**dict.fromkeys(slots, _Keeper(keeper, is_bare)), **self._keepers}
 
 
-def check_bare_update(
+def record_bare_update(
     optimizer: Any, updates: Sequence[mtf.Operation], variables: Sequence[mtf.Variable]
 ) -> None:
     """Records an optimizer that has no wrapper as the keeper of the slots that its update writes.
@@ -168,7 +168,7 @@ def check_bare_update(
     plan = StepPlan.of(variables[0].graph) if updates else None
     if plan is not None and not plan.needs_no_gate:  # or the wrapper checks itself
         written = written_by(updates)
-        plan.extension(SlotOwners).check(optimizer, written, variables, is_bare=True)
+        plan.extension(SlotOwners).record_keeper(optimizer, written, variables, is_bare=True)
         note_slots(written, variables)
 
 
@@ -203,7 +203,7 @@ def note_slots(written: Sequence[mtf.Variable], variables: Sequence[mtf.Variable
         tf.add_to_collection(SLOTS_COLLECTION, SlotNote(slot.name, siblings))
 
 
-def tell_of_names_and_dtypes(optimizer: Any, variables: Sequence[mtf.Variable]) -> None:
+def warn_of_names_and_dtypes(optimizer: Any, variables: Sequence[mtf.Variable]) -> None:
     """Warns once of patterns for names that match no variable, and of variables in narrow dtypes.
 
     Patterns are arguments of the optimizer such as exclude_from_weight_decay: regular expressions
@@ -225,7 +225,7 @@ def tell_of_names_and_dtypes(optimizer: Any, variables: Sequence[mtf.Variable]) 
         for v in variables
         if v.slice_dtype.is_floating and v.slice_dtype.size < 4
         # Some variables stay as they are.
-        if optimizer_of(optimizer, v) is not None and not _draws(optimizer, v)
+        if optimizer_of(optimizer, v) is not None and not _rounds_by_chance(optimizer, v)
     ]
     if narrow:
         dtype = narrow[0].slice_dtype
@@ -245,7 +245,7 @@ def tell_of_names_and_dtypes(optimizer: Any, variables: Sequence[mtf.Variable]) 
         )
 
 
-def _draws(optimizer: Any, variable: mtf.Variable) -> bool:
+def _rounds_by_chance(optimizer: Any, variable: mtf.Variable) -> bool:
     """Returns whether new values of a variable are rounded up or down by chance."""
     rounding = getattr(optimizer_of(optimizer, variable), "rounding", None)
     return is_rounded(variable) and rounding == STOCHASTIC
@@ -255,7 +255,7 @@ def check_bare_optimizers() -> None:
     """Makes optimizers check, also without a wrapper, that no other optimizer has their slots.
 
     This function patches `apply_grads` of Mesh-TF's `Optimizer` and of `MeshOptimizer`. These
-    optimizers then also note their slots for checkpoints, and warn as `tell_of_names_and_dtypes`
+    optimizers then also note their slots for checkpoints, and warn as `warn_of_names_and_dtypes`
     does.
     """
 
@@ -265,8 +265,8 @@ def check_bare_optimizers() -> None:
         ) -> list[mtf.Operation]:
             updates = apply(self, grads, variables, *args, **kwargs)
             if updates:
-                tell_of_names_and_dtypes(self, variables)
-            check_bare_update(self, updates, variables)
+                warn_of_names_and_dtypes(self, variables)
+            record_bare_update(self, updates, variables)
             return updates
 
         return apply_grads

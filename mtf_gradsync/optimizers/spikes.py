@@ -168,7 +168,7 @@ class skip_spikes:
                     ),
                     [value, on_mesh(received.weights.total, given.mesh)],
                 )
-            skip, some = self._of_series(series, value, name)
+            skip, some = self._check_newest(series, value, name)
             skips.append(skip)
             changes += some
         if is_clipped or "norm" not in self.of:
@@ -186,7 +186,7 @@ class skip_spikes:
 
         return functools.reduce(mtf.logical_or, skips), after
 
-    def _of_series(
+    def _check_newest(
         self, series: _Series, value: mtf.Tensor, name: str
     ) -> tuple[mtf.Tensor, list[_Changed]]:
         """Returns whether the newest value of a series is a spike or not finite, and the new state.

@@ -174,7 +174,7 @@ class UncheckpointedVariable(mtf.Variable):
             mesh,
             name,
             mtf.Shape([]),
-            unstacked(dtype),
+            without_autostack(dtype),
             tf.zeros_initializer(),
             False,
             collections=[STAND_INS],
@@ -211,7 +211,7 @@ class UncheckpointedVariable(mtf.Variable):
         return tf.no_op()
 
 
-def unstacked(dtype: Any, activation_dtype: tf.DType | None = None) -> mtf.VariableDType:
+def without_autostack(dtype: Any, activation_dtype: tf.DType | None = None) -> mtf.VariableDType:
     """Returns a dtype for a variable that Mesh-TF's autostack must leave alone.
 
     Autostack joins several variables into one, which needs a master. Autostack (of Mesh-TF 0.1.21)
@@ -308,7 +308,7 @@ def named_state(
             mesh,
             name,
             shape,
-            dtype if stacked else unstacked(dtype),
+            dtype if stacked else without_autostack(dtype),
             initializer=tf.zeros_initializer() if is_zero else tf.constant_initializer(start),
             trainable=False,
         ).operation
@@ -385,7 +385,7 @@ class UpdateCounters(PlanExtension):
 
         Counters are looked for in `wanted`, and assignments to counters in `graph`, as it is now.
         """
-        written = _written(graph)
+        written = _assigned_variables(graph)
         free = [v for v in self.wanted if v.name not in written and v.mesh in meshes]
         return [mtf.assign(v, v.value + 1) for v in free]
 
@@ -394,7 +394,7 @@ class UpdateCounters(PlanExtension):
 
         The plan calls this method when the graph is lowered. The returned object does nothing.
         """
-        written = _written(lowering.graph)
+        written = _assigned_variables(lowering.graph)
         stay = [v.name for v in self.wanted if v.name not in written]
         if stay and any(v.trainable for v in written.values()):
             raise ValueError(
@@ -405,7 +405,7 @@ class UpdateCounters(PlanExtension):
         return ExtensionLowering()
 
 
-def _written(graph: mtf.Graph) -> dict[str, mtf.Variable]:
+def _assigned_variables(graph: mtf.Graph) -> dict[str, mtf.Variable]:
     """Returns the variables that a graph assigns, by name.
 
     If Mesh-TF's autostack has joined variables into one, that one is in the result under the name

@@ -24,7 +24,7 @@ from mtf_gradsync.optimizers.pipeline.accumulators import (
     Accumulators,
     DirectUpdate,
     ZerosWhere,
-    times,
+    multiply_by_count,
     weight_state,
     without_skipped,
 )
@@ -39,8 +39,8 @@ from mtf_gradsync.optimizers.replicas import (
     after_step,
     make_state,
 )
-from mtf_gradsync.optimizers.skips import Skips, Words, check_limit
-from mtf_gradsync.optimizers.wrapper import CommonArguments, OfStep
+from mtf_gradsync.optimizers.skips import SkipMessages, Skips, check_limit
+from mtf_gradsync.optimizers.wrapper import CommonArguments, StepAttribute
 from mtf_gradsync.reduce import Strategy
 from mtf_gradsync.reduce.compressed import WireDtype
 
@@ -83,7 +83,7 @@ class SyncReplicasOptimizer(SessionInterface, KeepsAverages):
         ("made", "sync_replicas/contributions"),
         ("dropped", "sync_replicas/dropped"),
     )
-    _weight = OfStep[Union[mtf.Variable, None]](None)
+    _weight = StepAttribute[Union[mtf.Variable, None]](None)
 
     def __init__(
         self,
@@ -158,7 +158,7 @@ class SyncReplicasOptimizer(SessionInterface, KeepsAverages):
                 local_steps=local_steps,
                 max_steps_without_update=max_steps_without_update,
             )
-            self._become(
+            self._turn_into_v1(
                 compat_v1.SyncReplicasOptimizer,
                 opt,
                 replicas_to_aggregate,
@@ -177,8 +177,8 @@ class SyncReplicasOptimizer(SessionInterface, KeepsAverages):
                 f"total_num_replicas must be the mesh's number of shards, {self.axes.num_shards} "
                 f"for {self.axes!r}, got {total_num_replicas!r}."
             )
-        replicas.check_of_replicas("contributes", "boolean", contributes, self.axes)
-        replicas.check_of_replicas("local_steps", "whole number", local_steps, self.axes)
+        replicas.check_per_replica("contributes", "boolean", contributes, self.axes)
+        replicas.check_per_replica("local_steps", "whole number", local_steps, self.axes)
         del use_locking
         self._to_aggregate = replicas_to_aggregate
         self._rule, self._averaged = rule, averaged
@@ -350,7 +350,7 @@ class _AggregateReplicas(Stage):
             wrapper, wrapper.name, lambda: make_state(mesh, wrapper.name, axes.shard_dims)
         )
         steps = replicas.steps_of_gradients(wrapper._local_steps, before.local_step, axes)
-        own, reduced, parts = _by_replica(gradients, axes, reducer)
+        own, reduced, parts = _split_by_replica(gradients, axes, reducer)
         weights = gradients.weights
         weight_of = weights and weights.by_shard(axes)
         fresh, wanted = replicas.fresh_replicas(
@@ -371,7 +371,7 @@ class _AggregateReplicas(Stage):
             some = mtf.greater(contributions, 0)
             return mtf.logical_or(some, mtf.logical_not(asked)), asked
 
-        step.tell_finite(finite_and_asked)
+        step.publish_finite(finite_and_asked)
         # The terms are 1/num_shards of the contributions, or parts of the sum of the weights.
         unit: Any = float(axes.num_shards)
         counts, weight = contributions, None
@@ -381,11 +381,11 @@ class _AggregateReplicas(Stage):
             counts = mtf.reduce_sum(mtf.cast(fresh, tf.float32) * weight_of)
             gradients = gradients.with_grads(
                 [
-                    g if g is None or i in gradients.already_reduced else times(unit, g)
+                    g if g is None or i in gradients.already_reduced else multiply_by_count(unit, g)
                     for i, g in enumerate(gradients.grads)
                 ]
             )
-        gradients = _of_contributions(gradients, parts, skipped, counts, unit, wrapper)
+        gradients = _sum_contributions(gradients, parts, skipped, counts, unit, wrapper)
         accumulators = Accumulators(
             gradients,
             wrapper._slots,
@@ -417,7 +417,7 @@ class _AggregateReplicas(Stage):
         ReplicaSummaries(f"summary/{wrapper.name}/dropped", now.dropped)
 
         def note() -> None:
-            wrapper._note(before, now, skips)
+            wrapper._set_step_attributes(before, now, skips)
             wrapper._weight = weight
 
         step.when_built(note)
@@ -431,7 +431,7 @@ class _AggregateReplicas(Stage):
         if not wrapper._limit:
             return None
         rows = [f"(shard {number})" for number in range(self.axes.num_shards)]
-        words = Words(
+        words = SkipMessages(
             "", [v.name for v in gradients.owners], rows, "", "Not finite in the last step:"
         )
         waiting = [before.waiting]
@@ -447,7 +447,7 @@ class _AggregateReplicas(Stage):
 _Parts = Mapping[int, Sequence[mtf.Tensor]]
 
 
-def _by_replica(
+def _split_by_replica(
     gradients: GradientSet, axes: ReplicaAxes, reducer: Strategy
 ) -> tuple[list[mtf.Tensor], list[mtf.Tensor], _Parts]:
     """Splits gradients into those of single replicas, reduced ones, and replicas' terms of sums.
@@ -472,7 +472,7 @@ def _by_replica(
     return own, reduced, parts
 
 
-def _of_contributions(
+def _sum_contributions(
     gradients: GradientSet,
     parts: _Parts,
     skipped: mtf.Tensor,
@@ -488,7 +488,7 @@ def _of_contributions(
 
     Args:
       gradients: the gradients of the step.
-      parts: for some gradients, each replica's terms of sums, as `_by_replica` returns them.
+      parts: for some gradients, each replica's terms of sums, as `_split_by_replica` returns them.
       skipped: boolean `[shard dims...]`: whether a replica does not contribute.
       counts: mtf scalar, the number of contributions, or the sum of their weights.
       unit: the factor from a replica's term to its contribution, a number or an mtf scalar.
@@ -498,14 +498,17 @@ def _of_contributions(
 
     def made_again(one: GradientFromSums, some: Sequence[mtf.Tensor]) -> mtf.Tensor:
         kept = [
-            mtf.cast(times(unit, x), x.dtype) if isinstance(unit, mtf.Tensor) else x * unit
+            mtf.cast(multiply_by_count(unit, x), x.dtype)
+            if isinstance(unit, mtf.Tensor)
+            else x * unit
             for x in ZerosWhere(some, skipped).outputs
         ]
         dims = [[d for d in x.shape.dims if d in axes.shard_dims] for x in kept]
         sums = SumGradients(kept, dims, reducer, axes.batch_dims).outputs
         # The operations that compute the gradient take each input in the same dtype as before.
-        return one.compute_from(sums, [mtf.cast(times(counts, x), x.dtype) for x in one.shared])
+        shared = [mtf.cast(multiply_by_count(counts, x), x.dtype) for x in one.shared]
+        return one.compute_from(sums, shared)
 
     again = {i: made_again(one, parts[i]) for i, one in gradients.made_of_sums.items()}
-    counted = gradients.change_reduced(lambda g: times(counts, g))
+    counted = gradients.change_reduced(lambda g: multiply_by_count(counts, g))
     return counted.with_grads([again.get(i, g) for i, g in enumerate(counted.grads)])

@@ -37,13 +37,13 @@ from mtf_gradsync.optimizers.pipeline.stack import (
     Stack,
     Stage,
     check_meshes,
-    completed,
+    complete_stack,
 )
 from mtf_gradsync.optimizers.pipeline.weights import (
     WeightsOfGradients,
-    agreed_weights,
     check_weights,
-    weights_of,
+    weights_of_step,
+    weights_on_mesh,
     with_weights,
 )
 from mtf_gradsync.optimizers.slots import SlotBook, optimizers_of
@@ -59,7 +59,7 @@ _OF_TENSORFLOW = (*TF_VALUES, tf.Operation, tf.Graph)
 _T = TypeVar("_T")
 
 
-class OfStep(Generic[_T]):
+class StepAttribute(Generic[_T]):
     """A wrapper's attribute that a step sets; `before` is its value before there is a step.
 
     Pairs of a gradient and a variable that were given to `apply_grad` one by one may wait for their
@@ -132,9 +132,9 @@ class Wrapper(TrainOptimizerInterface, mtf.optimize.Optimizer):
     reducer: Strategy
     _gradient_reducer: Strategy
     name: str
-    step = OfStep[Union[StepBuilder, None]](None)
-    times_applied = OfStep(0)
-    _slots = OfStep(SlotBook())
+    step = StepAttribute[Union[StepBuilder, None]](None)
+    times_applied = StepAttribute(0)
+    _slots = StepAttribute(SlotBook())
 
     def _wrap(
         self,
@@ -180,7 +180,7 @@ class Wrapper(TrainOptimizerInterface, mtf.optimize.Optimizer):
         self.name = check_name(name)
         self._slots = SlotBook()
 
-    def _become(self, counterpart: Any, *args: Any, **kwargs: Any) -> None:
+    def _turn_into_v1(self, counterpart: Any, *args: Any, **kwargs: Any) -> None:
         """Turns this new wrapper into an object of `counterpart`, its class for `tf.compat.v1`.
 
         A wrapper calls this method in ``__init__`` if it is given an optimizer of `tf.compat.v1`.
@@ -201,7 +201,8 @@ class Wrapper(TrainOptimizerInterface, mtf.optimize.Optimizer):
         return {
             name: value
             for name, value in self.__dict__.items()
-            if name != "_to_build" and not isinstance(getattr_static(kind, name, None), OfStep)
+            if name != "_to_build"
+            and not isinstance(getattr_static(kind, name, None), StepAttribute)
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -210,7 +211,7 @@ class Wrapper(TrainOptimizerInterface, mtf.optimize.Optimizer):
     def __deepcopy__(self, memo: dict[int, Any]) -> Wrapper:
         # Objects of a graph (a learning rate, variables to average) are not copied.
         for opt in (self, *self.inner_stack()):
-            memo.update((id(x), x) for x in _of_graphs(getattr(opt, "__dict__", {})))
+            memo.update((id(x), x) for x in _graph_objects(getattr(opt, "__dict__", {})))
         made = memo[id(self)] = copy.copy(self)
         made.__dict__.update(copy.deepcopy(self.__getstate__(), memo))
         return made
@@ -298,15 +299,15 @@ class Wrapper(TrainOptimizerInterface, mtf.optimize.Optimizer):
           TypeError: an argument has the wrong type, or the innermost optimizer does not take it.
           ValueError: a gradient does not fit its variable, or lengths differ.
         """
-        own = OwnArguments(args, kwargs)
-        grads, variables = self._checked(grads, variables, own)
+        inner_arguments = OwnArguments(args, kwargs)
+        grads, variables = self._checked(grads, variables, inner_arguments)
         inner = self.innermost()
         grads = without_frozen(inner, grads, variables)
         weights = self._checked_weights(weights, grads, variables)
         if variables and self._to_build:
             self._build_pairs(variables[0].graph)
         owners = [v for g, v in zip(grads, variables) if g is not None]
-        stack = self._check_stack(grads, variables, own)
+        stack = self._check_stack(grads, variables, inner_arguments)
         if not owners:
             self._warn_of_no_gradients(variables)
             return []
@@ -321,9 +322,11 @@ class Wrapper(TrainOptimizerInterface, mtf.optimize.Optimizer):
             slots = wrappers[-1]._slots
             if weights is not None:
                 axes = stack.axes_now(0, given.present)
-                given = given.with_grads(given.grads, weights=weights_of(weights, given.mesh, axes))
+                given = given.with_grads(
+                    given.grads, weights=weights_on_mesh(weights, given.mesh, axes)
+                )
                 stack = with_weights(stack, axes, slots)
-            step = StepBuilder(stack, slots, own, inner)
+            step = StepBuilder(stack, slots, inner_arguments, inner)
             operations = step.build(given)
         for wrapper in wrappers:
             wrapper._note_step(step)
@@ -333,20 +336,20 @@ class Wrapper(TrainOptimizerInterface, mtf.optimize.Optimizer):
         self,
         grads: Sequence[mtf.Tensor | None],
         variables: Sequence[mtf.Variable],
-        own: OwnArguments,
+        inner_arguments: OwnArguments,
     ) -> Stack:
         """Returns the stack with all of its stages; builds nothing.
 
-        Raises an error if a stage cannot handle `grads`, the gradients of `variables`, or `own`,
-        the arguments that `apply_grads` passes on to the innermost optimizer.
+        Raises an error if a stage cannot handle `grads`, the gradients of `variables`, or
+        `inner_arguments`, the arguments that `apply_grads` passes on to the innermost optimizer.
         """
         present = [g for g in grads if g is not None]
         program = Program.of(present) if present else None
         islands = StepPlan.of(variables[0].graph).islands if variables else None
-        stack = completed(*self._segment(), program, islands)
+        stack = complete_stack(*self._segment(), program, islands)
         check_meshes(stack, grads, variables)
         for one in stack.stages:
-            one.check(grads, variables, own)
+            one.check(grads, variables, inner_arguments)
         return stack
 
     def _checked_weights(
@@ -367,7 +370,7 @@ class Wrapper(TrainOptimizerInterface, mtf.optimize.Optimizer):
         own, owners = zip(*present) if present else ((), ())
         known = StepPlan.of(own[0].graph).known_extension(WeightsOfGradients) if own else None
         if known is not None:
-            weights = agreed_weights(weights, known.behind(own), owners)
+            weights = weights_of_step(weights, known.recorded_for(own), owners)
         if weights is None:
             return None
         inside = [w for w in self._wrappers() if w not in self._segment()[0]]
@@ -380,9 +383,9 @@ class Wrapper(TrainOptimizerInterface, mtf.optimize.Optimizer):
         return check_weights(weights, self._stack_shard_names())  # the stack may be another one
 
     def _checked(
-        self, grads: Any, variables: Any, own: OwnArguments
+        self, grads: Any, variables: Any, inner_arguments: OwnArguments
     ) -> tuple[list[mtf.Tensor | None], list[mtf.Variable]]:
-        self._check_arguments(own)
+        self._check_arguments(inner_arguments)
         grads, variables = arguments.check_grads_and_variables(grads, variables)
         self._check_shapes(grads, variables)
         return grads, variables
@@ -399,8 +402,8 @@ class Wrapper(TrainOptimizerInterface, mtf.optimize.Optimizer):
                 names,
             )
 
-    def _check_arguments(self, own: OwnArguments) -> None:
-        own.check(self._segment()[0][-1].opt)
+    def _check_arguments(self, inner_arguments: OwnArguments) -> None:
+        inner_arguments.check(self._segment()[0][-1].opt)
 
     def _place(
         self, islands: IslandAxes | None, around: Sequence[Segment], program: Program | None
@@ -420,15 +423,15 @@ class Wrapper(TrainOptimizerInterface, mtf.optimize.Optimizer):
         return Place(axes, names, islands, tuple(around), program)
 
     def _gradient_reduction(
-        self, place: Place | None = None, own: ReplicaAxes | None = None
+        self, place: Place | None = None, found_axes: ReplicaAxes | None = None
     ) -> Reduction:
         """Returns the settings with which this wrapper reduces gradients.
 
-        `place` is what `_place` returned; None if nothing is around the wrapper. `own` are the
-        replica axes, if the wrapper's stages have found them; None takes those of `place`.
+        `place` is what `_place` returned; None if nothing is around the wrapper. `found_axes` are
+        the replica axes, if the wrapper's stages have found them; None takes those of `place`.
         """
         place = place or self._place(None, (), None)
-        axes = own or place.axes
+        axes = found_axes or place.axes
         names = axes.batch_dims if axes else place.names
         if axes is None and place.islands:
             axes = place.islands.inside
@@ -606,7 +609,7 @@ def _warn_of_positional_rate(opt: Any) -> None:
         )
 
 
-def _of_graphs(held: Any) -> Iterator[Any]:
+def _graph_objects(held: Any) -> Iterator[Any]:
     """Yields the tensors, variables, operations and other objects of a graph that a value has.
 
     `held` is an object of a tf or mtf graph, or a dict, list, tuple or set of such objects. A

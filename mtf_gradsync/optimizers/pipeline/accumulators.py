@@ -113,7 +113,7 @@ class Accumulators:
             self._variables.append(accumulator)
             self._grads.append(grad if grad.dtype == wide else mtf.cast(grad, wide))
         keepers = StepPlan.of(gradients.graph).extension(SlotOwners)
-        keepers.check(slots, self._variables, gradients.variables)
+        keepers.record_keeper(slots, self._variables, gradients.variables)
 
     def add(self, step: StepBuilder, direct: DirectUpdate | None = None) -> Gate | None:
         """Adds this step's gradients to the accumulators; returns a gate for the step's writes.
@@ -234,7 +234,7 @@ def without_skipped(gradients: GradientSet, skip: mtf.Tensor) -> GradientSet:
     return gradients.with_grads([k or g for k, g in zip(kept, gradients.grads)])
 
 
-def times(contributions: mtf.Tensor, grad: mtf.Tensor) -> mtf.Tensor:
+def multiply_by_count(contributions: mtf.Tensor, grad: mtf.Tensor) -> mtf.Tensor:
     """Returns `grad` times a count or weight; a count of 0 gives zeros, even in place of NaNs.
 
     `contributions` is the count or weight: a scalar, or a tensor with some dimensions of `grad`.

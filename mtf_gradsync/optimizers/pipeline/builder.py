@@ -22,9 +22,9 @@ from mtf_gradsync.optimizers.pipeline.forms import (
     PerShard,
     Reduced,
     Reduction,
-    finished,
-    gathered,
-    in_dtypes_of,
+    cast_for,
+    divide_and_cast,
+    gather_parts,
 )
 from mtf_gradsync.optimizers.pipeline.stack import Condition, Stack, Stage, in_blocks
 from mtf_gradsync.optimizers.pipeline.strategy_state import reduce_by_strategy
@@ -32,7 +32,7 @@ from mtf_gradsync.optimizers.slots import (
     SlotBook,
     SlotOwners,
     note_slots,
-    tell_of_names_and_dtypes,
+    warn_of_names_and_dtypes,
     written_by,
 )
 from mtf_gradsync.optimizers.state import UpdateCounters
@@ -78,11 +78,11 @@ class StepConditions:
         finite. `has_data` is a boolean scalar: whether any shard has data in this step; None if
         there always are data. Only the stage that skips shards knows which shards these are. That
         stage is inside the caller's, so that its operations are made later; it gives both scalars
-        by `tell_finite`.
+        by `publish_finite`.
         """
         self._if_finite.append(then)
 
-    def tell_finite(self, make: Callable[[], tuple[mtf.Tensor, mtf.Tensor | None]]) -> None:
+    def publish_finite(self, make: Callable[[], tuple[mtf.Tensor, mtf.Tensor | None]]) -> None:
         """Calls the functions that outer stages have registered by `when_finite_is_known`.
 
         A stage that skips single shards calls this method, before the branch of the update begins.
@@ -205,13 +205,15 @@ class StepBuilder(StepConditions):
             # 1. The stages, the outermost first: each block of them in a branch of the one before.
             for block in in_blocks(self.stack):
                 if block.condition is not None:
-                    gradients = branches.enter_context(self._opened(block.condition, gradients))
+                    gradients = branches.enter_context(
+                        self._open_branch(block.condition, gradients)
+                    )
                 for number, stage in block.stages:
-                    gradients = self._applied(number, stage, gradients)
-            self._receive(len(segments) - 1, gradients)
+                    gradients = self._apply_stage(number, stage, gradients)
+            self._record_received(len(segments) - 1, gradients)
             # 2. The update.
             self.write_state()
-            gradients = in_dtypes_of(self.stack.opt, gradients)
+            gradients = cast_for(self.stack.opt, gradients)
             self.passed_on = [*self.received[1:], gradients]
 
             def update() -> list[mtf.Operation]:
@@ -249,7 +251,7 @@ class StepBuilder(StepConditions):
         self.plan.extension(WriteOrder).declare_one_update(made)
         return operations
 
-    def _receive(self, number: int, gradients: GradientSet) -> None:
+    def _record_received(self, number: int, gradients: GradientSet) -> None:
         """Records the gradients that wrapper `number` received, if there is no record for it yet.
 
         Wrappers have the numbers 0, 1, ... from the outermost. A wrapper without stages passes on
@@ -258,14 +260,14 @@ class StepBuilder(StepConditions):
         missing = number + 1 - len(self.received)
         self.received += [gradients] * missing
 
-    def _applied(self, number: int | None, stage: Stage, given: GradientSet) -> GradientSet:
+    def _apply_stage(self, number: int | None, stage: Stage, given: GradientSet) -> GradientSet:
         """Makes the operations of a stage; returns the gradients for the next stage.
 
         `number` is the number of the stage's wrapper, from the outermost (0); None for a stage that
         belongs to no wrapper. `given` are the gradients for the stage.
         """
         if number is not None:
-            self._receive(number, given)
+            self._record_received(number, given)
             self._number, self._islands = number, self.stack.segments[number].islands
         elif self.received:  # the last stages, behind those of all wrappers
             self._islands = self.stack.islands
@@ -280,13 +282,13 @@ class StepBuilder(StepConditions):
         return gradients
 
     @contextlib.contextmanager
-    def _opened(self, condition: Condition, gradients: GradientSet) -> Iterator[GradientSet]:
+    def _open_branch(self, condition: Condition, gradients: GradientSet) -> Iterator[GradientSet]:
         """Opens the branch in which a block of stages runs, for the time of a `with` block.
 
         `condition` is the condition of the block, and `gradients` are what the stage before the
         block returned. The gradients for the stages in the branch are the value of `with ... as`.
         """
-        assert gradients.condition is not None  # as `_applied` has checked
+        assert gradients.condition is not None  # as `_apply_stage` has checked
         holds, gate, behind, first, last = gradients.condition
         if not condition.counts_every_step and not self.plan.is_in_branch and self.updated is None:
             self.updated = mtf.cast(holds, tf.int32)
@@ -348,7 +350,7 @@ class StepBuilder(StepConditions):
         """
         return self.stack.axes_now(self._number, grads)
 
-    def shards_to_name(self, grads: Sequence[mtf.Tensor]) -> tuple[ReplicaAxes | None, bool]:
+    def shard_numbering(self, grads: Sequence[mtf.Tensor]) -> tuple[ReplicaAxes | None, bool]:
         """Returns how log lines of the stage that is being built number the shards, as two values.
 
         The first value has the replica axes whose shards are numbered: those of the whole mesh,
@@ -357,7 +359,7 @@ class StepBuilder(StepConditions):
         each, where a reduced gradient belongs to a single shard. `grads` are the gradients that the
         stage's wrapper has received.
         """
-        return self.stack.shards_to_name(self._number, grads)
+        return self.stack.shard_numbering(self._number, grads)
 
     def when_built(self, note: Callable[[], None]) -> None:
         """Registers a function that is called once the whole step was built without an error."""
@@ -416,8 +418,8 @@ class StepBuilder(StepConditions):
         """
         given, unreduced = gradients.present, gradients
         if gradients.form is Form.PART:
-            of_sums = finished(gradients, self.stack.opt)
-            return of_sums if partition is not None else gathered(of_sums)
+            of_sums = divide_and_cast(gradients, self.stack.opt)
+            return of_sums if partition is not None else gather_parts(of_sums)
         if partition is None:
             strategy = reduction.strategy
             gradients = self.reduce_now(gradients, reduction)
@@ -438,7 +440,7 @@ class StepBuilder(StepConditions):
             self.reduced_first = Reduced(given, gradients.present, branch, strategy)
         if not unreduced.form.is_reduced:
             gradients = dataclasses.replace(gradients, unreduced=unreduced)
-        return finished(gradients, self.stack.opt)
+        return divide_and_cast(gradients, self.stack.opt)
 
     def reduce_now(
         self,
@@ -575,8 +577,8 @@ class StepBuilder(StepConditions):
         known = {*before, *(inside() if callable(inside) else ())}
         created = [v for v in gradients.graph.all_variables if v not in known]
         written = written_by(updates)
-        self.plan.extension(SlotOwners).check(self._keeper, written, gradients.variables)
+        self.plan.extension(SlotOwners).record_keeper(self._keeper, written, gradients.variables)
         note_slots(written, gradients.variables)
         self._slots.record(created, gradients.variables, tf.get_variable_scope().name)
-        tell_of_names_and_dtypes(opt, gradients.variables)
+        warn_of_names_and_dtypes(opt, gradients.variables)
         return updates

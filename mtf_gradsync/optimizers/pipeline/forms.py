@@ -281,7 +281,7 @@ class GradientSet:
         )
 
 
-def finished(gradients: GradientSet, opt: Any) -> GradientSet:
+def divide_and_cast(gradients: GradientSet, opt: Any) -> GradientSet:
     """Returns reduced gradients divided by the divisor of the set, and cast to its dtypes.
 
     `opt` is the optimizer that gets the returned gradients. It gets no dtype narrower than float32,
@@ -310,7 +310,7 @@ def finished(gradients: GradientSet, opt: Any) -> GradientSet:
     return gradients.with_grads(results, divisor=None, dtypes=None)
 
 
-def gathered(gradients: GradientSet) -> GradientSet:
+def gather_parts(gradients: GradientSet) -> GradientSet:
     """Returns full gradients on each replica (`Form.REDUCED`), gathered from replicas' parts.
 
     `gradients` are of `Form.PART`. Gradients of variables that are not split are full already.
@@ -349,7 +349,7 @@ def _inner_dtype(dtype: tf.DType, opt: Any) -> tf.DType:
     return tf.float32
 
 
-def in_dtypes_of(opt: Any, gradients: GradientSet) -> GradientSet:
+def cast_for(opt: Any, gradients: GradientSet) -> GradientSet:
     """Returns gradients in the dtypes that `opt` needs, an optimizer that is no wrapper.
 
     Mesh-TF's MomentumOptimizer needs the dtypes of the variables' values. Other optimizers get the

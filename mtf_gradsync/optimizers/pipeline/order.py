@@ -6,7 +6,7 @@ from typing import Any, Callable, NamedTuple, Sequence
 
 from mtf_gradsync.optimizers.pipeline.forms import Form, PerShard
 from mtf_gradsync.optimizers.pipeline.stack import Segment, Stage, stages_of, with_conversions
-from mtf_gradsync.optimizers.pipeline.words import About, nth
+from mtf_gradsync.optimizers.pipeline.words import About, frequency_text
 
 Stages = Sequence[Stage]
 
@@ -190,11 +190,11 @@ def check_order(outer: Any, inner_stack: Sequence[Any]) -> None:
                     inner=type(inner).__name__,
                     or_else=request.or_else if request else "",
                 )
-                + "".join(f"\n  {line}" for line in map(_line_of, (outer, inner)) if line)
+                + "".join(f"\n  {line}" for line in map(_describe_wrapper, (outer, inner)) if line)
             )
 
 
-def _line_of(wrapper: Any) -> str:
+def _describe_wrapper(wrapper: Any) -> str:
     """Describes a wrapper in a line of an error; returns "" for an optimizer that is no wrapper.
 
     An example is "CrossShardOptimizer: reduce over batch, 4 shards: fused".
@@ -209,5 +209,7 @@ def _line_of(wrapper: Any) -> str:
     lines.sort(key=lambda line: not line.first)
     what = "; ".join(f"{line.when} {line.what}".lstrip() for line in lines)
     conditions = [stage.condition for stage in stages if stage.condition is not None]
-    due = "".join(f" ({nth(condition.when)})" for condition in conditions if condition.when)
+    due = "".join(
+        f" ({frequency_text(condition.when)})" for condition in conditions if condition.when
+    )
     return f"{wrapper.name}{due}: {what}"

@@ -10,7 +10,7 @@ stack. `StepBuilder` makes the operations of the result in the order in which it
 2. Each stage gets to know the stages inside it, because the work of some stages depends on these
    (as that of a loss scale does).
 3. If a stage takes another form of gradients than the stage before it gives, a converting stage is
-   inserted (`with_conversions`). The function `completed` makes these three passes.
+   inserted (`with_conversions`). The function `complete_stack` makes these three passes.
 4. If gradients have weights, stages for them are added (`with_weights` in the file `weights`).
 5. Conditions become blocks of stages that run in the same steps (`in_blocks`): the builder makes a
    branch for each.
@@ -34,7 +34,13 @@ from mtf_gradsync.optimizers.pipeline.forms import (
     PerShard,
     Reduction,
 )
-from mtf_gradsync.optimizers.pipeline.words import About, Line, bytes_told, over, strategy_told
+from mtf_gradsync.optimizers.pipeline.words import (
+    About,
+    Line,
+    bytes_text,
+    shards_text,
+    strategy_text,
+)
 
 
 class Condition(NamedTuple):
@@ -104,7 +110,7 @@ class Stage:
     # Whether the stage can apply the gradients of some shards without the gradients of others.
     _skips_shards: bool = False
     # Whether the stage counts which shards contribute; its `apply` then calls
-    # `StepBuilder.tell_finite`.
+    # `StepBuilder.publish_finite`.
     _counts_shards: bool = False
     # Whether the stage keeps moving averages of variables.
     _averages: bool = False
@@ -255,7 +261,7 @@ class Stack(NamedTuple):
         known = next((r.axes for r in reductions if r.axes), self.others)
         return known or find_axes(grads, reductions[0].batch_dims)
 
-    def shards_to_name(
+    def shard_numbering(
         self, number: int, grads: Sequence[mtf.Tensor]
     ) -> tuple[ReplicaAxes | None, bool]:
         """Returns how log lines of wrapper `number` number the shards, as two values.
@@ -329,12 +335,12 @@ class Reduce(Stage):
     def _reduces(self, about: About) -> str:
         used = self.reduction if self.partition is None else self.partition
         how = "reduce" if self.partition is None else "reduce, each replica its part,"
-        what = f"{how} over {over(about.axes)}: {strategy_told(used.strategy)}"
+        what = f"{how} over {shards_text(about.axes)}: {strategy_text(used.strategy)}"
         found = about.num_bytes(None if self.partition else self.reduction.strategy)
         if found is None:
             return what
         groups = f"{found[1]} group{'s' * (found[1] != 1)}"
-        return f"{what}, {bytes_told(found[0])} in {groups}"
+        return f"{what}, {bytes_text(found[0])} in {groups}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -354,7 +360,7 @@ class SplitByShard(Stage):
 # The passes that complete a stack. They change nothing and build nothing.
 
 
-def completed(
+def complete_stack(
     wrappers: Sequence[Any],
     inside: Sequence[Any],
     program: Program | None,

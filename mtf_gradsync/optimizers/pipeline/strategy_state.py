@@ -312,7 +312,7 @@ def reduce_by_strategy(
             reduction.name, what, reduction.batch_dims
         )
     result = ReducedByStrategy({}, [], [])
-    for shard_dims, pairs in _sets(gradients, axes, reduced_before).items():
+    for shard_dims, pairs in _group_by_shard_dims(gradients, axes, reduced_before).items():
         variables, given = [v for v, _ in pairs], [g for _, g in pairs]
         some = [] if shard_dims == axes.shard_dims else [d.name for d in shard_dims]
         name = "/".join([reduction.name, *some])
@@ -350,7 +350,7 @@ def reduce_by_strategy(
     return result
 
 
-def _sets(
+def _group_by_shard_dims(
     gradients: GradientSet, axes: ReplicaAxes, reduced_before: Collection[mtf.Variable]
 ) -> dict[tuple[mtf.Dimension, ...], list[tuple[mtf.Variable, mtf.Tensor]]]:
     """Groups the gradients that are to be reduced by the shard dims over which they are summed.

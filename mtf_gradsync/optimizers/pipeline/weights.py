@@ -55,7 +55,7 @@ class WeightsOfGradients(PlanExtension):
         """Records the loss `weighted` that `weighted_loss` returned for `loss`."""
         self.weighted = {**self.weighted, loss: weighted}
 
-    def behind(self, grads: Sequence[mtf.Tensor]) -> list[list[Recorded]]:
+    def recorded_for(self, grads: Sequence[mtf.Tensor]) -> list[list[Recorded]]:
         """Returns, for each gradient, the weights on record for those that it was computed from.
 
         A clipped gradient, for example, was computed from the gradient before the clip, for which
@@ -93,7 +93,7 @@ def _key(weights: Any) -> Any:
     return weights if isinstance(weights, float) else id(weights)
 
 
-def agreed_weights(
+def weights_of_step(
     weights: Any, found: Sequence[Sequence[Recorded]], variables: Sequence[mtf.Variable]
 ) -> Any:
     """Returns the weights of a step's gradients; None if no weights were given.
@@ -106,7 +106,7 @@ def agreed_weights(
       weights: the weights that `apply_grads` was given, as `check_weights` returned them; None if
         it was given none.
       found: for each gradient of the step, the weights on record for the gradients that it was
-        computed from, as `WeightsOfGradients.behind` returns them.
+        computed from, as `WeightsOfGradients.recorded_for` returns them.
       variables: the variables of these gradients, in the same order. Errors name them.
 
     Raises:
@@ -192,10 +192,10 @@ def check_weights(weights: Any, names: Sequence[str]) -> Any:
     return weights
 
 
-def weights_of(weights: Any, mesh: mtf.Mesh, axes: ReplicaAxes | None) -> Weights:
+def weights_on_mesh(weights: Any, mesh: mtf.Mesh, axes: ReplicaAxes | None) -> Weights:
     """Returns checked weights as float32 tensors on a mesh.
 
-    `weights` is what `check_weights` or `agreed_weights` returns. `axes` are the replica axes; if
+    `weights` is what `check_weights` or `weights_of_step` returns. `axes` are the replica axes; if
     they are None (not known), the result has the total weight but no weights of shards.
     """
     tensor = _as_tensor(weights, mesh)
@@ -309,7 +309,7 @@ def divided(grad: mtf.Tensor, by: mtf.Tensor) -> mtf.Tensor:
     return mtf.cwise(divide, [grad, on_mesh(by, grad.mesh)], grad.dtype)
 
 
-def weighted_shards(
+def fit_to_weights(
     grads: MaybeGradients, weights: Weights, axes: ReplicaAxes | None, strategy: Strategy
 ) -> list[mtf.Tensor | None]:
     """Returns gradients of shards, changed so that they fit the weights of the shards.
@@ -368,7 +368,7 @@ def with_weights(stack: Stack, axes: ReplicaAxes | None, slots: SlotBook) -> Sta
     """Returns a copy of `stack` with two more stages, which gradients with weights need.
 
     The first stage of the step fits the gradients of shards to the shards' weights (see
-    `weighted_shards`). The last stage before the update skips the update if the weights are 0.
+    `fit_to_weights`). The last stage before the update skips the update if the weights are 0.
 
     Args:
       stack: a completed stack.
@@ -382,7 +382,7 @@ def with_weights(stack: Stack, axes: ReplicaAxes | None, slots: SlotBook) -> Sta
 
 @dataclasses.dataclass(frozen=True)
 class _WeighShards(Stage):
-    """The stage before those of all wrappers: it fits gradients to weights (`weighted_shards`)."""
+    """The stage before those of all wrappers: it fits gradients to weights (`fit_to_weights`)."""
 
     strategy: Strategy
     axes: ReplicaAxes | None
@@ -392,7 +392,7 @@ class _WeighShards(Stage):
         weights = gradients.weights
         assert weights is not None
         return gradients.with_grads(
-            weighted_shards(gradients.grads, weights, self.axes, self.strategy)
+            fit_to_weights(gradients.grads, weights, self.axes, self.strategy)
         )
 
 

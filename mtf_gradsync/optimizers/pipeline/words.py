@@ -41,7 +41,7 @@ class About(NamedTuple):
     num_bytes: Callable[[Any], tuple[int, int] | None]
 
 
-def over(axes: ReplicaAxes | None) -> str:
+def shards_text(axes: ReplicaAxes | None) -> str:
     """Returns text that names the shards a reduction sums over, such as "batch, 4 shards".
 
     `axes` are the replica axes. If they are None (not known), the text is "the replica axes".
@@ -54,7 +54,7 @@ def over(axes: ReplicaAxes | None) -> str:
     return f"{names}, {axes.num_shards} shard{'s' * (axes.num_shards != 1)}"
 
 
-def told(value: Any) -> str:
+def setting_text(value: Any) -> str:
     """Returns the value of a setting as text for a line of `describe`.
 
     For None, a boolean, a string or a number the text is the value itself, such as "0.1". For a
@@ -67,7 +67,7 @@ def told(value: Any) -> str:
     return f"the value of {getattr(value, 'name', type(value).__name__)}"
 
 
-def strategy_told(strategy: Any) -> str:
+def strategy_text(strategy: Any) -> str:
     """Returns a reduction strategy as text: "fused" for `FusedAllReduce`, for example.
 
     For a strategy of another library the text has the name of its class: "by MyStrategy".
@@ -75,7 +75,7 @@ def strategy_told(strategy: Any) -> str:
     name, inner = type(strategy).__name__, getattr(strategy, "reducer", None)
     narrow = getattr(strategy, "compressed_dtype", None)
     if narrow is not None:
-        return f"{strategy_told(inner)}, sent in {narrow.name}"
+        return f"{strategy_text(inner)}, sent in {narrow.name}"
     how = {
         "FusedAllReduce": "fused",
         "QuantizedAllReduce": f"quantized to {getattr(strategy, 'bits', '')} bits",
@@ -84,7 +84,7 @@ def strategy_told(strategy: Any) -> str:
     return how.get(name, f"by {name}")
 
 
-def nth(count: Any) -> str:
+def frequency_text(count: Any) -> str:
     """Returns how often something is done, in words: "every step", "every 4th" and so on.
 
     `count` is the number of steps from one time to the next. If it is a string, it is returned as
@@ -98,7 +98,7 @@ def nth(count: Any) -> str:
     return f"every {count:,}{ending or 'th'}"
 
 
-def bytes_told(count: int) -> str:
+def bytes_text(count: int) -> str:
     """Returns a number of bytes as text, such as "12.3 MB"."""
     for unit, size in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
         if count >= size:

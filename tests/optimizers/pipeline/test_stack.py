@@ -7,7 +7,7 @@ import pytest
 import mtf_gradsync as gs
 from mtf_gradsync._private.libraries import mtf
 from mtf_gradsync.optimizers import CommonArguments, Condition, Stage, Wrapper
-from mtf_gradsync.optimizers.pipeline.stack import completed, in_blocks
+from mtf_gradsync.optimizers.pipeline.stack import complete_stack, in_blocks
 from tests import harness
 
 SHAPE, LAYOUT, _ = harness.MESHES["2x2"]
@@ -17,7 +17,7 @@ def test_what_comes_after_a_condition_is_a_block():
     clipped = gs.ClipByGlobalNormOptimizer(mtf.optimize.SgdOptimizer(0.1), 1.0)
     scaled = gs.LossScaleOptimizer(clipped)
     opt = gs.GradientAccumulationOptimizer(scaled, 4, mesh_shape=SHAPE, layout=LAYOUT)
-    blocks = in_blocks(completed(*opt._segment(), None))
+    blocks = in_blocks(complete_stack(*opt._segment(), None))
     assert [[(number, type(x).__name__) for number, x in one.stages] for one in blocks] == [
         [(0, "SplitByShard"), (0, "_Accumulate")],
         [(0, "Reduce"), (1, "_SkipNotFinite")],

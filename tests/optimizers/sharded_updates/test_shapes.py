@@ -9,7 +9,7 @@ from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.optimizers.sharded_variables import (
     saves_tiles,
     shape_of_part,
-    slot_shapes,
+    shapes_of_split_slot,
     why_unsplit,
 )
 
@@ -123,11 +123,11 @@ def test_they_are_split_where_the_step_has_nothing_else():
 
 
 def test_a_dimension_of_the_model_is_split_over_the_replicas_too():
-    shapes = slot_shapes(_shape("layers=3,d_ff=16"), AXES)
+    shapes = shapes_of_split_slot(_shape("layers=3,d_ff=16"), AXES)
     assert shapes.full == _shape("layers=3,d_ff=2,d_ff_batch=4,d_ff_rest=2")
     assert shapes.part == _shape("layers=3,d_ff=2,batch=4,d_ff_rest=2")
-    assert slot_shapes(_shape("d_ff=12"), AXES) is None
-    assert slot_shapes(_shape("d_ff=16"), AXES, min_size=17) is None
+    assert shapes_of_split_slot(_shape("d_ff=12"), AXES) is None
+    assert shapes_of_split_slot(_shape("d_ff=16"), AXES, min_size=17) is None
 
 
 def _shape(text):
