@@ -143,7 +143,7 @@ class GradientAccumulationOptimizer(ReportsSkips):
         ("skipped", "accumulation/skipped"),
     )
     backward_passes_per_step: Passes
-    _place_now = StepAttribute[Union[Accumulate, None]](None)
+    _chosen_way = StepAttribute[Union[Accumulate, None]](None)
     _found_axes = StepAttribute[Union[ReplicaAxes, None]](None)
 
     def __init__(
@@ -264,7 +264,7 @@ class GradientAccumulationOptimizer(ReportsSkips):
         needs_mesh = accumulate in (LOCAL, SHARDED) and self._accumulates
         common = CommonArguments(name, axes, mesh_shape, layout, batch_dims, reducer)
         self._wrap(opt, common, "the shards" if needs_mesh else "", reduce_dtype)
-        self._given_place = accumulate or (None if self.axes is None else LOCAL)
+        self._given_way = accumulate or (None if self.axes is None else LOCAL)
         self.backward_passes_per_step = backward_passes_per_step
         self._average = check_flag("average_aggregated_gradients", average_aggregated_gradients)
         self._skip_fn = should_skip_update_fn
@@ -283,12 +283,12 @@ class GradientAccumulationOptimizer(ReportsSkips):
     @property
     def accumulate(self) -> Accumulate | None:
         """How gradients accumulate; None until the choice is made, when gradients are applied."""
-        return self._given_place or self._place_now
+        return self._given_way or self._chosen_way
 
     def stages(self, place: Place) -> list[Stage]:
         if not self._accumulates:  # it does what the inner optimizer does, in any stack
             return []
-        where, axes, why = self._given_place, place.axes, ""
+        where, axes, why = self._given_way, place.axes, ""
         if where is None and place.program is not None:
             islands = place.islands
             found = islands.inside if islands else place.program.find_axes(place.names)
@@ -405,7 +405,7 @@ class _Accumulate(Stage):
     """The stage that adds up gradients, and passes on the sums when an update is due.
 
     Attributes:
-      wrapper: the wrapper whose settings count.
+      wrapper: the wrapper that the stage belongs to.
       where: how gradients accumulate: "local", "synced" or "sharded".
       axes: the replica axes; None if they are not known, as "synced" does not need them.
       why: the end of a sentence for the log: why gradients do not accumulate in a way that costs
@@ -633,7 +633,7 @@ class _Accumulate(Stage):
             after = now._replace(update_step=made)
 
             def note() -> None:
-                wrapper._place_now, wrapper._found_axes = self.where, self.axes
+                wrapper._chosen_way, wrapper._found_axes = self.where, self.axes
                 wrapper._set_step_attributes(before, after, skips)
 
             step.when_built(note)

@@ -180,7 +180,7 @@ class ByVariable(mtf.optimize.Optimizer):
         return self.apply_grads([grad], [var])
 
     def described(self, variables: Sequence[mtf.Variable]) -> list[tuple[Any, str, int]]:
-        """Returns what `describe` prints, as a triple for each group: (optimizer, text, count).
+        """Returns what `describe` prints: a triple (optimizer, text, count) for each group.
 
         The optimizer is None if the group is not updated. The text has the group's own settings and
         then the group's name. The count says how many of `variables` are in the group. Groups in

@@ -86,7 +86,7 @@ class CrossShardOptimizer(Wrapper):
     - A gradient per shard, of shape `[shard dims...] + var dims`, is summed over the shard dims.
     - If a variable has the shard dims itself, each shard has its own copy of the variable. For its
       copy a shard gets the sum of the gradients in its group of shards. With `group_assignment`, a
-      variable that all shards share is a ValueError.
+      variable that all shards share raises ValueError.
 
     References:
       https://www.tensorflow.org/api_docs/python/tf/compat/v1/tpu/CrossShardOptimizer

@@ -36,7 +36,7 @@ class TrainOptimizerInterface:
     # Groups of shards that sum the gradients of their own copies of variables; None for one group.
     _groups: list[list[int]] | None = None
     # The pairs given to `apply_grad` of this wrapper, or of one around it, without a step yet.
-    _to_build: tuple[_Pairs, ...] = ()
+    _to_build: tuple[_DeferredPairs, ...] = ()
     # While `minimize` computes gradients: the arguments of the step that it makes afterwards.
     _minimizing: OwnArguments | None = None
     apply_grads: Callable[..., list[mtf.Operation]]
@@ -239,10 +239,10 @@ class TrainOptimizerInterface:
                     var.name,
                 )
             self._build_pairs(var.graph)
-            pairs = _Pairs(self, var.graph, inner_arguments)
+            pairs = _DeferredPairs(self, var.graph, inner_arguments)
         return pairs.add(grad, var)
 
-    def _waiting_pairs(self, graph: mtf.Graph) -> list[_Pairs]:
+    def _waiting_pairs(self, graph: mtf.Graph) -> list[_DeferredPairs]:
         own = (p for p in self._to_build if p.is_waiting and p.wrapper is self)
         return [p for p in own if p.plan.graph is graph]
 
@@ -260,12 +260,11 @@ class TrainOptimizerInterface:
             )
 
     def _share_of_shard(self, loss: mtf.Tensor) -> float:
-        """Returns the number by which a loss is multiplied before gradients are computed.
+        """Returns the factor by which a loss is multiplied before gradients are computed.
 
         For losses of shards that are averaged, the number is 1/num_shards, or 1/(group size) if
         shards are in groups. For losses that are summed, and for a loss without shard dims, the
-        number is 1.0. Raises
-        ValueError if wrappers of the stack have different reductions.
+        number is 1.0. Raises ValueError if wrappers of the stack have different reductions.
         """
         wrappers, names = self._wrappers(), self._stack_shard_names()
         dims = mtf.Shape([d for d in loss.shape.dims if d.name in names])
@@ -333,7 +332,7 @@ def _warn_of_other_dims(
             )
 
 
-class _Pairs(DeferredUpdate):
+class _DeferredPairs(DeferredUpdate):
     """The pairs given to a wrapper's `apply_grad` in one graph; their common step is built later.
 
     `inner_arguments` are the other arguments of `apply_grad`, which are the same for all pairs.

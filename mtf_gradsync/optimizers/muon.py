@@ -224,7 +224,7 @@ def matrix_of(variable: mtf.Variable) -> Matrix:
     product of activations and the variable, the first dimension is taken as the input, and the
     other dimensions together as the outputs, as in Mesh-TF's dense layers.
     """
-    found = _Uses.of(variable.graph).matrices.get(variable.name)
+    found = _VariableUses.of(variable.graph).matrices.get(variable.name)
     return found or Matrix((0,), tuple(range(1, variable.shape.ndims)))
 
 
@@ -246,7 +246,7 @@ def is_hidden_matrix(variable: mtf.Variable) -> bool:
       >>> gs.is_hidden_matrix(mtf.get_variable(mesh, "bias", [size], initializer=ones))
       False
     """
-    name, uses = variable.name, _Uses.of(variable.graph)
+    name, uses = variable.name, _VariableUses.of(variable.graph)
     if variable.shape.ndims < 2 or any(x in name.lower() for x in _NOT_HIDDEN):
         return False
     if name not in uses.used:
@@ -254,7 +254,7 @@ def is_hidden_matrix(variable: mtf.Variable) -> bool:
     return name in uses.matrices and not uses.looked_up.intersection(variable.shape.dims)
 
 
-class _Uses:
+class _VariableUses:
     """A record of how the operations of a graph use its variables.
 
     Attributes:
@@ -276,7 +276,7 @@ class _Uses:
         )
 
     @classmethod
-    def of(cls, graph: mtf.Graph) -> _Uses:
+    def of(cls, graph: mtf.Graph) -> _VariableUses:
         """Returns the graph's record, which includes all operations that the graph has now."""
         uses = _uses_by_graph.setdefault(graph, cls())
         operations = graph.operations
@@ -327,4 +327,4 @@ class _Uses:
             self.matrices[name] = Matrix(inputs, outputs, copies)
 
 
-_uses_by_graph: weakref.WeakKeyDictionary[mtf.Graph, _Uses] = weakref.WeakKeyDictionary()
+_uses_by_graph: weakref.WeakKeyDictionary[mtf.Graph, _VariableUses] = weakref.WeakKeyDictionary()

@@ -92,7 +92,7 @@ class OuterSettings:
 
     @property
     def form_inside(self) -> Form:
-        """The form of gradients inside an island: per shard if it has shard dims, else reduced."""
+        """The form of gradients inside an island: per shard if it has shard dims, or reduced."""
         has_shards = self.inside is not None and self.inside.shard_dims
         return Form.PER_SHARD if has_shards else Form.REDUCED
 
@@ -346,7 +346,7 @@ class StepsOfIslands:
         step: StepBuilder,
         weight: mtf.Tensor | None,
     ) -> list[mtf.Operation]:
-        """Makes the outer step of a fragment, from the values after `updates`.
+        """Makes the outer step of a fragment, from the values that islands have after `updates`.
 
         `owners` are the variables, and pieces of variables, in the fragment. `weight` are the
         weights of the islands, `[islands...]`; None for equal weights. Returns the assignments to

@@ -110,10 +110,10 @@ def fragments_of(
 
 
 class SameSlices(GradientOperation):
-    """A reshape of tensors that each processor makes of its own slices, without communication.
+    """An operation that reshapes tensors: each processor reshapes its own slices.
 
-    The reshape adds the dimensions of islands to the shape of tensors that have another value on
-    each island, or removes these dimensions. The slices keep their size.
+    Nothing is sent. The new shapes have, or no longer have, the dimensions that number islands, for
+    tensors whose values differ between islands. The slices keep their size.
     """
 
     def __init__(self, tensors: Sequence[mtf.Tensor], shapes: Sequence[mtf.Shape]):
@@ -162,7 +162,8 @@ def differing_variables(
 
     The result is in the order of `candidates`. `sources` are tensors whose values differ between
     islands. Tensors that are computed from `sources` differ between islands, too, except the
-    outputs of `Agreed` and `NotFinite`. `operations` are all operations of the graph, in order.
+    outputs of `Agreed` and `NotFinite`, which are equal on all islands. `operations` are all
+    operations of the graph, in order.
     """
     differs: set[mtf.Tensor] = set(sources)
     found: set[mtf.Variable] = set()

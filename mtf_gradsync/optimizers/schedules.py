@@ -104,7 +104,7 @@ def adafactor_decay_rate_per_update(
         updates in the restored checkpoint, so that the count begins anew.
 
     Returns:
-      A float32 tf scalar, 1 - (t + 1)^-exponent, where t is the number of updates made so far, less
+      A float32 tf scalar, 1 - (t + 1)^-exponent, where t is the number of updates made so far minus
       offset.
 
     Raises:

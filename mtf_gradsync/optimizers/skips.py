@@ -62,10 +62,11 @@ def _no_update(owner: str, limit: int) -> str:
 
 
 def check_limit(limit: Any, least: int = 1, why: str = "") -> int | None:
-    """Returns max_steps_without_update, given as `limit`, after a check of it; None for no limit.
+    """Checks the argument max_steps_without_update, and returns it; None means no limit.
 
-    Raises an error if `limit` is no whole number of 1 or more, or is less than `least`. If `limit`
-    is less than `least`, the error ends with `why`: a clause on what needs so many steps.
+    `limit` is the argument. Raises ValueError if it is no whole number of 1 or more, or is less
+    than `least`, the number of steps from one update to the next. In the latter case the error ends
+    with `why`, a clause on what needs so many steps.
     """
     if limit is None:
         return None
@@ -227,7 +228,7 @@ class Skips:
             scale have after the step.
         """
         found, now = ([on_mesh(x, self.mesh) for x in some] for some in (found, now))
-        return [_Report(self, found, now)]
+        return [_RecordFlags(self, found, now)]
 
     def end_of_step(self, operations: Sequence[mtf.Operation]) -> list[mtf.Operation]:
         """Makes the operation that checks the limit at the end of a step; returns a list of it.
@@ -236,7 +237,7 @@ class Skips:
         step.
         """
         now = [mtf.anonymize(x) for x in values_after(self.looked_at, operations)]
-        self.watched = _Check(self, [v.value for v in self.looked_at], now, operations)
+        self.watched = _CheckLimit(self, [v.value for v in self.looked_at], now, operations)
         return [self.watched]
 
     @property
@@ -350,7 +351,7 @@ def _joined(strings: tf.Tensor) -> tf.Tensor:
     return tf.strings.reduce_join(strings, separator=", ")
 
 
-class _Report(mtf.Operation):
+class _RecordFlags(mtf.Operation):
     """The operation that records flags of a skipped step, and on placement meshes prints a line."""
 
     def __init__(self, skips: Skips, found: Sequence[mtf.Tensor], now: Sequence[mtf.Tensor]):
@@ -404,11 +405,11 @@ class _Report(mtf.Operation):
             return tf.cond(due, lambda: tf.group(told()), tf.no_op)
 
 
-class _Check(Watched):
+class _CheckLimit(Watched):
     """The operation that raises `NoUpdateError` after too many steps without an update.
 
     On a placement mesh this operation makes the step fail, after all of the step's writes; lines of
-    the log are printed by another operation (`_Report`). In SIMD programs a session or a hook
+    the log are printed by another operation (`_RecordFlags`). In SIMD programs a session or a hook
     raises the error and logs the lines.
     """
 

@@ -173,7 +173,7 @@ def record_bare_update(
 
 
 def written_by(updates: Sequence[mtf.Operation]) -> list[mtf.Variable]:
-    """Returns the variables that an optimizer's operations assign."""
+    """Returns the variables that the operations of an update assign."""
     return [v for op in updates if isinstance(op, mtf.Assign) for v in op.variables]
 
 

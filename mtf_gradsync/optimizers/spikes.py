@@ -37,8 +37,8 @@ class _Series(NamedTuple):
     without_data: float
 
 
-class _Changed(NamedTuple):
-    """A variable, with its values after a step that is taken and after one that is skipped."""
+class _NewValue(NamedTuple):
+    """A variable, the value that it gets if the step is taken, and the value if it is skipped."""
 
     variable: mtf.Variable
     taken: mtf.Tensor
@@ -152,7 +152,7 @@ class skip_spikes:
         """
         before_clip = [unclipped(g) for g in received.present]
         is_clipped = before_clip != received.present
-        changes: list[_Changed] = []
+        changes: list[_NewValue] = []
         skips = []
         for kind in self.of:
             series = _SERIES[kind]
@@ -188,7 +188,7 @@ class skip_spikes:
 
     def _check_newest(
         self, series: _Series, value: mtf.Tensor, name: str
-    ) -> tuple[mtf.Tensor, list[_Changed]]:
+    ) -> tuple[mtf.Tensor, list[_NewValue]]:
         """Returns whether the newest value of a series is a spike or not finite, and the new state.
 
         `value` is the step's norm or loss, a float32 mtf scalar, and `name` is the wrapper's name.
@@ -238,9 +238,9 @@ class skip_spikes:
         kept, count, row, skip = mtf.slicewise(step, inputs, shapes, dtypes, [], 0)
         none = mtf.zeros_like(row)
         return skip, [
-            _Changed(values, kept, values.value),
-            _Changed(num_values, count, num_values.value),
-            _Changed(in_a_row, none, row),
+            _NewValue(values, kept, values.value),
+            _NewValue(num_values, count, num_values.value),
+            _NewValue(in_a_row, none, row),
         ]
 
 

@@ -42,7 +42,7 @@ _NAME = re.compile(r"[A-Za-z0-9.][A-Za-z0-9_./-]*\Z")
 
 
 def check_name(name: Any) -> str:
-    """Returns the argument `name`; raises ValueError if it cannot be part of a variable's name."""
+    """Returns the argument `name`. Raises ValueError if it cannot be part of a variable's name."""
     if not isinstance(name, str) or not _NAME.match(name):
         raise ValueError(f"name must be of letters, digits and any of . _ / -, got {name!r}.")
     return name
@@ -354,7 +354,7 @@ def get_update_step(mesh: mtf.Mesh, name: str = "GradientAccumulationOptimizer")
 
 
 def update_counter(mesh: mtf.Mesh, name: str) -> mtf.Variable:
-    """Returns the counter of updates, the variable `<name>/update_step`, made on the first call.
+    """Returns the counter of updates `<name>/update_step`, a variable; the first call makes it.
 
     If the graph has the counter already, the counter may be on another mesh than `mesh`. The
     wrapper `name` advances the counter. If no wrapper has this name, the first step that a wrapper
@@ -381,9 +381,9 @@ class UpdateCounters(PlanExtension):
     wanted: tuple[mtf.Variable, ...] = ()
 
     def advances(self, graph: mtf.Graph, meshes: Collection[mtf.Mesh]) -> list[mtf.Operation]:
-        """Returns assignments that add one to counters on `meshes` that nothing else advances.
+        """Makes assignments that add one to counters on `meshes`, if nothing else advances these.
 
-        Counters are looked for in `wanted`, and assignments to counters in `graph`, as it is now.
+        The counters are those in `wanted`. Only operations that `graph` has now are looked at.
         """
         written = _assigned_variables(graph)
         free = [v for v in self.wanted if v.name not in written and v.mesh in meshes]

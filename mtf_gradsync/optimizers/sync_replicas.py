@@ -272,9 +272,10 @@ class SyncReplicasOptimizer(SessionInterface, KeepsAverages):
 
 @dataclasses.dataclass(frozen=True)
 class _AggregateReplicas(Stage):
-    """The stage that adds up contributions of replicas, and passes on the average of enough.
+    """The stage that adds up replicas' contributions, and passes on their average.
 
-    Later stages and the update run only in steps in which there are enough contributions.
+    Later stages and the update run only in steps in which there are enough contributions for an
+    update.
     """
 
     wrapper: SyncReplicasOptimizer

@@ -25,7 +25,7 @@ from mtf_gradsync.step import Gate, StepPlan, WriteInPlace, write_slices
 def weight_state(
     mesh: mtf.Mesh, owner: str, counter: str, checkpointed: bool = True
 ) -> mtf.Variable:
-    """Returns the variable `<owner>/weight`, the total weight of the gradients in accumulators.
+    """Makes the variable `<owner>/weight`: the total weight of the gradients in accumulators.
 
     The variable is a float32 scalar. If a checkpoint comes from a run without weights, the variable
     takes the value that the variable `counter` has in the checkpoint: each gradient in the sums
@@ -235,7 +235,7 @@ def without_skipped(gradients: GradientSet, skip: mtf.Tensor) -> GradientSet:
 
 
 def multiply_by_count(contributions: mtf.Tensor, grad: mtf.Tensor) -> mtf.Tensor:
-    """Returns `grad` times a count or weight; a count of 0 gives zeros, even in place of NaNs.
+    """Multiplies a gradient by a count or weight; a count of 0 gives zeros, even for NaNs.
 
     `contributions` is the count or weight: a scalar, or a tensor with some dimensions of `grad`.
     The result has the gradient's dtype, but at least float32.

@@ -77,7 +77,7 @@ def shard_names(reductions: Iterable[Reduction]) -> tuple[str, ...]:
 
 
 class Partition(NamedTuple):
-    """The settings by which updates or sums are split, so that each replica has its part.
+    """How updates or sums are split, so that each replica has its part.
 
     Attributes:
       axes: the replica axes.
@@ -94,15 +94,15 @@ class Partition(NamedTuple):
 
 
 class IslandAxes(NamedTuple):
-    """The axes of islands (`OuterOptimizer`).
+    """The mesh axes of an `OuterOptimizer`: between its islands, and inside an island.
 
     Attributes:
       islands: the axes between islands.
       inside: the replica axes inside an island; None for a single island without a known mesh.
       axes: all replica axes; None for a single island without a known mesh.
-      agree: a function `agree(holds, by_any)` that makes one boolean scalar for all islands, from a
-        boolean scalar `holds` that each island has: whether it is true on all islands or, if
-        `by_any` is true, whether it is true on at least one.
+      agree: a function `agree(holds, by_any)`. Each island has its own boolean scalar `holds`. The
+        result is one boolean scalar for all islands: whether `holds` is true on at least one island
+        if `by_any` is true, and otherwise whether it is true on all islands.
     """
 
     islands: ReplicaAxes
@@ -282,10 +282,11 @@ class GradientSet:
 
 
 def divide_and_cast(gradients: GradientSet, opt: Any) -> GradientSet:
-    """Returns reduced gradients divided by the divisor of the set, and cast to its dtypes.
+    """Divides reduced gradients by the divisor of their set, and casts them to the set's dtypes.
 
-    `opt` is the optimizer that gets the returned gradients. It gets no dtype narrower than float32,
-    unless it is Mesh-TF's MomentumOptimizer. The returned set has no divisor and no dtypes.
+    `opt` is the optimizer that gets the returned gradients. Gradients are not cast to a dtype
+    narrower than float32, unless `opt` is Mesh-TF's MomentumOptimizer. The returned set has no
+    divisor and no dtypes.
     """
     dtypes, divisor = gradients.dtypes, gradients.divisor
     if dtypes is None and divisor is None:
@@ -350,11 +351,12 @@ def _inner_dtype(dtype: tf.DType, opt: Any) -> tf.DType:
 
 
 def cast_for(opt: Any, gradients: GradientSet) -> GradientSet:
-    """Returns gradients in the dtypes that `opt` needs, an optimizer that is no wrapper.
+    """Casts gradients to the dtypes that the inner optimizer needs.
 
-    Mesh-TF's MomentumOptimizer needs the dtypes of the variables' values. Other optimizers get the
-    gradients as they are. Raises ValueError for variables whose values are narrower than float32 if
-    Mesh-TF's AdamWeightDecayOptimizer is to decay them, because it cannot decay such variables.
+    `opt` is the inner optimizer. Mesh-TF's MomentumOptimizer needs the dtypes of the variables'
+    values. Other optimizers get the gradients as they are. Raises ValueError for variables whose
+    values are narrower than float32 if Mesh-TF's AdamWeightDecayOptimizer is to decay them, because
+    it cannot decay such variables.
     """
     of = [optimizer_of(opt, v) for v in gradients.variables]
     for one in dict.fromkeys(of):

@@ -164,10 +164,11 @@ RULES = (
 
 
 def why_not(outer: Stages, inner: Stages) -> str | None:
-    """Returns the text of the first rule that forbids one wrapper around another; None if allowed.
+    """Returns why a wrapper must not be around another one; None if it may be.
 
-    `outer` are the stages of the wrapper around, and `inner` those of the wrapper inside. The text
-    has the fields of `OrderRule.why`, which the caller fills in.
+    `outer` are the stages of the wrapper around, and `inner` those of the wrapper inside. The
+    result is the text of the first rule that forbids it (`OrderRule.why`). The caller fills in the
+    fields of this text.
     """
     return next((rule.why for rule in RULES if rule.forbids(outer, inner)), None)
 

@@ -170,7 +170,7 @@ class Stage:
 
 
 class Program(NamedTuple):
-    """The parts of the program that applies gradients, by which a stack is completed for it.
+    """What is known of the program that applies gradients; a stack is completed with it.
 
     Attributes:
       find_axes: a function of names of batch dims that returns the replica axes; None if they are
@@ -229,8 +229,8 @@ class Stack(NamedTuple):
     Attributes:
       segments: the wrappers with their stages, the outermost first.
       opt: the optimizer inside the innermost of these wrappers.
-      others: if `opt` has wrappers inside, the replica axes of the first one that was given axes;
-        else None.
+      others: if `opt` has wrappers inside, the replica axes of the first of these wrappers that was
+        given axes; else None.
       islands: the islands of an `OuterOptimizer` around `opt`; None if there is none.
       first: stages that belong to no wrapper and come before those of all wrappers.
       last: stages that belong to no wrapper and come between those of all wrappers and the update.
@@ -397,11 +397,11 @@ def complete_stack(
 
 
 def with_conversions(segments: Sequence[Segment], takes_pending: bool) -> tuple[Segment, ...]:
-    """Returns segments in which each stage gets gradients of the form that it takes.
+    """Adds stages to segments so that each stage gets gradients of the form that it takes.
 
-    Where a stage would get another form, a stage that converts gradients is put before that stage.
-    If gradients are not reduced after the last stage, a reduction is added, unless `takes_pending`
-    is true: then the optimizer inside takes pending gradients, because it has a wrapper inside that
+    Where a stage would get another form, a stage that converts gradients is put before it. If
+    gradients are not reduced after the last stage, a reduction is added, unless `takes_pending` is
+    true: then the optimizer inside takes pending gradients, because it has a wrapper inside that
     reduces them.
     """
     left = [stage for segment in segments for stage in segment.stages]

@@ -22,7 +22,7 @@ from mtf_gradsync.reduce import Strategy
 from mtf_gradsync.step import PlanExtension, StepPlan
 
 
-class Recorded(NamedTuple):
+class RecordedWeights(NamedTuple):
     """The weights with which `compute_gradients` has computed a gradient.
 
     Attributes:
@@ -47,7 +47,7 @@ class WeightsOfGradients(PlanExtension):
         self.weighted: dict[mtf.Tensor, mtf.Tensor] = {}
 
     def record(self, grads: MaybeGradients, weights: Any) -> None:
-        """Records that `grads` were computed with `weights`; None for equal weights of shards."""
+        """Records the weights with which `grads` were computed; None for equal weights."""
         own = {g: weights for g in grads if g is not None}
         self._given = {**self._given, **own}  # a plan that is undone takes the old one
 
@@ -55,14 +55,14 @@ class WeightsOfGradients(PlanExtension):
         """Records the loss `weighted` that `weighted_loss` returned for `loss`."""
         self.weighted = {**self.weighted, loss: weighted}
 
-    def recorded_for(self, grads: Sequence[mtf.Tensor]) -> list[list[Recorded]]:
+    def recorded_for(self, grads: Sequence[mtf.Tensor]) -> list[list[RecordedWeights]]:
         """Returns, for each gradient, the weights on record for those that it was computed from.
 
         A clipped gradient, for example, was computed from the gradient before the clip, for which
         `record` was called. Equal weights are listed once. The list for a gradient is empty if
         there is no record of any gradient from which it was computed.
         """
-        found: list[list[Recorded]] = [[] for _ in grads]
+        found: list[list[RecordedWeights]] = [[] for _ in grads]
         if not self._given or not grads:
             return found
         graph = grads[0].graph
@@ -73,13 +73,13 @@ class WeightsOfGradients(PlanExtension):
             return [] if tensor in ends else computed_from(tensor)
 
         users: dict[mtf.Tensor, list[mtf.Tensor]] = {}
-        starts: dict[Any, tuple[Recorded, list[mtf.Tensor]]] = {}
+        starts: dict[Any, tuple[RecordedWeights, list[mtf.Tensor]]] = {}
         outside = set(graph.operations)
         for tensor in walk(grads, sources):
             for source in sources(tensor):
                 users.setdefault(source, []).append(tensor)
             if tensor in self._given:
-                one = Recorded(self._given[tensor], tensor.operation not in outside)
+                one = RecordedWeights(self._given[tensor], tensor.operation not in outside)
                 starts.setdefault((_key(one.weights), one.in_loop), (one, []))[1].append(tensor)
         for one, tensors in starts.values():
             reached = set(walk(tensors, lambda tensor: users.get(tensor, [])))
@@ -94,7 +94,7 @@ def _key(weights: Any) -> Any:
 
 
 def weights_of_step(
-    weights: Any, found: Sequence[Sequence[Recorded]], variables: Sequence[mtf.Variable]
+    weights: Any, found: Sequence[Sequence[RecordedWeights]], variables: Sequence[mtf.Variable]
 ) -> Any:
     """Returns the weights of a step's gradients; None if no weights were given.
 
@@ -193,10 +193,11 @@ def check_weights(weights: Any, names: Sequence[str]) -> Any:
 
 
 def weights_on_mesh(weights: Any, mesh: mtf.Mesh, axes: ReplicaAxes | None) -> Weights:
-    """Returns checked weights as float32 tensors on a mesh.
+    """Returns weights as float32 tensors on `mesh`: the total weight, and that of each shard.
 
-    `weights` is what `check_weights` or `weights_of_step` returns. `axes` are the replica axes; if
-    they are None (not known), the result has the total weight but no weights of shards.
+    `weights` is what `check_weights` or `weights_of_step` returns. `axes` are the replica axes. If
+    these are not known (None), or if `weights` is a scalar, the result has no weights of shards.
+    Raises ValueError for weights of shards on another mesh.
     """
     tensor = _as_tensor(weights, mesh)
     if not tensor.shape.dims:
@@ -253,7 +254,7 @@ def _summed_to(x: mtf.Tensor, shape: mtf.Shape) -> mtf.Tensor:
 
 
 def weighted_loss(loss: mtf.Tensor, weights: Any, names: Sequence[str]) -> mtf.Tensor:
-    """Returns the losses of shards, each times its weight over the mean weight.
+    """Returns the losses of shards, each multiplied by its weight divided by the mean weight.
 
     The mean of the returned losses is the weighted mean of the given losses. If the loss or the
     weights have no shard dims, the loss is returned unchanged, as it is a mean already. `weights`
