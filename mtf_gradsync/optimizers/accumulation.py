@@ -277,7 +277,7 @@ class GradientAccumulationOptimizer(ReportsSkips):
 
     @property
     def axes(self) -> ReplicaAxes | None:
-        """The replica axes, as given, or as found when gradients were applied; None if neither."""
+        """The replica axes: as given, or as found when gradients were applied; or None."""
         return self._given_axes or vars(self).get("_found_axes")
 
     @property

@@ -107,8 +107,8 @@ class InnerOptimizer(mtf.optimize.Optimizer):
         """
         raise NotImplementedError
 
-    def _slot(self, var: mtf.Variable, name: str) -> mtf.Variable:
-        """Returns a new slot `<var>/<name>` of zeros, with the variable's shape."""
+    def _make_slot(self, var: mtf.Variable, name: str) -> mtf.Variable:
+        """Makes the slot `<var>/<name>`, which begins with zeros and has the variable's shape."""
         name, dtype = f"{var.name}/{name}", self.slot_dtype or wide_dtype(var)
         zeros = tf.zeros_initializer()
         return mtf.get_variable(
@@ -208,7 +208,7 @@ class AdamWOptimizer(InnerOptimizer):
 
     def _update(self, grad: mtf.Tensor, var: mtf.Variable) -> list[mtf.Operation]:
         wide = wide_dtype(var)
-        m, v = self._slot(var, "adam_m"), self._slot(var, "adam_v")
+        m, v = self._make_slot(var, "adam_m"), self._make_slot(var, "adam_v")
         # One counter for each variable, which may be trained later than others, or apart from them.
         t = named_state(
             var.mesh,
@@ -222,8 +222,8 @@ class AdamWOptimizer(InnerOptimizer):
         grad = mtf.cast(grad, wide)
         new_m = mtf.cast(m.value, wide) * self.beta_1 + grad * (1.0 - self.beta_1)
         new_v = mtf.cast(v.value, wide) * self.beta_2 + mtf.square(grad) * (1.0 - self.beta_2)
-        mean = new_m / _weight(self.beta_1, count, wide)
-        square = new_v / _weight(self.beta_2, count, wide)
+        mean = new_m / _bias_correction(self.beta_1, count, wide)
+        square = new_v / _bias_correction(self.beta_2, count, wide)
         update = mean / (mtf.sqrt(square) + self.epsilon)
         if self._decays(var.name):
             update += mtf.cast(var.value, wide) * self.weight_decay_rate
@@ -236,8 +236,8 @@ class AdamWOptimizer(InnerOptimizer):
         return self.weight_decay_rate != 0 and not excluded
 
 
-def _weight(beta: float, count: mtf.Tensor, dtype: tf.DType) -> mtf.Tensor:
-    """Returns 1 - beta^count: a moving average that began with zeros is divided by it.
+def _bias_correction(beta: float, count: mtf.Tensor, dtype: tf.DType) -> mtf.Tensor:
+    """Returns 1 - beta^count, by which a moving average that began with zeros is divided.
 
     `count` is the number of values in the moving average, an integer mtf scalar, and `beta` is the
     decay of the average. The result is an mtf scalar of `dtype`.

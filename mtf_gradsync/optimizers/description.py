@@ -174,7 +174,7 @@ def _stage_lines(opt: Any, mesh: Any, variables: Sequence[mtf.Variable]) -> list
         stack = complete_stack(*opt._segment(), program)
     else:
         stack = step.stack
-    told: list[_StageLine] = []
+    lines: list[_StageLine] = []
     dtype: Any = None
     when = ""
     for block in in_blocks(stack):
@@ -184,24 +184,24 @@ def _stage_lines(opt: Any, mesh: Any, variables: Sequence[mtf.Variable]) -> list
             known = next((one.axes for one in reductions if one.axes), None)
             axes = known or axes_of_program(reductions[0].batch_dims)
             about = _about(axes, tuple(variables), dtype)
-            told += [_StageLine(line, reductions[0].name, when) for line in stage.describe(about)]
+            lines += [_StageLine(line, reductions[0].name, when) for line in stage.describe(about)]
             dtype = stage._sums_in or dtype
     more = next((x for x in opt._segment()[1] if isinstance(x, Wrapper)), None)
     if more is None:
-        return [*told, *_update_lines(stack.opt, variables, when)]
+        return [*lines, *_update_lines(stack.opt, variables, when)]
     handed = _StageLine(Line(f"hand gradients to {type(stack.opt).__name__}"), "", when)
-    return [*told, handed, *_stage_lines(more, mesh, variables)]
+    return [*lines, handed, *_stage_lines(more, mesh, variables)]
 
 
-def _in_order_of_work(told: Sequence[_StageLine]) -> list[DescribedLine]:
+def _in_order_of_work(stage_lines: Sequence[_StageLine]) -> list[DescribedLine]:
     """Puts lines into the order in which the step does the work, and adds when it is done.
 
-    `told` has lines in the order of stages. In the result, `when` is "" for a line that is for the
-    same steps as the line before it.
+    `stage_lines` has lines in the order of stages. In the result, `when` is "" for a line that is
+    for the same steps as the line before it.
     """
-    first = [x for x in told if x.line.first]
-    after = [x for x in reversed(told) if x.line.after]
-    between = [x for x in told if x not in first and x not in after]
+    first = [x for x in stage_lines if x.line.first]
+    after = [x for x in reversed(stage_lines) if x.line.after]
+    between = [x for x in stage_lines if x not in first and x not in after]
     lines, when = [], "every step"
     for one in [*first, *between]:
         when = when if one.line.first else one.when or when
@@ -258,14 +258,14 @@ def _about(axes: ReplicaAxes | None, variables: tuple[mtf.Variable, ...], dtype:
     return About(axes, variables, num_bytes)
 
 
-def _bytes_per_number(own: tf.DType, summed_in: Any, strategy: Any) -> int:
+def _bytes_per_number(dtype: tf.DType, summed_in: Any, strategy: Any) -> int:
     """Returns the bytes that one number of a gradient takes when it is sent.
 
-    `own` is the gradient's dtype. If gradients are added up before they are sent, `summed_in` is
+    `dtype` is the gradient's dtype. If gradients are added up before they are sent, `summed_in` is
     the dtype of the sums, or "wide" for at least float32; otherwise `summed_in` is None. `strategy`
     is the reduction strategy, which may send numbers in a narrower dtype.
     """
-    size = own.size
+    size = dtype.size
     if summed_in is not None:
         size = max(size, 4) if summed_in == "wide" else summed_in.size
     narrow = getattr(strategy, "compressed_dtype", None)

@@ -103,7 +103,7 @@ class MuonOptimizer(InnerOptimizer):
 
     def _update(self, grad: mtf.Tensor, var: mtf.Variable) -> list[mtf.Operation]:
         wide = wide_dtype(var)
-        m = self._slot(var, "muon_m")
+        m = self._make_slot(var, "muon_m")
         # 1. Momentum.
         grad = mtf.cast(grad, wide) * (1.0 - self.momentum)
         new_m = mtf.cast(m.value, wide) * self.momentum + grad

@@ -281,12 +281,12 @@ class OuterOptimizer(ReportsSkips):
                 inner._check_inside(self.islands, self.inside)
 
     def _gradient_reduction(
-        self, place: Place | None = None, own: ReplicaAxes | None = None
+        self, place: Place | None = None, found_axes: ReplicaAxes | None = None
     ) -> Reduction:
         # Gradients are reduced inside an island; the wrapper's reducer is for outer steps.
         return (
             super()
-            ._gradient_reduction(place, own)
+            ._gradient_reduction(place, found_axes)
             ._replace(strategy=FusedAllReduce(), other_axes=None)
         )
 

@@ -43,7 +43,7 @@ class ReplicaState(NamedTuple):
 
 
 def make_state(mesh: mtf.Mesh, name: str, shard_dims: Sequence[mtf.Dimension]) -> ReplicaState:
-    """Makes the counters, the variables `<name>/<field>`, which checkpoints hold.
+    """Makes the counters of the replicas: variables `<name>/<field>`, which checkpoints hold.
 
     `name` is the wrapper's name, and `shard_dims` are the dimensions that number the replicas. If a
     checkpoint is from another number of shards, the counts of its shards are added up or moved to
@@ -77,7 +77,7 @@ def after_step(
     count: mtf.Tensor,
     updated: mtf.Tensor,
 ) -> ReplicaState:
-    """Returns the values of the counters after a step, as int32 mtf tensors.
+    """Returns the values that the counters get in a step, as int32 mtf tensors.
 
     Args:
       before: the mtf variables of the counters.
@@ -157,10 +157,10 @@ def check_per_replica(name: str, kind: str, value: Any, axes: ReplicaAxes) -> No
 
 
 def check_tensor_mesh(name: str, value: Any, mesh: mtf.Mesh) -> None:
-    """Raises ValueError if an argument, `value`, is an mtf tensor of another mesh than `mesh`.
+    """Raises ValueError if an argument is an mtf tensor that is not on `mesh`.
 
-    A value that is no mtf tensor or variable is accepted. `name` is the argument's name, for the
-    error.
+    `value` is the argument, and `name` its name, for the error. A value that is no mtf tensor or
+    variable is accepted.
     """
     if isinstance(value, (mtf.Tensor, mtf.Variable)) and value.mesh is not mesh:
         raise ValueError(
@@ -169,7 +169,7 @@ def check_tensor_mesh(name: str, value: Any, mesh: mtf.Mesh) -> None:
 
 
 def steps_of_gradients(local_steps: Any, variable: mtf.Variable, axes: ReplicaAxes) -> mtf.Tensor:
-    """Returns the update step for which each replica computed its gradient.
+    """Returns, for each replica, the update step for which its gradient was computed.
 
     `local_steps` is the argument of `SyncReplicasOptimizer`, a whole number for each replica. If
     `local_steps` is None, the result is the value of `variable`, the counter

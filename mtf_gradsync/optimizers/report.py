@@ -245,7 +245,7 @@ def gradient_noise_scale(
                     "are not recoverable without sums of the size of gradients."
                 )
             total = norm_of_reduced(reduced.sums, reduced.strategy)
-            estimates = _estimates(parts, total, axes.num_shards, batch_size)
+            estimates = _estimate_noise(parts, total, axes.num_shards, batch_size)
             made = [
                 mtf.assign(average, _moved_average(average.value, new, estimates, decay))
                 for average, new in zip(averages, estimates)
@@ -308,7 +308,7 @@ def _first_reduction(opt: Any, axes: ReplicaAxes | None) -> tuple[Reduced, Repli
     return reduced, axes
 
 
-def _estimates(
+def _estimate_noise(
     parts: mtf.Tensor, total: mtf.Tensor, num_shards: int, batch_size: float
 ) -> list[mtf.Tensor]:
     """Returns unbiased estimates of tr(Sigma) and |G|^2 from one step, two float32 mtf scalars.

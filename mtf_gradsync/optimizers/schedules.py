@@ -192,9 +192,10 @@ def settings_by_global_step(opt: Any, passes: int | None = None) -> dict[str, li
 
 
 def check_passes(passes: Any) -> Passes:
-    """Returns backward_passes_per_step, given as `passes`.
+    """Checks the argument backward_passes_per_step, and returns it.
 
-    Raises ValueError unless `passes` is a whole number of 1 or more, or a function.
+    `passes` is the argument. Raises ValueError unless it is a whole number of 1 or more, or a
+    function.
     """
     if isinstance(passes, type) or not callable(passes):
         return check_whole_number("backward_passes_per_step", passes, more=_OR_A_FUNCTION)

@@ -118,12 +118,13 @@ class _UpdateParts(Stage):
         variables: Sequence[mtf.Variable],
         arguments: OwnArguments,
     ) -> None:
-        """Raises ValueError if no variable can be split, or for an argument that would have to be.
+        """Raises ValueError if the update cannot be split over the replicas.
 
-        `grads` has the gradient, or None, of each of `variables`. `arguments` are the arguments for
-        the inner optimizer: a tensor among them must not have a dimension along which a variable is
-        split, because it would have to be split, too. A variable must not have been updated in this
-        graph before if that update has gathered its slots.
+        At least one of the variables must be one that can be split. A tensor among the arguments
+        for the inner optimizer (`arguments`) must not have a dimension along which a variable is
+        split, because it would have to be split, too. And a variable must not have been updated in
+        this graph before if that update has gathered its slots. `grads` has the gradient, or None,
+        of each of `variables`.
         """
         given = [v for g, v in zip(grads, variables) if g is not None]
         if given:
@@ -158,7 +159,7 @@ class _UpdateParts(Stage):
     ) -> list[mtf.Operation]:
         wrapper, axes, owners = self.wrapper, self.axes, gradients.owners
         shapes = self._partition.shapes_of(owners)
-        parts = {v: wrapper._part(v, shape) for v, shape in shapes.items()}
+        parts = {v: wrapper._make_part(v, shape) for v, shape in shapes.items()}
         inner = tuple(parts.get(v, v) for v in gradients.variables)
         graph = gradients.graph
         before = set(graph.operations)
@@ -314,7 +315,7 @@ class ShardedUpdateOptimizer(Wrapper):
 
         return [_UpdateParts(self, axes, Partition(axes, self.reducer, shapes_of, self.name))]
 
-    def _part(self, variable: mtf.Variable, shape: mtf.Shape) -> PartOfVariable:
+    def _make_part(self, variable: mtf.Variable, shape: mtf.Shape) -> PartOfVariable:
         """Returns the variable that the inner optimizer is given in the place of `variable`.
 
         It stands for a replica's part, whose shape is `shape`. The inner optimizer finds its slots

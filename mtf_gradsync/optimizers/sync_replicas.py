@@ -301,14 +301,14 @@ class _AggregateReplicas(Stage):
         return PerShard("reduce", remakes=True)
 
     @property
-    def _is_one_step(self) -> bool:
+    def _can_update_each_step(self) -> bool:
         """Whether one step can have enough contributions for an update."""
         return self.wrapper._to_aggregate <= self.axes.num_shards
 
     @property
     def condition(self) -> Condition:  # type: ignore[override]
         when = f"once {self.wrapper._to_aggregate} contributed"
-        return Condition(when, as_call=not self._is_one_step)
+        return Condition(when, as_call=not self._can_update_each_step)
 
     def describe(self, about: About) -> list[Line]:
         asked = " that are asked to contribute" * (self.wrapper._contributes is not None)
@@ -359,7 +359,7 @@ class _AggregateReplicas(Stage):
         )
         skipped = mtf.logical_not(fresh)
         # If one step can be enough, only steps that are not enough need accumulators.
-        if not self._is_one_step:
+        if not self._can_update_each_step:
             gradients = without_skipped(gradients, skipped)
         # Besides gradients, only this flag is reduced over the replica axes.
         contributed = mtf.anonymize(mtf.cast(fresh, tf.int32))
@@ -399,7 +399,9 @@ class _AggregateReplicas(Stage):
         # All replicas contribute, and there are no contributions of earlier steps.
         alone = mtf.equal(mtf.reduce_min(contributed) - before.count.value, 1)
         step.write_state(when=lambda: mtf.greater(contributions, 0))
-        gate = accumulators.add(step, DirectUpdate(alone, skipped) if self._is_one_step else None)
+        gate = accumulators.add(
+            step, DirectUpdate(alone, skipped) if self._can_update_each_step else None
+        )
         now = after_step(before, steps, contributed, count, mtf.cast(due, tf.int32))
         writes = [mtf.assign(v, x) for v, x in zip(before, now)]
         divisor = mtf.cast(count, tf.float32) / axes.num_shards

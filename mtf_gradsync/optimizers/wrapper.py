@@ -609,13 +609,13 @@ def _warn_of_positional_rate(opt: Any) -> None:
         )
 
 
-def _graph_objects(held: Any) -> Iterator[Any]:
+def _graph_objects(value: Any) -> Iterator[Any]:
     """Yields the tensors, variables, operations and other objects of a graph that a value has.
 
-    `held` is an object of a tf or mtf graph, or a dict, list, tuple or set of such objects. A
+    `value` is an object of a tf or mtf graph, or a dict, list, tuple or set of such objects. A
     container may have further containers inside.
     """
-    todo, seen = [held], {}
+    todo, seen = [value], {}
     while todo:
         one = todo.pop()
         if id(one) in seen:

@@ -406,10 +406,10 @@ class StepBuilder(StepConditions):
         else:
             self.run_when(when(), gate, writes)
 
-    def reduced(
+    def reduce_and_divide(
         self, gradients: GradientSet, reduction: Reduction, partition: Partition | None
     ) -> GradientSet:
-        """Returns gradients that are reduced over the mesh, divided by their divisor, and cast.
+        """Reduces gradients over the mesh, divides them by their set's divisor, and casts them.
 
         `reduction` has the settings of the reduction. If `partition` is given, the strategy and
         axes of `partition` are used instead, and each replica gets its part of a gradient. Without

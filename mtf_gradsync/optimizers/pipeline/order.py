@@ -60,7 +60,7 @@ def averages(stages: Stages) -> bool:
 
 
 def keeps_outer_values(stages: Stages) -> bool:
-    """Returns whether these stages train copies of variables apart from the values programs see.
+    """Returns whether these stages train values of variables that programs do not see.
 
     The stages of `OuterOptimizer` are an example: islands train their own values, and programs see
     the outer values.

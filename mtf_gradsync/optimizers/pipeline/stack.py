@@ -320,7 +320,7 @@ class Reduce(Stage):
         return Form.REDUCED if self.partition is None else Form.PART
 
     def apply(self, gradients: GradientSet, step: Any) -> GradientSet:
-        return step.reduced(gradients, self.reduction, self.partition)
+        return step.reduce_and_divide(gradients, self.reduction, self.partition)
 
     def describe(self, about: About) -> list[Line]:
         what: tuple[str, ...] = (self.divides,)

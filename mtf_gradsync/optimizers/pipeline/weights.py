@@ -208,7 +208,7 @@ def weights_on_mesh(weights: Any, mesh: mtf.Mesh, axes: ReplicaAxes | None) -> W
             "weights on the gradients' mesh, or a scalar."
         )
     total = mtf.reduce_sum(tensor)
-    return Weights(total, None if axes is None else _by_shard(tensor, axes))
+    return Weights(total, None if axes is None else _weight_per_shard(tensor, axes))
 
 
 def _as_tensor(weights: Any, mesh: mtf.Mesh) -> mtf.Tensor:
@@ -220,7 +220,7 @@ def _as_tensor(weights: Any, mesh: mtf.Mesh) -> mtf.Tensor:
     return mtf.cast(mtf.stop_gradient(weights), tf.float32)
 
 
-def _by_shard(weights: mtf.Tensor, axes: ReplicaAxes) -> mtf.Tensor:
+def _weight_per_shard(weights: mtf.Tensor, axes: ReplicaAxes) -> mtf.Tensor:
     """Returns the weight of each shard, `[shard dims...]`, from weights that have some shard dims.
 
     If `weights` is longer than the number of shards along a dimension, it has one weight for each
