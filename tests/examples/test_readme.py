@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import gin
 import pytest
 
 import mtf_gradsync as gs
 from mtf_gradsync._private.libraries import mtf
 from tests import documents
+from tests.runtimes.cluster.processes import Processes
+
+# Of the run's folder, which the program names by a relative path.
+_IN = "import os, runpy, sys; os.chdir(sys.argv[1]); runpy.run_path('evaluate.py')"
 
 
 @pytest.mark.slow
@@ -22,11 +22,9 @@ def test_quickstart_prints_its_numbers_and_goes_on_in_another_process(tmp_path, 
     # As a reader writes the second program: all but the session of the first.
     model, _, _ = train.code.partition("with tf.Session")
     (tmp_path / "evaluate.py").write_text(f"{model}{evaluate.code}", encoding="utf-8")
-    environment = {**os.environ, "PYTHONPATH": str(documents.ROOT)}
-    done = subprocess.run(
-        [sys.executable, "evaluate.py"], env=environment, capture_output=True, text=True, check=True
-    )
-    assert done.stdout == evaluate.printed
+    with Processes() as processes:
+        process = processes.fork("-c", _IN, tmp_path)
+        assert processes.wait(process) == evaluate.printed
 
 
 def test_readme_is_short():

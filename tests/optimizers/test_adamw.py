@@ -126,16 +126,16 @@ def test_the_formula_is_optaxs():
                 np.testing.assert_allclose(theirs[k], value, rtol=1e-12, atol=0)
 
 
-@pytest.mark.parametrize("wrapper", wrappers.ALIKE)
+@pytest.mark.parametrize(("kind", "wrapper"), harness.pairs(["placement", "simd"], wrappers.ALIKE))
 @pytest.mark.mostly_slow
-def test_in_every_wrapper(mesh_kind, wrapper):
+def test_in_every_wrapper(kind, wrapper):
     """One update of each variable counts one, whatever the number of steps."""
     passes = wrappers.passes(wrapper)
     build = models.train(
         lambda: wrappers.wrap(wrapper, gs.AdamWOptimizer(0.01, DECAY, epsilon=1e-3), AXES)
     )
     feeds = models.mlp_batches(2 * passes)
-    values = harness.run(mesh_kind, SHAPE, LAYOUT, build, feeds).variables
+    values = harness.run(kind, SHAPE, LAYOUT, build, feeds).variables
     adam = AdamW(0.01, DECAY, epsilon=1e-3)
     expected = reference.train(reference.Accumulation(adam, passes, average=True), feeds)
     for name, value in expected.items():

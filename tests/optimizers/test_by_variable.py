@@ -56,13 +56,16 @@ def expected_groups():
     )
 
 
-@pytest.mark.parametrize("wrapper", wrappers.ALIKE)
-@pytest.mark.mostly_slow(every=4)
-def test_in_every_wrapper(mesh_kind, wrapper):
+KINDS = ["placement", "simd"]
+
+
+@pytest.mark.parametrize(("kind", "wrapper"), harness.pairs(KINDS, wrappers.ALIKE))
+@pytest.mark.mostly_slow(every=5)
+def test_in_every_wrapper(kind, wrapper):
     passes = wrappers.passes(wrapper)
     feeds = models.mlp_batches(2 * passes)
     build = models.train(lambda: wrappers.wrap(wrapper, grouped(), AXES))
-    values = harness.run(mesh_kind, SHAPE, LAYOUT, build, feeds).variables
+    values = harness.run(kind, SHAPE, LAYOUT, build, feeds).variables
     expected = reference.train(
         reference.Accumulation(expected_groups(), passes, average=True), feeds
     )
@@ -73,15 +76,24 @@ def test_in_every_wrapper(mesh_kind, wrapper):
         assert len(slots) == (name != "scale")
 
 
-@pytest.mark.parametrize("wrapper", ["cross_shard", "sharded", "local(sharded)", "one island"])
-@pytest.mark.mostly_slow(every=4)
-def test_what_stays_as_it_is_has_no_slots_and_is_not_reduced(mesh_kind, wrapper):
+@pytest.mark.parametrize(
+    ("kind", "wrapper"),
+    [
+        ("placement", "cross_shard"),
+        ("simd", "sharded"),
+        ("placement", "local(sharded)"),
+        ("simd", "local(sharded)"),
+        ("simd", "one island"),
+    ],
+)
+@pytest.mark.mostly_slow(keep="simd")
+def test_what_stays_as_it_is_has_no_slots_and_is_not_reduced(kind, wrapper):
     passes = wrappers.passes(wrapper)
     feeds = models.mlp_batches(2 * passes)
 
     def made(groups):
         build = models.train(lambda: wrappers.wrap(wrapper, gs.ByVariable(ADAMW, groups), AXES))
-        return harness.built(mesh_kind, SHAPE, LAYOUT, build, feeds[0])
+        return harness.built(kind, SHAPE, LAYOUT, build, feeds[0])
 
     frozen = made([("^b1$", None)])
     values = frozen.run(feeds).variables
@@ -91,7 +103,7 @@ def test_what_stays_as_it_is_has_no_slots_and_is_not_reduced(mesh_kind, wrapper)
     expected = reference.train(reference.Accumulation(update, passes, average=True), feeds)
     for name, value in expected.items():
         np.testing.assert_allclose(values[name], value, rtol=0, atol=2e-6, err_msg=name)
-    if mesh_kind == "simd":
+    if kind == "simd":
         sent, all_sent = (
             sum(
                 row.bytes_per_core
@@ -114,8 +126,8 @@ RATES = {
 }
 
 
-@pytest.mark.parametrize("kind", RATES)
-def test_groups_multiply_one_learning_rate(mesh_kind, kind):
+@pytest.mark.parametrize(("kind", "rate"), harness.pairs(KINDS, RATES))
+def test_groups_multiply_one_learning_rate(kind, rate):
     """Of the same optimizer, and of another one, which is one of TensorFlow."""
     sgd = functools.partial(gs.MeshOptimizer, tf.train.GradientDescentOptimizer)
     groups = [
@@ -124,15 +136,15 @@ def test_groups_multiply_one_learning_rate(mesh_kind, kind):
     ]
 
     def build(mesh, inputs):
-        rate = RATES[kind](mesh)
+        given = RATES[rate](mesh)
         adamw = functools.partial(gs.AdamWOptimizer, epsilon=1e-3)
         opt = lambda: gs.CrossShardOptimizer(  # noqa: E731
-            gs.ByVariable(adamw, groups, learning_rate=rate)
+            gs.ByVariable(adamw, groups, learning_rate=given)
         )
         return models.train(opt)(mesh, inputs)
 
     def at(factor):
-        return lambda t: factor * 0.02 / (t + 1) ** 0.5 if kind == "schedule" else factor * 0.02
+        return lambda t: factor * 0.02 / (t + 1) ** 0.5 if rate == "schedule" else factor * 0.02
 
     of_groups = Groups(
         {
@@ -142,7 +154,7 @@ def test_groups_multiply_one_learning_rate(mesh_kind, kind):
         }
     )
     feeds = models.mlp_batches(3)
-    values = harness.run(mesh_kind, SHAPE, LAYOUT, build, feeds).variables
+    values = harness.run(kind, SHAPE, LAYOUT, build, feeds).variables
     for name, value in reference.train(of_groups, feeds).items():
         np.testing.assert_allclose(values[name], value, rtol=0, atol=4e-6, err_msg=name)
 
@@ -238,14 +250,14 @@ def islands(opt):
 
 
 @pytest.mark.parametrize(
-    ("wrapper", "before", "after", "new"),
+    ("kind", "wrapper", "before", "after", "new"),
     [
-        (gs.CrossShardOptimizer, FROZEN, [], {"w1/adam_m", "w1/adam_v"}),
-        (gs.CrossShardOptimizer, FROZEN, MUON, {"w1/muon_m"}),
-        (gs.CrossShardOptimizer, [], MUON, {"w1/muon_m"}),
-        (gs.CrossShardOptimizer, [], FROZEN, set()),
-        (islands, FROZEN, [], {"w1/adam_m/island", "w1/adam_v/island"}),
-        (islands, [], MUON, {"w1/muon_m/island"}),
+        ("placement", gs.CrossShardOptimizer, FROZEN, [], {"w1/adam_m", "w1/adam_v"}),
+        ("simd", gs.CrossShardOptimizer, FROZEN, MUON, {"w1/muon_m"}),
+        ("placement", gs.CrossShardOptimizer, [], MUON, {"w1/muon_m"}),
+        ("simd", gs.CrossShardOptimizer, [], FROZEN, set()),
+        ("simd", islands, FROZEN, [], {"w1/adam_m/island", "w1/adam_v/island"}),
+        ("placement", islands, [], MUON, {"w1/muon_m/island"}),
     ],
     ids=[
         "trained again",
@@ -256,7 +268,6 @@ def islands(opt):
         "to Muon in islands",
     ],
 )
-@pytest.mark.parametrize("kind", ["placement", "simd"])
 @pytest.mark.mostly_slow(every=3)
 def test_a_variable_changes_its_group_in_a_restart(
     kind, wrapper, before, after, new, tmp_path, caplog

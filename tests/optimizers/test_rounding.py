@@ -102,16 +102,8 @@ def test_a_thousand_small_steps_are_those_of_float32_in_the_mean(name, gradient)
     assert 0.01 < np.std(results["stochastic"]) < 0.2
 
 
-# Of those that write whole variables, each is on one kind of mesh.
-WRITES_PARTS = [w for w in wrappers.ALIKE if "sharded" in w or "island" in w]
-WRITES_WHOLE = [w for w in wrappers.ALIKE if w not in WRITES_PARTS]
-
-
-@pytest.mark.parametrize(
-    ("kind", "wrapper"),
-    [(kind, wrapper) for kind in ("placement", "simd") for wrapper in WRITES_PARTS]
-    + harness.pairs(["placement", "simd"], WRITES_WHOLE),
-)
+# Those that write parts of variables are on both kinds of mesh together, each on one.
+@pytest.mark.parametrize(("kind", "wrapper"), harness.pairs(["placement", "simd"], wrappers.ALIKE))
 @pytest.mark.mostly_slow
 def test_in_every_wrapper_bits_are_those_of_one_core(kind, wrapper):
     """Those of variables and of slots, split or not, in parts or not."""
@@ -127,13 +119,16 @@ def test_in_every_wrapper_bits_are_those_of_one_core(kind, wrapper):
             np.testing.assert_array_equal(here.astype("f"), value, err_msg=name)
 
 
-@pytest.mark.parametrize("name", ["adamw", "muon", "sgd", "ftrl of tensorflow"])
-@pytest.mark.mostly_slow(every=3)
-def test_every_optimizer_rounds_alike_on_every_mesh(mesh_kind, name):
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    harness.pairs(["placement", "simd"], ["adamw", "muon", "sgd", "ftrl of tensorflow"]),
+)
+@pytest.mark.mostly_slow
+def test_every_optimizer_rounds_alike_on_every_mesh(kind, name):
     """In parts: a variable that is split by the layout and by sharded updates."""
     expected = expected_of(name, 1, 2, -4)
     build = applied(lambda: gs.ShardedUpdateOptimizer(OPTIMIZERS[name](), min_size=2, **AXES))
-    found = as_float32(harness.run(mesh_kind, SHAPE, LAYOUT, build, feeds_of(1, 2, -4)).variables)
+    found = as_float32(harness.run(kind, SHAPE, LAYOUT, build, feeds_of(1, 2, -4)).variables)
     for key in expected:
         if name != "muon":
             np.testing.assert_array_equal(found[key], expected[key], err_msg=key)

@@ -163,12 +163,15 @@ def trains_as_numpy(kind, mesh, stack, sessions=SESSIONS):
         assert found["global_step"] == expected.global_step
 
 
-# With shared copies each wrapper on some mesh, and replicas on each; elsewhere each once.
+# With shared copies each stack on some mesh; elsewhere each wrapper once, in some stack.
 CASES = [
     *(("shared", *pair) for pair in harness.pairs(MESHES, STACKS)),
     ("shared", "batch on b", "replicas"),
     ("placement", "w split", "replicas"),
-    *(("simd", "w split", name) for name in STACKS),
+    *(
+        ("simd", "w split", name)
+        for name in ("synced", "replicas(clip)", "average(loss_scale)", "local(sharded)")
+    ),
 ]
 
 

@@ -114,7 +114,7 @@ CHANGES = {
     "one island": ["OuterOptimizer, one island"],
 }
 TWO_STEPS = "replicas of two steps"
-STACKS = [*wrappers.KINDS, "local(sharded)", "sharded sums(sharded)", TWO_STEPS]
+STACKS = [*wrappers.KINDS, "sharded sums(sharded)", TWO_STEPS]
 
 
 def contributions(name):
@@ -177,12 +177,8 @@ def expected(name):
     return apart(values["all"])
 
 
-CASES = harness.on_both(zip(STACKS), [("synced",), (TWO_STEPS,), ("islands",)])
-
-
 @pytest.mark.parametrize(
-    ("kind", "name"),
-    [case if case[1] == "local" else pytest.param(*case, marks=pytest.mark.slow) for case in CASES],
+    ("kind", "name"), harness.on_both(zip(STACKS), [(TWO_STEPS,), ("islands",)])
 )
 @pytest.mark.slow
 def test_all_of_it(kind, name, tmp_path):

@@ -139,10 +139,10 @@ HOWS = ["shards", "shards of all", "scalar"]
 @pytest.mark.parametrize(
     ("kind", "name", "how"),
     harness.on_both(
-        itertools.product(order_table.WRAPPERS, HOWS), harness.pairs(order_table.WRAPPERS, HOWS)
+        harness.pairs(order_table.WRAPPERS, HOWS), harness.pairs(order_table.WRAPPERS, HOWS[::-1])
     ),
 )
-@pytest.mark.mostly_slow(every=22)
+@pytest.mark.mostly_slow(every=12)
 def test_every_wrapper(kind, name, how):
     if name == "OuterOptimizer" and how == "scalar":
         return  # a scalar says that islands have equally many
@@ -228,14 +228,19 @@ EMPTY = {
 }
 
 
-@pytest.mark.parametrize("name", EMPTY)
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    harness.on_both(
+        [(name,) for name in EMPTY], [("clip",), ("skipping",), ("replicas",), ("islands",)]
+    ),
+)
 @pytest.mark.mostly_slow
-def test_no_data_is_no_nan(mesh_kind, name):
+def test_no_data_is_no_nan(kind, name):
     """The loss of a shard without tokens is 0 / 0 here, and so are its gradients."""
     wrap, does = EMPTY[name]
     feeds = batches(WITH_EMPTY)
     expected, without_data = train(does, feeds, passes=2, average=True)
-    found = run(mesh_kind, lambda: wrap(order_table.plain()), feeds)
+    found = run(kind, lambda: wrap(order_table.plain()), feeds)
     assert np.isfinite(expected).all()
     assert_close(found, expected)
     if name in ("cross_shard", "loss_scale", "clip", "sharded"):
@@ -259,8 +264,7 @@ LIMITED = {
 }
 
 
-@pytest.mark.parametrize("kind", ["placement", "simd"])
-@pytest.mark.parametrize("name", LIMITED)
+@pytest.mark.parametrize(("kind", "name"), harness.pairs(["simd", "placement"], LIMITED))
 @pytest.mark.slow
 def test_steps_without_data_for_ever_end_the_training(name, kind):
     data, none = [8, 1, 0, 2], [0, 0, 0, 0]
@@ -297,10 +301,16 @@ MESHES = {
 }
 
 
-@pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.parametrize("where", ["local", "synced"])
+@pytest.mark.parametrize(
+    ("kind", "where", "mesh"),
+    [
+        *(("simd", where, mesh) for where, mesh in itertools.product(["local", "synced"], MESHES)),
+        ("placement", "local", "two rows a shard"),
+        ("placement", "synced", "second axis"),
+    ],
+)
 @pytest.mark.mostly_slow(keep="simd")
-def test_any_mesh_and_schedule_of_k(mesh_kind, where, mesh):
+def test_any_mesh_and_schedule_of_k(kind, where, mesh):
     """One microbatch, then three; gradients of the program's own. Shards may hold several rows."""
     shape, layout, dims, sizes = MESHES[mesh]
     feeds = batches([UNEQUAL[0], *UNEQUAL[2:5]])
@@ -321,10 +331,10 @@ def test_any_mesh_and_schedule_of_k(mesh_kind, where, mesh):
             - RATE * weighted_mean([part for feed in whole for part in means_of_shards(w, feed)])[0]
         )
     given = {"shape": shape, "layout": layout, "dims": dims, "sizes": sizes}
-    found = run(mesh_kind, make, feeds, how="shards of all", own=True, **given)
+    found = run(kind, make, feeds, how="shards of all", own=True, **given)
     assert_close(found, w)
     assert found.variables["acc/weight"] == 0
-    found = run(mesh_kind, make, feeds[:3], how="scalar", own=True, **given)
+    found = run(kind, make, feeds[:3], how="scalar", own=True, **given)
     assert found.variables["acc/weight"] == sum(np.sum(x) for x in UNEQUAL[2:4])
 
 
@@ -335,22 +345,19 @@ SECOND = {
     "replicas": lambda opt, axes: gs.SyncReplicasOptimizer(opt, 1, **axes),
     "islands": lambda opt, axes: gs.OuterOptimizer(opt, 2, **axes),
 }
-DOES = dict(
-    zip(
-        SECOND,
-        (
-            [CLIPS],
-            [],
-            [ACCUMULATES],
-            ["SyncReplicasOptimizer"],
-            ["OuterOptimizer"],
-        ),
-    )
+DOES = {
+    "clip": [CLIPS],
+    "loss_scale": [],
+    "local": [ACCUMULATES],
+    "replicas": ["SyncReplicasOptimizer"],
+    "islands": ["OuterOptimizer"],
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [*(("shared", name) for name in SECOND), ("simd", "local"), ("simd", "islands")],
 )
-
-
-@pytest.mark.parametrize("kind", ["shared", "simd"])
-@pytest.mark.parametrize("name", SECOND)
 @pytest.mark.mostly_slow
 def test_wrappers_on_a_second_axis(name, kind):
     """Where processors share copies, one of them writes the sums of weights, in every session."""
@@ -367,8 +374,9 @@ def test_wrappers_on_a_second_axis(name, kind):
         assert_close(result, expected)
 
 
+@pytest.mark.parametrize(("kind", "how"), [("placement", "shards"), ("simd", "shards of all")])
 @pytest.mark.slow
-def test_masked_replicas_leave_the_weighted_mean_of_the_others(mesh_kind):
+def test_masked_replicas_leave_the_weighted_mean_of_the_others(kind, how):
     masked = [True, False, True, True]
 
     def make():
@@ -381,8 +389,7 @@ def test_masked_replicas_leave_the_weighted_mean_of_the_others(mesh_kind):
     for two in (feeds[:2], feeds[2:]):
         parts = [x for f in two for i, x in enumerate(means_of_shards(w, f)) if masked[i]]
         w = w - RATE * weighted_mean(parts)[0]
-    for how in ("shards", "shards of all"):
-        assert_close(run(mesh_kind, make, feeds, how=how), w)
+    assert_close(run(kind, make, feeds, how=how), w)
 
 
 PENALTY = 0.25
@@ -401,8 +408,7 @@ WITH_PENALTY = {
 }
 
 
-@pytest.mark.parametrize("kind", ["placement", "simd"])
-@pytest.mark.parametrize("name", WITH_PENALTY)
+@pytest.mark.parametrize(("kind", "name"), harness.pairs(["placement", "simd"], WITH_PENALTY))
 @pytest.mark.mostly_slow
 def test_a_penalty_on_weights_is_whole_whatever_the_shards_have(name, kind):
     """That of the loss of all: equal shares of it are in each shard's term of the gradient."""

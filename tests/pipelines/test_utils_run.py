@@ -5,12 +5,8 @@ The mesh is given once, to the pipeline.
 
 import functools
 import logging
-import os
 import re
 import shutil
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,10 +16,10 @@ from mtf_gradsync._private.libraries import ESTIMATOR_AVAILABLE, tf
 if not ESTIMATOR_AVAILABLE:
     pytest.skip("utils.run trains by Estimator", allow_module_level=True)
 from tests.pipelines import utils_run
+from tests.runtimes.cluster.processes import ROOT, Processes
 
 pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).resolve().parents[2]
 STEPS = 4
 INNER = """
 utils.run.optimizer = @AdamWeightDecayOptimizer
@@ -207,18 +203,9 @@ def test_the_command(tmp_path):
     """
     lines = [line.strip() for line in config.splitlines()]
     (tmp_path / "mine.gin").write_text("\n".join(lines))
-    result = subprocess.run(
-        [sys.executable, "examples/run_mtf.py", f"--model_dir={tmp_path / 'model'}",
-         f"--gin_file={tmp_path / 'mine.gin'}"],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=500,
-        check=False,
-    )  # fmt: skip
-    assert result.returncode == 0, result.stderr[-4000:]
+    flags = f"--model_dir={tmp_path / 'model'}", f"--gin_file={tmp_path / 'mine.gin'}"
+    with Processes() as processes:
+        processes.wait(processes.fork(ROOT / "examples/run_mtf.py", *flags))
     saved = tf.train.load_checkpoint(tf.train.latest_checkpoint(str(tmp_path / "model")))
     state = "GradientAccumulationOptimizer"
     counts = {name: saved.get_tensor(f"{state}/{name}") for name in ("mini_step", "update_step")}

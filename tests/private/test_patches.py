@@ -2,8 +2,6 @@
 
 import functools
 import inspect
-import subprocess
-import sys
 import textwrap
 
 import pytest
@@ -12,6 +10,7 @@ from mtf_gradsync._private import patches
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.optimizers.slots import check_bare_optimizers
 from mtf_gradsync.step import StandIn, complete_graph, finish_lowering
+from tests.runtimes.cluster.processes import Processes
 
 
 def around_lowering():
@@ -91,15 +90,10 @@ def test_savers_keep_summaries_of_a_mesh(tmp_path, caplog):
 
 
 def test_programs_may_have_arguments_that_absl_does_not_know():
-    process = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(ARGPARSE), "--steps=3", "--fold_xy"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert (process.returncode, process.stdout.split()) == (0, ["3", "True", "2", "False", "1"]), (
-        process.stderr
-    )
+    with Processes() as processes:
+        program = textwrap.dedent(ARGPARSE)
+        printed = processes.wait(processes.fork("-c", program, "--steps=3", "--fold_xy"))
+    assert printed.split() == ["3", "True", "2", "False", "1"]
 
 
 # The third number is the default; the last one is set as absl's programs do.

@@ -93,6 +93,7 @@ class _Island:
 
     def restart(self, values: Values) -> None:
         self.values, self.move, self.waiting = values, self.style.moves(), []
+        self.updates = 0
 
     def _of_shards(self, feed: Feed) -> Feed:
         """The examples of those shards that have no NaN count for all."""
@@ -114,6 +115,7 @@ class _Island:
             mean = {k: np.mean([g[k] for g in self.waiting], 0) for k in grads}
             mean = clipped(mean, NORM if self.wrapper.clips else None)
             self.values, self.waiting = self.move(self.values, mean, feed), []
+            self.updates += 1
         return loss
 
 
@@ -125,7 +127,7 @@ def expected(style: Style, name: str) -> Expected:
     if apart:
         islands = np.repeat(np.eye(style.shards), ROWS // style.shards, 1) * style.shards
     islands = [_Island(style, wrapper, share) for share in islands]
-    averages, losses = dict(islands[0].values), []
+    averages, losses, updates = dict(islands[0].values), [], 0
     for number, feed in enumerate(given([style], [name]), 1):
         losses.append(np.mean([island.step(feed) for island in islands]))
         if apart and number % wrapper.inner_steps == 0:
@@ -136,7 +138,9 @@ def expected(style: Style, name: str) -> Expected:
                     island.restart(mean)
                 island.values = mean
         values = islands[0].values
-        averages = {k: DECAY * v + (1 - DECAY) * values[k] for k, v in averages.items()}
+        if islands[0].updates > updates:
+            updates = islands[0].updates
+            averages = {k: DECAY * v + (1 - DECAY) * values[k] for k, v in averages.items()}
     if wrapper.averages:
         values = values | {f"{k}/ExponentialMovingAverage": v for k, v in averages.items()}
     return Expected(losses, values)

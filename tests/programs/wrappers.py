@@ -137,6 +137,12 @@ WRAPPERS = {
         clips=True,
         shards=True,
     ),
+    "average(synced(cross_shard))": Wrapper(
+        around(averaged, synced, cross_shard),
+        ("average", "synced", "cross_shard"),
+        2,
+        averages=True,
+    ),
     "average(clip(sharded))": Wrapper(
         around(averaged, clipped, sharded),
         ("average", "clip", "sharded"),

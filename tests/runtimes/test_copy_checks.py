@@ -1,7 +1,5 @@
 """Copies that part while a training runs are found on every runtime, and others are not."""
 
-import itertools
-
 import numpy as np
 import pytest
 
@@ -156,7 +154,7 @@ STACKS = {
 @pytest.mark.parametrize(
     ("kind", "stack"),
     [
-        *itertools.product(["simd", "placement"], STACKS),
+        *harness.pairs(["simd", "placement"], STACKS),
         # They read each core's value as CPU replicas do.
         *(pytest.param("xla", name, marks=pytest.mark.xla) for name in ("islands", "sums")),
     ],

@@ -242,8 +242,7 @@ OTHERS = {
 }
 
 
-@pytest.mark.parametrize("kind", ["simd", "placement"])
-@pytest.mark.parametrize("stack", OTHERS)
+@pytest.mark.parametrize(("kind", "stack"), harness.pairs(["simd", "placement"], OTHERS))
 @pytest.mark.mostly_slow(keep="simd")
 def test_it_does_in_every_stack(kind, stack):
     series = OTHERS[stack]
@@ -282,23 +281,24 @@ def test_gradients_of_two_meshes_have_one_norm_and_one_loss(kind):
     rules.assert_kept(after[-1])
 
 
+# Each other one on a placement mesh: where the window shrinks and grows, both.
 RESTARTS = [
     (("alone", 16), ("alone", 16)),
     (("alone", 16), ("alone", 8)),
-    (("alone", 8), ("alone", 16)),
     (("islands", 16), ("islands", 8)),
     (("islands", 8), ("islands", 16)),
+    (("alone", 8), ("alone", 16)),
     (("alone", 8), ("islands", 8)),
     (("islands", 8), ("alone", 8)),
 ]
 
 
-@pytest.mark.parametrize(("before", "after"), RESTARTS)
-@pytest.mark.parametrize("kind", ["simd", "placement"])
+@pytest.mark.parametrize(("kind", "restart"), harness.pairs(["simd", "placement"], RESTARTS))
 @pytest.mark.mostly_slow(keep="simd")
-def test_a_restart_goes_on_with_what_it_knew(kind, before, after, tmp_path):
+def test_a_restart_goes_on_with_what_it_knew(kind, restart, tmp_path):
     """With the newest values, if the window is another one; with other islands it begins anew."""
-    path, rules, skipped = None, Rules(before[1], ISLANDS.get(before[0], 1)), 0
+    (before, after), path, skipped = restart, None, 0
+    rules = Rules(before[1], ISLANDS.get(before[0], 1))
     first, then = usual(29, 2), changed(usual(12, 3), {1: (30.0, 2.1), 5: (1.0, 4.0)})
     for (stack, window), series in [(before, [*first, (50.0, 2.0)]), (after, then)]:
         rules.restart(window, islands := ISLANDS.get(stack, 1))
@@ -323,9 +323,11 @@ def test_a_plain_saver_says_what_restores_another_window(tmp_path):
             session.restore(path)
 
 
-@pytest.mark.parametrize(("where", "of"), [("local", "norm"), ("synced", "loss")])
+@pytest.mark.parametrize(
+    ("kind", "where", "of"), [("simd", "local", "norm"), ("placement", "synced", "loss")]
+)
 @pytest.mark.mostly_slow
-def test_a_training_with_ten_bad_batches_is_that_without_them(mesh_kind, where, of):
+def test_a_training_with_ten_bad_batches_is_that_without_them(kind, where, of):
     rng = np.random.RandomState(3)
     good, bad = models.mlp_batches(60, seed=5), models.mlp_batches(10, seed=6)
     at = sorted(rng.choice(np.arange(20, 60), 10, replace=False))
@@ -343,10 +345,10 @@ def test_a_training_with_ten_bad_batches_is_that_without_them(mesh_kind, where, 
         return models.train(opt)
 
     fn = gs.skip_spikes(6.0, 32, of)
-    values = harness.run(mesh_kind, SHAPE, LAYOUT, make(fn), feeds).variables
+    values = harness.run(kind, SHAPE, LAYOUT, make(fn), feeds).variables
     assert values[f"{NAME}/skipped"] == 10
     expected = reference.train(reference.Sgd(0.02), good)
-    without = harness.run(mesh_kind, SHAPE, LAYOUT, make(gs.skip_not_finite), feeds).variables
+    without = harness.run(kind, SHAPE, LAYOUT, make(gs.skip_not_finite), feeds).variables
     for name, value in expected.items():
         np.testing.assert_allclose(values[name], value, rtol=0, atol=1e-5, err_msg=name)
     # So that it is not for nothing: the bad batches ruin a training that takes them.

@@ -158,7 +158,7 @@ def test_a_mesh_with_another_batch_dimension_or_none_is_taken(
     assert where in line
 
 
-@pytest.mark.parametrize("kind", ["placement", "simd", "xla"])
+@pytest.mark.parametrize("kind", ["placement", "simd"])
 @pytest.mark.slow
 def test_inside_accumulation_an_update_is_skipped_as_a_whole(kind):
     shape, layout, batch_dims = harness.MESHES["2"]
@@ -250,7 +250,6 @@ def averaged(opt):
     [
         ("shared", "masked", False, None, None),
         ("placement", "masked", True, averaged, None),
-        ("simd", "masked", True, None, None),
         ("simd", "masked", False, averaged, None),
         ("simd", "stale", False, None, averaged),
         ("simd", "weights", False, None, None),
@@ -340,8 +339,14 @@ AROUND = {
 }
 
 
-@pytest.mark.parametrize("kind", ["placement", "simd", pytest.param("xla", marks=pytest.mark.xla)])
-@pytest.mark.parametrize("name", AROUND)
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        *(("simd", name) for name in AROUND),
+        ("placement", "in accumulation"),
+        pytest.param("xla", "around accumulation", marks=pytest.mark.xla),
+    ],
+)
 @pytest.mark.mostly_slow
 def test_a_step_without_data_is_no_progress_of_the_scale(name, kind):
     wrap, times = AROUND[name]

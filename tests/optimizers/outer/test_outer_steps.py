@@ -42,13 +42,7 @@ CASES = [
     ("simd", "2x2x2", SOME, "sgd", 3, False, THREE_OF_SLICES),
     ("placement", "4", MANY, "momentum", 6, True, THREE),
     ("shared", "2x2x2", SOME, "adam", 3, True, THREE_OF_SLICES),
-    pytest.param(
-        "placement", "2x2x2", SOME, "sgd", 4, False, TWO_OF_SLICES, marks=pytest.mark.slow
-    ),
     pytest.param("xla", "4", MANY, "momentum", 4, True, TWO, marks=pytest.mark.xla),
-    pytest.param(
-        "xla", "2x2x2", SOME, "adam", 5, True, ALL, marks=[pytest.mark.slow, pytest.mark.xla]
-    ),
 ]
 
 

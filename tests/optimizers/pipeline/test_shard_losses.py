@@ -37,9 +37,16 @@ def on_both(every, on_placement):
     ]
 
 
-@pytest.mark.parametrize(("kind", "stack"), on_both(WORKS, SOME_THAT_WORK))
-@pytest.mark.mostly_slow(every=43, keep="simd")
-def test_every_pair_that_the_table_allows(kind, stack):
+# With weights every pair is trained in tests/optimizers/test_weights.py.
+@pytest.mark.parametrize(
+    ("kind", "stack"),
+    [
+        pytest.param(kind, stack, id=f"{kind}-{' around '.join(stack)}")
+        for kind, stack in harness.pairs(["simd", "placement"], SOME_THAT_WORK)
+    ],
+)
+@pytest.mark.mostly_slow(every=10, keep="simd")
+def test_every_wrapper_around_another_and_inside_of_one(kind, stack):
     check(kind, stack, ["shards"])
 
 
@@ -59,7 +66,7 @@ def some_of_three(number):
     return found
 
 
-@pytest.mark.parametrize(("kind", "stack"), on_both(some_of_three(12), some_of_three(4)))
+@pytest.mark.parametrize(("kind", "stack"), on_both(some_of_three(12), some_of_three(3)))
 @pytest.mark.mostly_slow
 def test_some_stacks_of_three(kind, stack):
     check(kind, stack, ["shards"])
@@ -77,7 +84,7 @@ SUMS = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "stack"), on_both(SUMS, SUMS[::3]))
+@pytest.mark.parametrize(("kind", "stack"), on_both(SUMS, SUMS[::4]))
 @pytest.mark.mostly_slow
 def test_a_sum_is_the_sum_wherever_it_is_asked_for(kind, stack):
     """Of replicas that are skipped, the average of the others stands in their place."""
@@ -135,7 +142,7 @@ PAIRS_OF_COPIES = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "stack"), on_both(PAIRS_OF_COPIES, PAIRS_OF_COPIES[::3]))
+@pytest.mark.parametrize(("kind", "stack"), on_both(PAIRS_OF_COPIES, PAIRS_OF_COPIES[::6]))
 @pytest.mark.mostly_slow
 def test_copies_that_shards_have_of_a_variable(kind, stack):
     feeds = batches(per_shard=1)
@@ -155,7 +162,7 @@ GROUPED = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "stack"), on_both(GROUPED, GROUPED[::2]))
+@pytest.mark.parametrize(("kind", "stack"), on_both(GROUPED, GROUPED[::3]))
 @pytest.mark.mostly_slow
 def test_the_mean_over_a_group_of_copies_wherever_the_groups_are_given(kind, stack):
     feeds = batches(per_shard=1)

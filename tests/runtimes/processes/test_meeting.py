@@ -268,7 +268,7 @@ def test_who_is_not_process_0_of_the_job_is_not_believed(answer, error, message)
         thread = threading.Thread(target=pretend)
         thread.start()
         with pytest.raises(error, match=message):
-            a_meeting(server.getsockname()[1], 1, timeout=3.0)
+            a_meeting(server.getsockname()[1], 1, timeout=1.5)
         thread.join()
 
 

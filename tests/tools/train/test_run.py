@@ -209,15 +209,14 @@ def examples_seen(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("runtime", ["cpu_replicas", "placement_mesh"])
 def test_a_run_with_another_batch_size_goes_on_with_the_next_examples(
-    train, examples_seen, tmp_path, runtime
+    train, examples_seen, tmp_path
 ):
     def go_on(batch_size, train_steps):
         examples_seen.clear()
         return train(
             NO_EVAL,
-            f"train.run.runtime = '{runtime}'",
+            "train.run.runtime = 'cpu_replicas'",
             "train.run.train_dataset_fn = @numbered",
             f"train.run.batch_size = {batch_size}",
             f"train.run.train_steps = {train_steps}",
@@ -230,8 +229,6 @@ def test_a_run_with_another_batch_size_goes_on_with_the_next_examples(
     go_on(6, 5)
     assert examples_seen == [list(range(20, 26)), list(range(26, 32))]
     assert variables(tmp_path / "run")[train_graph.EXAMPLES] == 32
-    if runtime == "placement_mesh":
-        return
     # One that does not count them, as other programs write it.
     older = {name: value for name, value in variables(tmp_path / "run").items()}
     del older[train_graph.EXAMPLES]
@@ -564,10 +561,14 @@ def test_a_step_on_a_placement_mesh_has_no_races(optimizer):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("optimizer", "repeats"), [("GradientAccumulationOptimizer", 3), ("AdafactorOptimizer", 1)]
+    ("runtime", "optimizer", "repeats"),
+    [
+        ("placement_mesh", "GradientAccumulationOptimizer", 3),
+        ("cpu_replicas", "GradientAccumulationOptimizer", 3),
+        ("cpu_replicas", "AdafactorOptimizer", 1),
+    ],
 )
-@pytest.mark.parametrize("runtime", ["placement_mesh", "cpu_replicas"])
-def test_schedules_follow_updates_by_one_binding(train, optimizer, repeats, runtime):
+def test_schedules_follow_updates_by_one_binding(train, runtime, optimizer, repeats):
     """The rate of update u of U falls by (U - u) / U, and U is as many as the run's steps make."""
     _, directory, _ = train(
         NO_EVAL,
@@ -587,13 +588,12 @@ def test_schedules_follow_updates_by_one_binding(train, optimizer, repeats, runt
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("runtime", ["placement_mesh", "cpu_replicas"])
-def test_adafactor_s_default_decay_follows_the_schedules_step(train, runtime):
+def test_adafactor_s_default_decay_follows_the_schedules_step(train):
     def variables(model_dir, *bound):
         _, directory, _ = train(
             NO_EVAL,
             "train.run.train_steps = 6",
-            f"train.run.runtime = '{runtime}'",
+            "train.run.runtime = 'cpu_replicas'",
             "train.run.optimizer = @GradientAccumulationOptimizer",
             "GradientAccumulationOptimizer.opt = @AdafactorOptimizer",
             "GradientAccumulationOptimizer.backward_passes_per_step = 3",

@@ -1,14 +1,13 @@
 """Arguments of `start_processes`, and shares of a mesh that do not fit."""
 
 import signal
-import subprocess
-import sys
 import types
 
 import pytest
 
 from mtf_gradsync import xla
 from mtf_gradsync.xla import distributed, gathering
+from tests.forked import Forked
 
 pytestmark = pytest.mark.xla
 
@@ -103,7 +102,6 @@ with xla.start_processes(address, 1, 0, cpu_devices=1):
 @pytest.mark.slow
 def test_sigterm_ends_a_program_that_has_started_processes():
     """A handler that jax sets would ignore it."""
-    done = subprocess.run(
-        [sys.executable, "-c", _WITH_A_SIGNAL], capture_output=True, text=True, check=False
-    )
-    assert (done.returncode, done.stdout) == (-signal.SIGTERM, "started\n"), done.stderr
+    process = Forked(["-c", _WITH_A_SIGNAL])
+    ended = process.wait(), process.output()
+    assert ended == (-signal.SIGTERM, "started\n"), process.errors()

@@ -103,17 +103,6 @@ def test_misspelt_names_are_told_with_similar_ones(tmp_path, monkeypatch, text, 
 
 
 @pytest.mark.slow
-def test_a_misspelt_binding_ends_the_command_with_a_similar_name():
-    command = [sys.executable, "-m", "mtf_gradsync_command", *TRAIN]
-    command.append("--gin_param=train.run.trian_steps=3")
-    done = subprocess.run(command, cwd=ROOT, env=_shell(), capture_output=True, text=True)
-    assert done.returncode == 2
-    (line,) = done.stderr.splitlines()
-    assert "'train.run' doesn't have a parameter named 'trian_steps'" in line
-    assert "did you mean train_steps" in line
-
-
-@pytest.mark.slow
 def test_a_run_prints_its_own_lines_alone(tmp_path):
     bindings = [*QUICK, FASTEST, NO_EVAL, "train.run.train_steps = 1"]
     command = [

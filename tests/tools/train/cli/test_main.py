@@ -61,6 +61,7 @@ def test_help(capsys, arguments):
             "train.run.optimizer = @CrossShardOptimizer(): take the parentheses away",
         ),
         ("CrossShardOptimizer.strategi = 3", "parameter named 'strategi'; it has "),
+        ("train.run.trian_steps = 3", "'trian_steps'; did you mean train_steps"),
         ("Unitransformer.d_model = 'wide'", "size='wide'"),
         ("train.run.variable_filter = 'embeding'", "did you mean transformer/embedding"),
         ("train.run.variable_filter = '('", "not a regular expression"),

@@ -10,25 +10,25 @@ from tests.tools.train.config import small_lm
 FEW = "OuterOptimizer.inner_steps = 2"
 # Parts of other configs: `unitransformer.gin` of all of these, `t5_gradsync.gin` of T5's.
 PARTS = {"unitransformer.gin", "t5_gradsync.gin"}
-# Its binding asks for three replicas.
-FOUR = "batch:4;model:1"
+# Two processors are built in half of the time of four, of which two configs split the model, too.
+TWO, FOUR = "batch:2;model:1", "batch:2;model:2"
 CASES = {
-    "the README's": ("lm_cpu_mesh.gin", "batch:2;model:2", [], "equal"),
-    "accumulation": ("lm_accumulate.gin", "batch:2;model:2", [], "equal"),
-    "float16": ("lm_float16.gin", "batch:2;model:2", [], "equal"),
-    "noise scale": ("lm_noise_scale.gin", "batch:2;model:2", [], "equal"),
-    "replicas": ("lm_sync_replicas.gin", FOUR, [], "equal"),
-    "outer steps": ("lm_outer.gin", "batch:2;model:2", [FEW], "equal"),
-    "sharded updates": ("lm_sharded_updates.gin", "batch:2;model:2", [], "equal"),
-    "sums in parts": ("lm_sharded_sums.gin", "batch:2;model:2", [], "equal"),
+    "the README's": ("lm_cpu_mesh.gin", FOUR, [], "equal"),
+    "accumulation": ("lm_accumulate.gin", TWO, [], "equal"),
+    "float16": ("lm_float16.gin", FOUR, [], "equal"),
+    "noise scale": ("lm_noise_scale.gin", TWO, [], "equal"),
+    "replicas": ("lm_sync_replicas.gin", "batch:4;model:1", [], "equal"),
+    "outer steps": ("lm_outer.gin", TWO, [FEW], "equal"),
+    "sharded updates": ("lm_sharded_updates.gin", TWO, [], "equal"),
+    "sums in parts": ("lm_sharded_sums.gin", TWO, [], "equal"),
     # The run is shorter than the first step of a long one, and AdamW refuses a rate below 0.
     "a schedule that ends": (
         "lm_cpu_mesh.gin",
-        "batch:2;model:2",
+        TWO,
         ["CrossShardOptimizer.opt = @AdamWOptimizer", "train.run.train_steps = 100"],
         "equal",
     ),
-    "8-bit numbers": ("lm_quantized.gin", "batch:2;model:2", [], "NOT EQUAL"),
+    "8-bit numbers": ("lm_quantized.gin", TWO, [], "NOT EQUAL"),
 }  # fmt: skip
 
 
@@ -61,7 +61,7 @@ def test_each_config_is_verified():
 @pytest.mark.slow
 def test_a_report_of_outer_steps_on_a_placement_mesh(capsys):
     """Where no mesh is bound, the wrapper has the run's."""
-    given = bindings("lm_outer.gin", "batch:2;model:2", [FEW])
+    given = bindings("lm_outer.gin", TWO, [FEW])
     given.append("train.run.runtime = 'placement_mesh'")
     config = f"--gin_file={small_lm.CONFIGS / 'lm_outer.gin'}"
     assert cli.main(["report", config, *(f"--gin_param={x}" for x in given)]) == 0
