@@ -8,7 +8,7 @@ from typing import Any, Sequence
 
 import mtf_gradsync as gs
 from benchmarks import models, report, timing
-from mtf_gradsync.reduce.one_level import PLACEMENT_BUCKET_BYTES, PLACEMENT_PACKED_BYTES
+from mtf_gradsync.reduce.strategy import PLACEMENT_BUCKET_BYTES, PLACEMENT_PACKED_BYTES
 
 SIZES = (0, 4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 16 << 20)
 DEFAULT = "default"

@@ -48,6 +48,7 @@ from mtf_gradsync.optimizers import (
     reported,
     skip_large_updates,
     skip_not_finite,
+    skip_spikes,
 )
 from mtf_gradsync.optimizers.schedules import adafactor_decay_rate_per_update, per_update
 from mtf_gradsync.optimizers.slots import check_bare_optimizers
@@ -78,7 +79,6 @@ if TYPE_CHECKING:
         MuonOptimizer,
         describe,
         is_hidden_matrix,
-        skip_spikes,
     )
     from mtf_gradsync.reduce import LowRankAllReduce, QuantizedAllReduce
     from mtf_gradsync.runtimes import simd as simd
@@ -104,7 +104,6 @@ else:  # a type checker that saw `__getattr__` would take any name
             "MuonOptimizer": "mtf_gradsync.optimizers.muon",
             "describe": "mtf_gradsync.optimizers.description",
             "is_hidden_matrix": "mtf_gradsync.optimizers.muon",
-            "skip_spikes": "mtf_gradsync.optimizers.spikes",
             "LowRankAllReduce": "mtf_gradsync.reduce.low_rank",
             "QuantizedAllReduce": "mtf_gradsync.reduce.quantized",
             "ReshardingSaver": "mtf_gradsync.runtimes.savers",
@@ -159,7 +158,6 @@ configurable_when_named(
         "MuonOptimizer": "mtf_gradsync.optimizers.muon",
         "QuantizedAllReduce": "mtf_gradsync.reduce.quantized",
         "session_config": "mtf_gradsync.runtimes.settings",
-        "skip_spikes": "mtf_gradsync.optimizers.spikes",
         "SpecBuilder": "mtf_gradsync.tools.estimator.spec_builder",
     }
 )

@@ -5,8 +5,18 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-from typing import Any, Callable, Collection, ContextManager, NamedTuple, Sequence
+from typing import (
+    Any,
+    Callable,
+    Collection,
+    ContextManager,
+    Iterator,
+    Mapping,
+    NamedTuple,
+    Sequence,
+)
 
+from mtf_gradsync._common import warn_once
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._private.mesh_tensorflow import (
     loop_body,
@@ -14,18 +24,23 @@ from mtf_gradsync._private.mesh_tensorflow import (
     scalar_of,
     set_operation_outputs,
 )
-from mtf_gradsync.gradients.flow import Flow, Use, sums_before_broadcast
+from mtf_gradsync.gradients.flow import (
+    Cause,
+    Flow,
+    Use,
+    sums_before_broadcast,
+)
 from mtf_gradsync.gradients.layout import Axes, Layout, used_axes
 from mtf_gradsync.gradients.operations import (
     GradientOperation,
     PartialSum,
     PendingSum,
     current_context,
+    gradient_name,
     in_place_of,
     reduce_partial_sums,
     share,
 )
-from mtf_gradsync.gradients.recoverable import MissingSumWarnings
 from mtf_gradsync.reduce import Strategy
 from mtf_gradsync.step import ExtensionLowering, PlanExtension, StepPlan
 from mtf_gradsync.step.plan import flat
@@ -42,6 +57,79 @@ class Bucket(NamedTuple):
 
     strategy: Strategy
     by_program: bool
+
+
+# The methods that communicate; all others of `mtf.MeshImpl` are made of these.
+_COLLECTIVES = ("allreduce", "allconcat", "alltoall", "receive", "shift_by_n_processors")
+
+
+class MissingSumWarnings:
+    """Warnings of operations that lack a sum over the shards, so that shards have other values."""
+
+    def __init__(self, found: Mapping[mtf.Operation, tuple[Cause, mtf.Tensor]]):
+        """Sets the operations to watch, which are the keys of `found`.
+
+        `found` is the result of `Flow.dropped_sums`. The value of each operation is a pair: the
+        cause, and a gradient that is computed by the operation and needs the sum.
+        """
+        self._found = found
+
+    @contextlib.contextmanager
+    def watching(self, operation: mtf.Operation, lowering: mtf.Lowering) -> Iterator[None]:
+        """Returns a context for lowering `operation`; warns at its end if the sum is missing.
+
+        There is no warning of operations that were not given to the constructor. An operation that
+        gathers values of all shards (`Cause.GATHERS`) may make the sum itself: there is no warning
+        if it communicated while it was lowered, or if it left its output pending.
+        """
+        if operation not in self._found:
+            yield
+            return
+        cause, target = self._found[operation]
+        with _record_collectives(lowering.mesh_impl(operation)) as sent:
+            yield
+        is_left = any(
+            isinstance(lowering.tensors.get(t), mtf.LazyAllreduceSum) for t in operation.outputs
+        )
+        if cause is Cause.DROPS_SUM or not (sent or is_left):
+            warn_once(
+                f"unsummed {operation.name}",
+                "%s %r drops a dimension that the shards split, and nothing sums over it: each "
+                "shard has other values of %s, and the replicas of its variable differ after an "
+                "update. Keep that dimension in the result, with the size of its mesh axis, and "
+                "sum over it with mtf.reduce_sum.",
+                type(operation).__name__,
+                operation.name,
+                gradient_name(target),
+            )
+
+
+@contextlib.contextmanager
+def _record_collectives(mesh_impl: Any) -> Iterator[list[str]]:
+    """Returns a context that records which collective methods of a mesh are called inside of it.
+
+    The value of the context is a list, to which each call adds the method's name, such as
+    "allreduce".
+    """
+    sent: list[str] = []
+
+    def noting(name: str) -> Any:
+        made = getattr(mesh_impl, name)
+
+        def make(*args: Any, **kwargs: Any) -> Any:
+            sent.append(name)
+            return made(*args, **kwargs)
+
+        return make
+
+    names = [name for name in _COLLECTIVES if hasattr(mesh_impl, name)]
+    for name in names:
+        vars(mesh_impl)[name] = noting(name)
+    try:
+        yield sent
+    finally:
+        for name in names:
+            del vars(mesh_impl)[name]
 
 
 class PendingLowering(ExtensionLowering):

@@ -1,4 +1,4 @@
-"""Reduces gradients by strategies that keep state, or so that each processor gets a part."""
+"""Reduces gradients by strategies that keep state, to parts, or by sums that they are made of."""
 
 from __future__ import annotations
 
@@ -7,22 +7,27 @@ from typing import Any, Sequence
 
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._private.mesh_tensorflow import scalar_of, slice_function
-from mtf_gradsync.gradients.flow import linear_positions
+from mtf_gradsync.gradients.flow import Flow, linear_positions
+from mtf_gradsync.gradients.layout import (
+    Layout,
+    passes_on,
+)
 from mtf_gradsync.gradients.operations import (
     GradientOperation,
     PendingSum,
     dims_to_sum,
+    in_place_of,
     partial_sum,
     reduce_partial_sums,
+    reduced_values,
     reshaped,
     terms_of_processors,
 )
 from mtf_gradsync.gradients.pending import PendingSums
 from mtf_gradsync.mesh.axes import ProcessorGroups, ReplicaAxes
 from mtf_gradsync.reduce import Strategy
-from mtf_gradsync.reduce.one_level import PLACEMENT_BUCKET_BYTES
 from mtf_gradsync.reduce.parts import Cut, Cuts, all_gather, take_parts
-from mtf_gradsync.reduce.strategy import State
+from mtf_gradsync.reduce.strategy import PLACEMENT_BUCKET_BYTES, State
 
 
 class ReduceGradients(GradientOperation):
@@ -286,3 +291,107 @@ class GatherParts(GradientOperation):
             for part, whole in zip(self.inputs, self.outputs)
         ]
         self.set_outputs(lowering, all_gather(mesh_impl, parts, cuts, PLACEMENT_BUCKET_BYTES))
+
+
+class GradientFromSums:
+    """The operations that compute a gradient, linearly, from sums over the shards.
+
+    Attributes:
+      sums: pending (not yet reduced) tensors that the gradient is linear in. Each shard's part of
+        them is recoverable.
+      shared: further tensors that the gradient is linear in. They do not depend on any shard's
+        data: the gradient of a penalty on weights is an example.
+    """
+
+    def __init__(
+        self,
+        grad: mtf.Tensor,
+        sums: Sequence[mtf.Tensor],
+        shared: Sequence[mtf.Tensor],
+        operations: Sequence[mtf.Operation],
+    ):
+        """Records that `operations`, in order, compute `grad` from `sums` and `shared`."""
+        self._grad, self._operations = grad, list(operations)
+        self.sums, self.shared = list(sums), list(shared)
+
+    def compute_from(self, sums: Sequence[mtf.Tensor], shared: Sequence[mtf.Tensor]) -> mtf.Tensor:
+        """Returns the gradient that the same operations compute from other tensors.
+
+        `sums` and `shared` replace the tensors in the attributes of these names. They have the same
+        shapes, in the same order. Pending tensors among them are reduced first.
+        """
+        given = [*self.sums, *self.shared]
+        return _ComputeAgain(self._grad, given, [*sums, *shared], self._operations).outputs[0]
+
+
+class _ComputeAgain(GradientOperation):
+    """An operation that runs given operations again, with `values` in place of the tensors `given`.
+
+    Its output is the tensor that then takes the place of `result`.
+    """
+
+    def __init__(
+        self,
+        result: mtf.Tensor,
+        given: Sequence[mtf.Tensor],
+        values: Sequence[mtf.Tensor],
+        operations: Sequence[mtf.Operation],
+    ):
+        self._result, self._operations = result, list(operations)
+        made = {*given, *(t for op in operations for t in op.outputs)}
+        factors = dict.fromkeys(t for op in operations for t in op.inputs if t not in made)
+        self._replaced = [*given, *factors]
+        super().__init__([*values, *factors], [result.shape], "make_again", [result.dtype])
+
+    def lower(self, lowering: mtf.Lowering) -> None:
+        made = {t: lowering.tensors[t] for op in self._operations for t in op.outputs}
+        values = dict(zip(self._replaced, reduced_values(lowering, self.inputs)))
+        with in_place_of(lowering, {**made, **values}):
+            for operation in self._operations:
+                operation.lower_itself(lowering)
+            result = lowering.tensors[self._result].to_laid_out_tensor()
+        self.set_outputs(lowering, [result])
+
+
+def express_by_sums(grad: mtf.Tensor, flow: Flow, layout: Layout) -> GradientFromSums | None:
+    """Returns how a gradient is computed, linearly, from recoverable sums; None if it is not.
+
+    `flow` is a forecast of which operations keep sums pending; the gradient is one of its targets.
+    `layout` is the layout that the forecast was made with.
+    """
+    replica_axes = layout.replica_axes(grad.mesh)
+    outside = set(grad.graph.operations)
+
+    def is_pending(tensor: mtf.Tensor) -> bool:
+        return bool(flow.axes.get(tensor, frozenset()) & replica_axes)
+
+    sums: dict[mtf.Tensor, None] = {}
+    shared: dict[mtf.Tensor, None] = {}
+    operations: set[mtf.Operation] = set()
+    todo, seen = [grad], set()
+    while todo:
+        tensor = todo.pop()
+        if tensor in seen:
+            continue
+        seen.add(tensor)
+        operation = tensor.operation
+        if tensor is not grad and flow.mixes_shards(tensor) is None:
+            if layout.split(tensor) & replica_axes and is_pending(tensor):
+                return None
+            (sums if is_pending(tensor) else shared)[tensor] = None
+            continue
+        inputs = operation.inputs
+        mixed = [i for i, x in enumerate(inputs) if is_pending(x) or flow.mixes_shards(x)]
+        positions = mixed if passes_on(operation) else linear_positions(operation, mixed)
+        if (
+            not mixed
+            or positions is None
+            or operation not in outside
+            or isinstance(operation, (mtf.ScalarAddOperation, mtf.CustomGradientOperation))
+            or any(layout.split_over_shards(inputs[i]) for i in positions)
+        ):
+            return None
+        operations.add(operation)
+        todo += [inputs[i] for i in positions]
+    in_order = [op for op in grad.graph.operations if op in operations]
+    return GradientFromSums(grad, list(sums), list(shared), in_order) if sums else None

@@ -1,16 +1,24 @@
-"""Gradients with a value for each shard: how they are split, reduced, and summed over copies."""
+"""Per-shard gradients: whether they are recoverable, how they are split, and how they are summed.
+
+Per-shard gradients are recoverable if each shard's own gradient can still be read from the gradient
+of the whole batch.
+"""
 
 from __future__ import annotations
 
-import functools
-from typing import Any, Sequence
+from typing import NoReturn, Sequence
 
-import numpy as np
-
-from mtf_gradsync._common import check_flag, map_by_key, warn_once
-from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync._common import check_flag, map_by_key, some_lines, warn_once
+from mtf_gradsync._private.libraries import mtf
 from mtf_gradsync.gradients.arguments import check_gradients, check_one_mesh
-from mtf_gradsync.gradients.layout import check_batch_dims
+from mtf_gradsync.gradients.flow import Cause, Flow, Mixing
+from mtf_gradsync.gradients.layout import (
+    Axes,
+    Layout,
+    check_batch_dims,
+    find_own_data_axes,
+    names_of_batch,
+)
 from mtf_gradsync.gradients.operations import (
     GradientOperation,
     MaybeGradients,
@@ -18,22 +26,297 @@ from mtf_gradsync.gradients.operations import (
     map_present,
     partial_sum,
     reduce_partial_sums,
-    reduced_values,
     reshaped,
     terms_of_processors,
 )
 from mtf_gradsync.gradients.pending import PendingSums
-from mtf_gradsync.gradients.recoverable import check_recoverable
-from mtf_gradsync.mesh.axes import ProcessorGroups, ReplicaAxes, check_axes
+from mtf_gradsync.gradients.reduce_gradients import GradientFromSums, express_by_sums
+from mtf_gradsync.mesh.axes import ReplicaAxes, check_axes
 from mtf_gradsync.reduce import FusedAllReduce, Strategy, check_strategy
 from mtf_gradsync.reduce.strategy import has_gradient_reduction
-from mtf_gradsync.step import ProgramWrites
+from mtf_gradsync.step import ProgramWrites, ValuesAfter
+from mtf_gradsync.step.plan import flat
 
 
 def shard_dims_in(shape: mtf.Shape, axes: ReplicaAxes) -> list[mtf.Dimension]:
     """Returns the dims of a shape that have the name of a shard dim of `axes`."""
     names = {d.name for d in axes.shard_dims}
     return [d for d in shape.dims if d.name in names]
+
+
+_ACCEPT = "give accept_summed=True to take an equal share of the gradient for each shard"
+# For each cause what the operation does, and how to avoid it.
+_SAYS = {
+    Cause.NEEDS_SUM: (
+        "needs the sum over all shards and is not linear in it (a norm of all gradients, a "
+        "product of two gradients), or spreads it (a broadcast of the sum to the batch, or to a "
+        "variable that is split over the mesh axis of the batch)",
+        "Compute this inside the optimizer (ClipByGlobalNormOptimizer clips the reduced "
+        f"gradients), split the variable over another mesh axis, or {_ACCEPT}",
+    ),
+    Cause.GATHERS: (
+        "gathers the values of all shards without a sum (a reshape to dimensions that the layout "
+        "does not split, or splits otherwise, as one that sends examples to experts; a maximum "
+        "over the batch; an operation of the program's own)",
+        "Keep the dimension of the batch split in this operation (in a mixture of experts, "
+        "split its groups as the batch is split, and experts over another mesh axis: the layout "
+        "rules batch_unsplit:batch and experts:model in Mesh-TensorFlow's transformer), or "
+        + _ACCEPT,
+    ),
+    Cause.DROPS_SUM: (
+        "runs on each processor's slices alone and drops a dimension that the slices are split "
+        "along, so that each shard has a different result, and no operation sums the results",
+        "Keep that dimension in the result, with the size of its mesh axis, and sum over it with "
+        "mtf.reduce_sum",
+    ),
+    Cause.SPLIT: (
+        "makes a tensor that the layout splits over the mesh axis of the batch, and a shard's "
+        "slice of this tensor is not computed from that shard's data alone",
+        f"Split the variable over another mesh axis, or {_ACCEPT}",
+    ),
+}
+
+
+class Recoverability:
+    """For each of a list of gradients: whether every shard's own gradient is recoverable from it.
+
+    The keys of all attributes are positions in the list of gradients.
+
+    Attributes:
+      mixed: the gradients from which shards' own gradients are not recoverable. The values say
+        which operation mixed the shards' data, and why.
+      from_sums: those gradients of `mixed` that are linear in recoverable sums. The values say how
+        they are computed from the sums.
+      shared: the gradients that do not depend on any shard's data, such as the gradient of a
+        penalty on weights, although they are split over a replica axis. Each shard's own gradient
+        is then an equal share of the whole gradient. The values name the gradient's operation.
+    """
+
+    def __init__(self, grads: MaybeGradients, axes: ReplicaAxes, within: ReplicaAxes | None = None):
+        """Examines gradients without shard dims.
+
+        `axes` are the replica axes whose shards' gradients are to be recovered, on the mesh that
+        the program will be lowered on. If the batch is split over further mesh axes, `within` has
+        all axes that split it. Raises ValueError if the batch is split over a mesh axis that is in
+        neither argument.
+        """
+        self.mixed: dict[int, Mixing] = {}
+        self.from_sums: dict[int, GradientFromSums] = {}
+        self.shared: dict[int, Mixing] = {}
+        self._grads, self._flow, self._axes = grads, None, Axes(axes.mesh_axes)
+        self._layout = axes
+        present = _gradients_to_examine(grads, axes, within)
+        if not present:
+            return
+        graph, layout = present[0].graph, Layout.of(axes, present[0].mesh)
+        own = find_own_data_axes(graph, layout, names_of_batch(present, axes))
+        layout = layout._replace(own_data_axes=own)
+        flow = self._flow = Flow(graph, present, layout)
+        for i, grad in enumerate(grads):
+            if grad is None:
+                continue
+            mixing = flow.mixes_shards(grad)
+            if mixing is not None:
+                self.mixed[i] = mixing
+                made = express_by_sums(grad, flow, layout)
+                if made is not None:
+                    self.from_sums[i] = made
+            elif layout.split(grad) & set(axes.mesh_axes) - layout.split_over_shards(grad):
+                is_pending = flow.axes.get(grad, Axes()).intersection(axes.mesh_axes)
+                is_known = not is_pending and not _is_computed_by_package(flow, grad)
+                found = self.shared if is_known else self.mixed
+                found[i] = Mixing(grad.operation, Cause.SPLIT)
+
+    def term_without_data(self, i: int) -> mtf.Tensor | None:
+        """Returns the term of a gradient that no shard's data changes; None if it has no such term.
+
+        The gradient is at position `i` of the list, and each shard's own gradient must be
+        recoverable from it. If the loss has a penalty on weights, the term is the gradient of the
+        penalty. A sum that a loop makes counts as dependent on data.
+        """
+        grad, flow = self._grads[i], self._flow
+        if grad is None or flow is None:
+            return None
+        data: dict[mtf.Tensor, None] = {}
+        shared: dict[mtf.Tensor, None] = {}
+        operations: dict[mtf.Operation, None] = {}
+        todo = [grad]
+        while todo:
+            tensor = todo.pop()
+            operation = tensor.operation
+            if not flow.axes.get(tensor, Axes()) & self._axes:
+                shared[tensor] = None
+            elif not flow.keeps_pending(operation):
+                data[tensor] = None
+            elif operation not in operations:
+                operations[operation] = None
+                use = flow.uses.get(operation)
+                inputs = operation.inputs
+                todo += [inputs[i] for i in use.positions] if use else inputs
+        adds = any(isinstance(op, mtf.ScalarAddOperation) for op in operations)
+        if not (shared or adds) or not operations:
+            return grad if shared else None
+        in_order = [op for op in grad.graph.operations if op in operations]
+        zeros = [mtf.zeros(x.mesh, x.shape, x.dtype) for x in data]
+        return GradientFromSums(grad, list(data), list(shared), in_order).compute_from(
+            zeros, list(shared)
+        )
+
+    def check(self, names: Sequence[str] | None = None, recomputes: bool = False) -> None:
+        """Raises ValueError unless per-shard gradients are recoverable.
+
+        The error lists the gradients and the operations that mix shards, and says what to do. It
+        calls the gradients by `names`, or by their variables if `names` is None. If the layout is
+        one that Mesh-TF cannot lower, the error is about the layout instead. If `recomputes` is
+        true, the gradients in the attributes `from_sums` and `shared` raise no error, because the
+        caller computes each shard's part of them from these attributes.
+        """
+        bad = {**self.mixed, **self.shared}
+        if recomputes:
+            fine = {*self.from_sums, *self.shared}
+            bad = {i: mixing for i, mixing in bad.items() if i not in fine}
+        if bad:
+            _raise_not_recoverable(self._grads, bad, names, self._layout)
+
+
+def _is_computed_by_package(flow: Flow, grad: mtf.Tensor) -> bool:
+    """Returns whether an operation of this package is among those that compute `grad`.
+
+    If it is, the dimensions of the operations' tensors do not tell what the gradient depends on.
+    """
+    return any(isinstance(op, (GradientOperation, ValuesAfter)) for op in flow.before(grad))
+
+
+def _gradients_to_examine(
+    grads: MaybeGradients, axes: ReplicaAxes, within: ReplicaAxes | None = None
+) -> list[mtf.Tensor]:
+    """Returns the gradients that are not None; [] if there is only one shard, as nothing can mix.
+
+    Raises ValueError if the batch is split over a mesh axis that is not in `within` (in `axes`, if
+    `within` is None).
+    """
+    present = [g for g in grads if g is not None]
+    if present:
+        check_batch_dims(present, within or axes)
+    return present if axes.num_shards > 1 else []
+
+
+def mixed_gradients(grads: MaybeGradients, axes: ReplicaAxes) -> dict[int, Mixing]:
+    """Returns the gradients that are not sums of one term per shard, with the operation at fault.
+
+    The keys of the result are positions in `grads`, which are gradients without shard dims. `axes`
+    are the replica axes. All gradients that are not in the result are sums of terms that the shards
+    hold, so that these terms can be added up later. A shard's term need not come from the shard's
+    own examples: the shard that holds an expert has the expert's gradient for all shards' examples.
+    """
+    present = _gradients_to_examine(grads, axes)
+    if not present:
+        return {}
+    flow = _flow(present, axes)
+    found = {i: flow.mixes_shards(g) for i, g in enumerate(grads) if g is not None}
+    return {i: mixing for i, mixing in found.items() if mixing is not None}
+
+
+def summed_over_other_axes(grads: MaybeGradients, axes: ReplicaAxes) -> list[int]:
+    """Returns the positions of gradients for which `per_shard` may need an extra all-reduce.
+
+    The gradients at these positions may be pending over mesh axes other than the replica axes, and
+    `per_shard` then reduces them over those other axes. Each all-reduce has the size of the
+    gradient.
+    """
+    present = [g for g in grads if g is not None]
+    if not present:
+        return []
+    flow = _flow(present, axes)
+    sums_first = any(use.first for use in flow.uses.values())
+    replica_axes = set(axes.mesh_axes)
+    found = {g for g in present if sums_first or flow.axes.get(g, frozenset()) - replica_axes}
+    return [i for i, g in enumerate(grads) if g in found]
+
+
+def pending_over_shards(grads: Sequence[mtf.Tensor], axes: ReplicaAxes) -> list[bool]:
+    """Returns a bool for each of `grads`: whether it is pending over a replica axis.
+
+    The gradients are of one mesh and have no shard dims. `axes` are the replica axes.
+    """
+    if not grads:
+        return []
+    flow = _flow(grads, axes)
+    return [bool(flow.axes.get(g, frozenset()) & set(axes.mesh_axes)) for g in grads]
+
+
+def _flow(grads: Sequence[mtf.Tensor], axes: ReplicaAxes) -> Flow:
+    return Flow(grads[0].graph, grads, Layout.of(axes, grads[0].mesh))
+
+
+def check_recoverable(
+    grads: MaybeGradients,
+    axes: ReplicaAxes,
+    names: Sequence[str] | None = None,
+    recomputes: bool = False,
+    within: ReplicaAxes | None = None,
+) -> None:
+    """Raises ValueError unless each shard's own gradients are recoverable from `grads`.
+
+    Args:
+      grads: gradients without shard dims; None passes.
+      axes: the replica axes whose shards' gradients are to be recovered.
+      names: a name for each of `grads`, for the error; None takes the names of their variables.
+      recomputes: as for `Recoverability.check`.
+      within: as for `Recoverability`.
+    """
+    Recoverability(grads, axes, within).check(names, recomputes)
+
+
+def check_addable(grads: MaybeGradients, axes: ReplicaAxes, names: Sequence[str]) -> None:
+    """Raises ValueError unless all gradients are sums of one term per shard.
+
+    `names` has the name of each gradient's variable, for the error. `grads` and `axes` are as for
+    `mixed_gradients`, which also says what counts as a sum of one term per shard.
+    """
+    mixed = mixed_gradients(grads, axes)
+    if mixed:
+        _raise_not_recoverable(grads, mixed, names, axes)
+
+
+def _raise_not_recoverable(
+    grads: MaybeGradients,
+    mixed: dict[int, Mixing],
+    names: Sequence[str] | None,
+    axes: ReplicaAxes,
+) -> NoReturn:
+    """Raises the ValueError that lists gradients and the operations that mixed their shards.
+
+    The keys of `mixed` are the positions of these gradients in `grads`, and the values are the
+    operations and causes. `names` has a name for each of `grads`; None takes the names of their
+    variables. If the layout of `axes` splits a tensor so that Mesh-TF cannot lower it, the error is
+    about this tensor instead.
+    """
+    mesh = next(g.mesh for g in grads if g is not None)
+    for operation in flat(mesh.graph.operations):
+        for tensor in operation.outputs if operation.mesh is mesh else ():
+            try:
+                axes.layout.tensor_layout(tensor.shape, axes.mesh_shape)
+            except ValueError as error:
+                raise ValueError(
+                    f"{str(error).strip()}: this is the shape of {tensor.name!r}. Split one of the "
+                    "two dimensions over another mesh dimension, or rename one of them "
+                    "(mtf.rename_dimension)."
+                ) from error
+    paragraphs = []
+    for cause in dict.fromkeys(mixing.cause for mixing in mixed.values()):
+        lines = []
+        for i, (operation, why) in mixed.items():
+            grad = grads[i]
+            if why is cause and grad is not None:
+                name = names[i] if names else f"gradient {i} ({gradient_name(grad)})"
+                lines.append(f"\n  {name}: {type(operation).__name__} {operation.name!r}")
+        what, cure = _SAYS[cause]
+        paragraphs.append(f"an operation {what}:{some_lines(lines)}\n{cure}.")
+    raise ValueError(
+        "Per-shard gradients are not recoverable from some gradients, because "
+        + "\nThey are not recoverable from other gradients, because ".join(paragraphs)
+    )
 
 
 class PerShard(GradientOperation):
@@ -261,222 +544,3 @@ def sum_gradients(
         return SumGradients([grads[i] for i in some], dims, strategy, batch_dims).outputs
 
     return map_by_key([g.mesh for g in grads], of_mesh)
-
-
-GroupAssignment = Sequence[Sequence[int]]
-
-
-def check_group_assignment(group_assignment: Any) -> list[list[int]] | None:
-    """Returns groups of shards as lists of shard numbers; None if None or [] was given.
-
-    Raises ValueError if `group_assignment` is not None, and no list of lists of shard numbers.
-    """
-    if group_assignment is None:
-        return None
-    ok = isinstance(group_assignment, (list, tuple)) and all(
-        isinstance(group, (list, tuple))
-        and all(isinstance(i, (int, np.integer)) and not isinstance(i, bool) for i in group)
-        for group in group_assignment
-    )
-    if not ok:
-        raise ValueError(
-            "group_assignment must be a list of lists of shard numbers, such as "
-            f"[[0, 1], [2, 3]], got {group_assignment!r}."
-        )
-    return [[int(i) for i in group] for group in group_assignment] or None
-
-
-def check_groups_cover(group_assignment: list[list[int]], num_shards: int) -> int:
-    """Returns how many shards each group has.
-
-    Raises ValueError unless all groups have the same size and each shard is in exactly one group.
-    """
-    numbers = [i for group in group_assignment for i in group]
-    missing = sorted(set(range(num_shards)) - set(numbers))
-    unknown = sorted(set(numbers) - set(range(num_shards)))
-    repeated = sorted({i for i in numbers if numbers.count(i) > 1})
-    problems = [
-        f"{what} {which}"
-        for what, which in (("missing", missing), ("unknown", unknown), ("repeated", repeated))
-        if which
-    ]
-    if problems:
-        raise ValueError(
-            f"group_assignment must be a permutation of range({num_shards}), the shards of this "
-            f"mesh, but shards are {', '.join(problems)}: got {group_assignment!r}."
-        )
-    sizes = {len(group) for group in group_assignment}
-    if len(sizes) > 1:
-        raise ValueError(
-            "The groups of group_assignment must have equal sizes, got sizes "
-            f"{[len(group) for group in group_assignment]} in {group_assignment!r}."
-        )
-    return sizes.pop()
-
-
-class SumCopies(GradientOperation):
-    """A sum over the shards of each group; each shard gets the sum of its group.
-
-    The operation sums values of variables of which every shard has its own copy.
-    """
-
-    def __init__(
-        self,
-        grads: Sequence[mtf.Tensor],
-        shard_dims: Sequence[Sequence[mtf.Dimension]],
-        groups: GroupAssignment | None,
-        strategy: Strategy,
-    ):
-        """Adds the operation, which has an output of the same shape for each of `grads`.
-
-        Args:
-          grads: tensors of one mesh, with shard dims.
-          shard_dims: the shard dims of each tensor. Shards are numbered in row-major order of these
-            dims, whatever the positions of the dims in the tensor are.
-          groups: lists of shard numbers; None makes all shards one group.
-          strategy: the strategy that reduces.
-        """
-        self._shard_dims = [list(dims) for dims in shard_dims]
-        self._groups = groups
-        self._strategy = strategy
-        batch_dims = [d.name for dims in self._shard_dims for d in dims]
-        PendingSums.declare_use(grads, True, batch_dims, strategy)
-        super().__init__(grads, [g.shape for g in grads], name="sum_copies")
-
-    def lower(self, lowering: mtf.Lowering) -> None:
-        mesh_impl = lowering.mesh_impl(self)
-        values = reduced_values(lowering, self.inputs)
-
-        keys = [tuple(dims) for dims in self._shard_dims]
-        self.set_outputs(
-            lowering, map_by_key(keys, functools.partial(self._sum, mesh_impl, values))
-        )
-
-    def _sum(
-        self, mesh_impl: Any, all_values: Any, dims: tuple[mtf.Dimension, ...], positions: list[int]
-    ) -> list[Any]:
-        """Returns a `LaidOutTensor` of the groups' sums for each of the inputs at `positions`.
-
-        These inputs have the shard dims `dims`. `all_values` are the lowered values of all inputs.
-        """
-        grads, values = [self.inputs[i] for i in positions], [all_values[i] for i in positions]
-        mesh_axes = [mesh_impl.tensor_dimension_to_mesh_axis(d) for d in dims]
-        one_each = all(
-            axis is not None and mesh_impl.shape[axis].size == d.size
-            for d, axis in zip(dims, mesh_axes)
-        )
-        groups = self._groups or [list(range(mtf.Shape(list(dims)).size))]
-        if one_each:
-            return self._strategy.all_reduce(
-                mesh_impl, values, _processor_groups(mesh_impl, mesh_axes, dims, groups)
-            )
-        return _sum_several_a_processor(
-            mesh_impl, mesh_axes, dims, groups, grads, values, self._strategy
-        )
-
-
-def _processor_groups(
-    mesh_impl: Any,
-    mesh_axes: Sequence[int],
-    dims: Sequence[mtf.Dimension],
-    groups: GroupAssignment,
-) -> ProcessorGroups:
-    """Returns the groups of processors that have to reduce to make the sums of shards' groups.
-
-    The function is for meshes on which each processor belongs to one shard. `dims` are the shard
-    dims, and `mesh_axes` has for each of them the mesh axis that splits it. `groups` are lists of
-    shard numbers.
-    """
-    if len(groups) == 1:
-        return ProcessorGroups.along(mesh_impl, mesh_axes)
-    group_of = {shard: number for number, group in enumerate(groups) for shard in group}
-    members: dict[tuple[int, tuple[int, ...]], list[int]] = {}
-    for processor in range(mesh_impl.size):
-        coordinates = mtf.pnum_to_processor_coordinates(mesh_impl.shape, processor)
-        shard = mtf.processor_coordinates_to_pnum(
-            [d.size for d in dims], [coordinates[axis] for axis in mesh_axes]
-        )
-        # Processors along the other axes hold other parts of the same copy.
-        rest = tuple(c for axis, c in enumerate(coordinates) if axis not in mesh_axes)
-        members.setdefault((group_of[shard], rest), []).append(processor)
-    return ProcessorGroups([members[key] for key in sorted(members)])
-
-
-def _sum_several_a_processor(
-    mesh_impl: Any,
-    mesh_axes: Sequence[int | None],
-    dims: Sequence[mtf.Dimension],
-    groups: GroupAssignment,
-    grads: Sequence[mtf.Tensor],
-    values: Sequence[Any],
-    strategy: Strategy,
-) -> list[Any]:
-    """Sums over groups of shards on meshes where a processor holds several shards.
-
-    Each processor adds up its own shards, group by group. The sums of all groups are then reduced
-    over the processors, and each shard takes the sum of its group.
-
-    Args:
-      mesh_impl: the mesh.
-      mesh_axes: for each of `dims`, the mesh axis that splits it, or None if no axis splits it.
-      dims: the shard dims, which all of `grads` have.
-      groups: lists of shard numbers.
-      grads: the tensors to sum.
-      values: the `LaidOutTensor` of each of `grads`.
-      strategy: the strategy that reduces.
-
-    Returns:
-      A `LaidOutTensor` for each of `grads`, with the shape of this tensor.
-    """
-    group_of = np.empty([d.size for d in dims], np.int32)
-    for number, group in enumerate(groups):
-        group_of.reshape([-1])[list(group)] = number
-    # group_of is split as the shards are, so that each processor has the groups of its own shards.
-    mine = mesh_impl.slicewise(
-        lambda x: tf.reshape(x, [-1]), _split_constant(mesh_impl, group_of, mtf.Shape(list(dims)))
-    )
-
-    def by_group(grad: mtf.Tensor, value: Any) -> Any:
-        to_front, _ = _permutations(grad.shape, dims)
-
-        def add_up(x: tf.Tensor, numbers: tf.Tensor) -> tf.Tensor:
-            # Floats narrower than float32 are added up in float32.
-            x = tf.cast(x, tf.float32) if x.dtype.size < 4 else x
-            x = tf.transpose(x, to_front)
-            x = tf.reshape(x, [-1, *x.shape.as_list()[len(dims) :]])
-            return tf.math.unsorted_segment_sum(x, numbers, len(groups))
-
-        return mesh_impl.slicewise(add_up, value, mine)
-
-    def of_own_group(grad: mtf.Tensor, totals: Any) -> Any:
-        to_front, back = _permutations(grad.shape, dims)
-        slice_shape = mesh_impl.slice_shape(grad.shape)
-
-        def pick(x: tf.Tensor, numbers: tf.Tensor) -> tf.Tensor:
-            x = tf.reshape(tf.gather(x, numbers), [slice_shape[i] for i in to_front])
-            return tf.cast(tf.transpose(x, back), grad.dtype)
-
-        return mesh_impl.slicewise(pick, totals, mine)
-
-    totals = [by_group(grad, value) for grad, value in zip(grads, values)]
-    split_axes = [axis for axis in mesh_axes if axis is not None]
-    if split_axes:
-        processors = ProcessorGroups.along(mesh_impl, split_axes)
-        totals = strategy.all_reduce(mesh_impl, totals, processors)
-    return [of_own_group(grad, total) for grad, total in zip(grads, totals)]
-
-
-def _permutations(shape: mtf.Shape, dims: Sequence[mtf.Dimension]) -> tuple[list[int], list[int]]:
-    """Returns the permutation that moves `dims` to the front of a shape, and its inverse."""
-    first = [shape.dims.index(d) for d in dims]
-    to_front = first + [i for i in range(shape.ndims) if i not in first]
-    return to_front, [to_front.index(i) for i in range(shape.ndims)]
-
-
-def _split_constant(mesh_impl: Any, array: np.ndarray, shape: mtf.Shape) -> Any:
-    """Returns a numpy array of shape `shape` as a `LaidOutTensor`, split as the layout says."""
-    value = mesh_impl.slicewise(lambda: tf.constant(array))
-    for tensor_axis, mesh_axis in enumerate(mesh_impl.tensor_layout(shape)):
-        if mesh_axis is not None:
-            value = mesh_impl.allsplit(value, mesh_axis, tensor_axis)
-    return value

@@ -1,4 +1,4 @@
-"""A mesh's devices: their names, the memories they share, and variables kept once per memory.
+"""A mesh's devices: their names, copies of values on them, and the memories that they share.
 
 Processors that share a memory and have equal slices of a variable share one tf variable.
 """
@@ -12,6 +12,7 @@ from typing import Any, Callable, Iterable, Iterator, Sequence
 
 from mtf_gradsync._private.libraries import TF_VALUES, mtf, tf
 from mtf_gradsync._private.tensorflow import calls_function, variable_key, variables_written
+from mtf_gradsync.mesh.axes import is_simd
 
 
 def canonical_device(device: Any, argument: str = "A device") -> str:
@@ -80,6 +81,115 @@ def kind_of(device: str) -> str:
         return tf.DeviceSpec.from_string(device).device_type or "CPU"
     except (AttributeError, TypeError, ValueError):
         return "unknown"
+
+
+# Values that are given on devices, or copied to devices.
+
+
+def check_destinations(mesh_impl: Any, destinations: Any) -> list[str] | None:
+    """Returns the devices that destinations name, or None if they are a `LaidOutTensor`.
+
+    See `Strategy.reduce` for what destinations may be.
+
+    Raises:
+      ValueError: destinations are of another kind, or empty, or are devices and the mesh is a SIMD
+        mesh.
+    """
+    if hasattr(destinations, "tensor_list"):
+        _check_on_mesh(mesh_impl, destinations, "destinations")
+        return None
+    # Ref and resource variables have no common base in tf.compat.v1.
+    if hasattr(destinations, "read_value") and hasattr(destinations, "device"):
+        devices = [destinations.device]
+    elif isinstance(destinations, str):
+        devices = [destinations]
+    elif isinstance(destinations, (list, tuple)) and all(isinstance(d, str) for d in destinations):
+        devices = list(destinations)
+    else:
+        raise ValueError(
+            "destinations must be a LaidOutTensor, a device string, a list of device strings or a "
+            f"tf.Variable, got {destinations!r}."
+        )
+    if not devices or not all(devices):
+        raise ValueError(
+            f"destinations must not be empty: got {destinations!r}. Give a device such as "
+            "'/device:CPU:0', or a LaidOutTensor for the whole mesh."
+        )
+    for device in devices:
+        canonical_device(device, "A device of destinations")
+    if is_simd(mesh_impl):
+        raise ValueError(
+            f"destinations must be a LaidOutTensor on a SIMD mesh, whose one program runs on all "
+            f"cores and cannot name a device; got {destinations!r}."
+        )
+    return devices
+
+
+def check_value(mesh_impl: Any, value: Any) -> Any:
+    """Returns `value` unchanged; raises ValueError if it is not a `LaidOutTensor` of this mesh.
+
+    The value has to have one slice for each processor, and on a SIMD mesh one slice in all.
+    """
+    if isinstance(value, mtf.Tensor):
+        raise ValueError(
+            f"A value to reduce must be a LaidOutTensor, got {value!r}. Give what it was lowered "
+            "to: lowering.tensors[x].to_laid_out_tensor()."
+        )
+    if not hasattr(value, "tensor_list"):
+        raise ValueError(
+            "A value to reduce must be a LaidOutTensor with a slice for each processor of the "
+            f"mesh, got {value!r}."
+        )
+    _check_on_mesh(mesh_impl, value, "A value to reduce")
+    return value
+
+
+def _check_on_mesh(mesh_impl: Any, value: Any, what: str) -> None:
+    slices, each = mesh_impl.size, f"one slice for each of the {mesh_impl.size} processors"
+    if is_simd(mesh_impl):
+        slices, each = 1, "the one slice that a core's program holds"
+    if len(value.tensor_list) != slices:
+        raise ValueError(
+            f"{what} must have {each} of the mesh {mesh_impl.shape.to_string}, got "
+            f"{len(value.tensor_list)}."
+        )
+
+
+def copies(mesh_impl: Any, value: Any, devices: Sequence[str]) -> dict[str, tf.Tensor]:
+    """Copies a value that is the same on all processors to devices; returns copies by device.
+
+    `value` is a `LaidOutTensor` on a placement mesh. Each copy is made from the nearest slice: one
+    on the device itself, else one in the device's process, else the first slice.
+    """
+    on_device: dict[str, tf.Tensor] = {}
+    in_process: dict[Any, tf.Tensor] = {}
+    for device, x in zip(mesh_impl.devices, value.tensor_list):
+        on_device.setdefault(canonical_device(device) if device else "", x)
+        in_process.setdefault(process_of(device), x)
+    result = {}
+    for device in devices:
+        near = in_process.get(process_of(device), value.tensor_list[0])
+        with tf.device(device):
+            result[device] = tf.identity(on_device.get(canonical_device(device), near))
+    return result
+
+
+def spread(tensor: tf.Tensor, devices: Sequence[str]) -> list[tf.Tensor]:
+    """Returns a copy of a tensor on each of `devices`, in the same order.
+
+    Each process receives the tensor only once: the first device in a process sends it to the
+    process's other devices.
+    """
+    first: dict[Any, tf.Tensor] = {}
+    result = []
+    for device in devices:
+        with tf.device(device):
+            result.append(tf.identity(first.get(process_of(device), tensor)))
+        first.setdefault(process_of(device), result[-1])
+    return result
+
+
+# Memories that devices share.
 
 
 def memories(devices: Sequence[str]) -> list[list[int]]:

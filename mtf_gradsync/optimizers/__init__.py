@@ -19,7 +19,11 @@ from mtf_gradsync.optimizers.report import (
     split_by_shard,
 )
 from mtf_gradsync.optimizers.sharded_updates import ShardedUpdateOptimizer
-from mtf_gradsync.optimizers.skip_functions import skip_large_updates, skip_not_finite
+from mtf_gradsync.optimizers.skip_functions import (
+    skip_large_updates,
+    skip_not_finite,
+    skip_spikes,
+)
 from mtf_gradsync.optimizers.skips import NoUpdateError
 from mtf_gradsync.optimizers.state import get_update_step, scalar_state
 from mtf_gradsync.optimizers.sync_replicas import SyncReplicasOptimizer
@@ -30,7 +34,6 @@ if TYPE_CHECKING:
     from mtf_gradsync.optimizers.by_variable import ByVariable
     from mtf_gradsync.optimizers.description import DescribedLine, Description, describe
     from mtf_gradsync.optimizers.muon import MuonOptimizer, is_hidden_matrix
-    from mtf_gradsync.optimizers.spikes import skip_spikes
 else:  # a type checker that saw `__getattr__` would take any name
     __getattr__, __dir__ = lazy_names(
         __name__,
@@ -42,7 +45,6 @@ else:  # a type checker that saw `__getattr__` would take any name
             "MuonOptimizer": "mtf_gradsync.optimizers.muon",
             "describe": "mtf_gradsync.optimizers.description",
             "is_hidden_matrix": "mtf_gradsync.optimizers.muon",
-            "skip_spikes": "mtf_gradsync.optimizers.spikes",
         },
     )
 

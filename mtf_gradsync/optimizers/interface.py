@@ -11,14 +11,13 @@ from mtf_gradsync.compat_v1 import Reduction
 from mtf_gradsync.gradients import arguments
 from mtf_gradsync.gradients.arguments import OwnArguments
 from mtf_gradsync.gradients.operations import on_mesh
-from mtf_gradsync.gradients.shards import check_groups_cover
 from mtf_gradsync.optimizers.pipeline.weights import (
     WeightsOfGradients,
     check_weights,
     weighted_loss,
 )
 from mtf_gradsync.optimizers.state import check_name
-from mtf_gradsync.step import DeferredUpdate, StandIn, StepPlan, advance_step
+from mtf_gradsync.step import StandIn, StepPlan, advance_step
 
 
 class TrainOptimizerInterface:
@@ -269,8 +268,8 @@ class TrainOptimizerInterface:
         wrappers, names = self._wrappers(), self._stack_shard_names()
         dims = mtf.Shape([d for d in loss.shape.dims if d.name in names])
         _warn_of_other_dims(type(self).__name__, loss.shape, names, wrappers)
-        groups = next((w._groups for w in wrappers if w._groups), None)
-        num_shards = check_groups_cover(groups, dims.size) if groups and dims.dims else dims.size
+        grouped = next((w for w in wrappers if w._groups), None)
+        num_shards = grouped._group_size(dims.size) if grouped and dims.dims else dims.size
         if num_shards == 1:
             return 1.0
         said = {w.loss_reduction: w for w in wrappers if w.loss_reduction is not None}
@@ -330,6 +329,56 @@ def _warn_of_other_dims(
                 shards,
                 split,
             )
+
+
+class DeferredUpdate:
+    """A wrapper's update that is built later: when it is asked for, or when the graph is lowered.
+
+    Subclasses define `make`.
+    """
+
+    def __init__(self, plan: StepPlan):
+        self.plan = plan
+        self.stand_ins: list[StandIn] = []  # what callers got in place of the operations
+        self._operations: list[mtf.Operation] | None = None
+        plan.deferred += (self,)
+
+    def make(self) -> list[mtf.Operation]:
+        """Makes and returns the mtf operations of the update; subclasses define it.
+
+        `build` calls this method once, or again if an error has undone the operations.
+        """
+        raise NotImplementedError
+
+    def build(self) -> list[mtf.Operation]:
+        """Returns the mtf operations of the update; the first call makes them.
+
+        The operations are put in the graph's list of operations at the position of the last
+        stand-in (what callers got in place of the operations), but in any case after all operations
+        that they are computed from.
+        """
+        # An error may have undone the operations, together with what was being built around them.
+        if self._operations is None or self in self.plan.deferred:
+            graph, waiting = self.plan.graph, self.plan.deferred
+            before = set(graph.operations)
+            self.plan.deferred = tuple(x for x in waiting if x is not self)
+            try:
+                self._operations = self.make()
+            except BaseException:
+                self.plan.deferred = waiting
+                raise
+            self._place(before)
+        return self._operations
+
+    def _place(self, before: set[mtf.Operation]) -> None:
+        listed, own = self.plan.graph.operations, set(self.stand_ins)
+        # Operations that the update itself has put before others stay there.
+        count = max((i for i, op in enumerate(listed, 1) if op in before), default=0)
+        others, made = listed[:count], listed[count:]
+        needed = {x.operation for op in made for x in op.inputs} | own
+        end = max((i for i, op in enumerate(others, 1) if op in needed), default=0)
+        first = [op for op in others[:end] if op not in own]
+        listed[:] = first + made + self.stand_ins + others[end:]
 
 
 class _DeferredPairs(DeferredUpdate):

@@ -19,7 +19,7 @@ from mtf_gradsync._common import check_flag, check_number, check_whole_number
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.compat_v1 import NOT_GIVEN, MeshOptimizerLike
 from mtf_gradsync.gradients.arguments import OwnArguments
-from mtf_gradsync.gradients.recoverable import check_addable, check_recoverable
+from mtf_gradsync.gradients.shards import check_addable, check_recoverable
 from mtf_gradsync.mesh.axes import LayoutLike, MeshShapeLike, ReplicaAxes, as_dim_names
 from mtf_gradsync.optimizers.outer_steps import OuterSettings, StepsOfIslands
 from mtf_gradsync.optimizers.outer_values import Agreed, IslandVariables, OuterVariable

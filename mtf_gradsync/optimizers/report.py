@@ -16,8 +16,13 @@ from mtf_gradsync.compat_v1 import AppliesGradients
 from mtf_gradsync.gradients.clipping import clipping_of
 from mtf_gradsync.gradients.measures import global_norm, joined_norm, shard_norms
 from mtf_gradsync.gradients.operations import gradient_name, on_mesh
-from mtf_gradsync.gradients.recoverable import Recoverability, summed_over_other_axes
-from mtf_gradsync.gradients.shards import per_shard, shard_dims_in, split_into_shards
+from mtf_gradsync.gradients.shards import (
+    Recoverability,
+    per_shard,
+    shard_dims_in,
+    split_into_shards,
+    summed_over_other_axes,
+)
 from mtf_gradsync.mesh.axes import ReplicaAxes, check_axes
 from mtf_gradsync.optimizers.pipeline.builder import StepBuilder
 from mtf_gradsync.optimizers.pipeline.forms import GradientSet, Reduced

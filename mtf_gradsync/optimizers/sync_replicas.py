@@ -15,8 +15,8 @@ from mtf_gradsync.compat_v1.rules import refuse_with_v1
 from mtf_gradsync.gradients import arguments
 from mtf_gradsync.gradients.arguments import OwnArguments
 from mtf_gradsync.gradients.measures import NotFinite
-from mtf_gradsync.gradients.recoverable import GradientFromSums, check_recoverable
-from mtf_gradsync.gradients.shards import SumGradients, split_into_shards
+from mtf_gradsync.gradients.reduce_gradients import GradientFromSums
+from mtf_gradsync.gradients.shards import SumGradients, check_recoverable, split_into_shards
 from mtf_gradsync.mesh.axes import LayoutLike, MeshShapeLike, ReplicaAxes
 from mtf_gradsync.optimizers import replicas
 from mtf_gradsync.optimizers.average import KeepsAverages, MoveAverages, check_averages

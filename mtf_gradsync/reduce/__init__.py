@@ -9,15 +9,11 @@ from typing import TYPE_CHECKING
 from mtf_gradsync._private.lazy import lazy_names
 from mtf_gradsync.mesh.axes import ProcessorGroups
 from mtf_gradsync.reduce.compressed import CompressedAllReduce, GradientStrategy
-from mtf_gradsync.reduce.one_level import (
-    AllReduce,
-    FusedAllReduce,
-    ReductionToOneDevice,
-    RingAllReduce,
-)
+from mtf_gradsync.reduce.one_level import AllReduce, ReductionToOneDevice, RingAllReduce
 from mtf_gradsync.reduce.placement_mesh import PlacementMeshImpl, placement_mesh_impl
 from mtf_gradsync.reduce.strategy import (
     Compression,
+    FusedAllReduce,
     GradientOfCores,
     StateMaker,
     Strategy,

@@ -15,9 +15,13 @@ from mtf_gradsync.mesh.axes import ProcessorGroups, is_simd
 from mtf_gradsync.mesh.devices import full_name, kind_of, place_of, process_of
 from mtf_gradsync.reduce.collective import CollectiveAllReduce
 from mtf_gradsync.reduce.hierarchical import HierarchicalAllReduce
-from mtf_gradsync.reduce.one_level import PLACEMENT_PACKED_BYTES, FusedAllReduce
 from mtf_gradsync.reduce.parts import Cuts
-from mtf_gradsync.reduce.strategy import Strategy, has_gradient_reduction
+from mtf_gradsync.reduce.strategy import (
+    PLACEMENT_PACKED_BYTES,
+    FusedAllReduce,
+    Strategy,
+    has_gradient_reduction,
+)
 
 _logger = logging.getLogger("mtf_gradsync")
 

@@ -13,7 +13,7 @@ from mtf_gradsync._private.patches import late_configurable
 from mtf_gradsync._private.tensorflow import collective_sum, control_flow_context
 from mtf_gradsync.mesh.axes import ProcessorGroups, is_simd
 from mtf_gradsync.mesh.devices import full_name, kind_of, place_of
-from mtf_gradsync.reduce.one_level import OneLevel
+from mtf_gradsync.reduce.strategy import OneLevel
 from mtf_gradsync.reduce.sums import (
     NARROW_FLOATS,
     GroupSum,

@@ -13,9 +13,9 @@ from mtf_gradsync._common import warn_once
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._private.tensorflow import control_flow_v1
 from mtf_gradsync.mesh.axes import ProcessorGroups
-from mtf_gradsync.reduce.one_level import FusedAllReduce
 from mtf_gradsync.reduce.parts import Cuts
 from mtf_gradsync.reduce.strategy import (
+    FusedAllReduce,
     GradientOfCores,
     State,
     StateMaker,

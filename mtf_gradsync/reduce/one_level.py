@@ -1,4 +1,4 @@
-"""Strategies that sum a whole group at once: on one device, on devices in turn, or in a ring."""
+"""Strategies that sum a whole group at once, with TensorFlow 1's settings or as Mesh-TF does."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from mtf_gradsync._common import check_whole_number, warn_once
 from mtf_gradsync._private.libraries import tf
 from mtf_gradsync.mesh.axes import ProcessorGroups, is_simd
 from mtf_gradsync.mesh.devices import canonical_device, place_of
-from mtf_gradsync.reduce.parts import SIMD_BUCKET_BYTES, Cuts, one_memory, reduce_scatter
-from mtf_gradsync.reduce.strategy import Strategy
+from mtf_gradsync.reduce.strategy import OneLevel
 from mtf_gradsync.reduce.sums import (
     ALGORITHMS,
     Algorithm,
@@ -20,51 +19,12 @@ from mtf_gradsync.reduce.sums import (
     Piece,
     Planner,
     add_n,
-    all_reduce_fn,
     alone,
     check_algorithm,
-    check_values,
-    group_sum_dtype,
-    packed_all_reduce,
     packs_of_groups,
-    plan_buckets,
     ring,
     sum_on_one_device,
 )
-
-
-class OneLevel(Strategy):
-    """A base class of strategies that sum packs of tensors over a whole group at once.
-
-    A subclass overrides `_group_sum` for another algorithm than `add_n`, and `_planner` to pack
-    several tensors together.
-    """
-
-    def all_reduce(
-        self, mesh_impl: Any, values: Sequence[Any], groups: ProcessorGroups
-    ) -> list[Any]:
-        self.check(mesh_impl, groups)
-        planner = self._planner(mesh_impl)
-        sum_fn = all_reduce_fn(mesh_impl, self._group_sum(mesh_impl), one_group=planner is alone)
-        return packed_all_reduce(mesh_impl, values, groups, sum_fn, planner)
-
-    def wire_dtype(self, mesh_impl: Any, dtype: tf.DType, groups: ProcessorGroups) -> tf.DType:
-        if is_simd(mesh_impl):
-            return super().wire_dtype(mesh_impl, dtype, groups)
-        return group_sum_dtype(self._group_sum(mesh_impl), dtype)
-
-    def _group_sum(self, mesh_impl: Any) -> GroupSum:
-        """Returns the function that sums a group's slices; only placement meshes use it."""
-        del mesh_impl
-        return add_n
-
-    def _planner(self, mesh_impl: Any) -> Planner:
-        """Returns the function that plans which tensors are packed together.
-
-        If `alone` is true, nothing is packed, and a SIMD mesh marks all sums as one group.
-        """
-        del mesh_impl
-        return alone
 
 
 @gin.configurable(module="mtf_gradsync")
@@ -215,82 +175,6 @@ class ReductionToOneDevice(OneLevel):
             f"reduce_to_device must be on the mesh, got {self.reduce_to_device!r}; the mesh has "
             f"the devices {list(mesh_impl.devices)}."
         )
-
-
-# Measured by `python -m benchmarks.bucket_size` and `benchmarks.reductions`: between CPU devices of
-# one process a sum sends no bytes but packing copies twice, so only tensors that cost less to copy
-# than to launch are packed; a bucket has room for at least four.
-PLACEMENT_BUCKET_BYTES = 64 * 1024
-PLACEMENT_PACKED_BYTES = 16 * 1024
-
-
-@gin.configurable(module="mtf_gradsync")
-class FusedAllReduce(OneLevel):
-    """The default strategy, which sums many tensors in few messages.
-
-    On a SIMD mesh each tensor has its own CrossReplicaSum, and the sums of one call are marked as
-    one group. The compilers of TPUs and GPUs combine the sums of a group without copies. For CPUs
-    this package packs the sums when it compiles the program. On a placement mesh tensors of one
-    dtype are packed into buckets, each of which is added up by one device; the devices take turns.
-    If the size of buckets is given, a SIMD mesh has buckets, too: each is one CrossReplicaSum.
-    """
-
-    def __init__(self, bucket_bytes: int | None = None, packed_bytes: int | None = None):
-        """Sets the size of buckets.
-
-        Args:
-          bucket_bytes: the largest size of a bucket of several tensors, in bytes per processor. A
-            larger tensor has its own bucket; 0 packs nothing. None takes a default: a measured size
-            on a placement mesh; on a SIMD mesh 32 MiB if packed_bytes is given, and otherwise one
-            group without buckets.
-          packed_bytes: the size of the largest tensor that shares a bucket, in bytes per processor.
-            If it is None, all tensors that fit share buckets if bucket_bytes is given, and a
-            measured size is taken on a placement mesh if not.
-
-        Raises:
-          ValueError: a number is negative or not whole.
-        """
-        for argument, value in (("bucket_bytes", bucket_bytes), ("packed_bytes", packed_bytes)):
-            if value is not None:
-                check_whole_number(argument, value, 0, "None takes a default.", most=None)
-        self.bucket_bytes = bucket_bytes
-        self.packed_bytes = packed_bytes
-
-    def _planner(self, mesh_impl: Any) -> Planner:
-        bucket_bytes, packed_bytes = self.bucket_bytes, self.packed_bytes
-        if is_simd(mesh_impl) and bucket_bytes is None and packed_bytes is None:
-            return alone
-        if bucket_bytes is None:
-            bucket_bytes = SIMD_BUCKET_BYTES if is_simd(mesh_impl) else PLACEMENT_BUCKET_BYTES
-            if packed_bytes is None and not is_simd(mesh_impl):
-                packed_bytes = PLACEMENT_PACKED_BYTES
-
-        def buckets(sizes: Sequence[int], itemsize: int) -> Packs:
-            num_bytes = [size * itemsize for size in sizes]
-            return packs_of_groups(plan_buckets(num_bytes, bucket_bytes, packed_bytes), sizes)
-
-        return buckets
-
-    def reduce_scatter(
-        self,
-        mesh_impl: Any,
-        values: Sequence[Any],
-        groups: ProcessorGroups,
-        cuts: Sequence[Cuts],
-    ) -> list[Any]:
-        """Sums each tensor over each group, and gives each processor only its part of the sum.
-
-        The arguments and the result are those of `Strategy.reduce_scatter`. If all devices of a
-        placement mesh share one memory, one device makes the whole sum and cuts it. Otherwise each
-        device adds up its own part of each bucket. The buckets then hold up to `bucket_bytes`, and
-        `packed_bytes` does not limit the tensors in them.
-        """
-        self.check(mesh_impl, groups)
-        check_values(values)
-        if is_simd(mesh_impl) or one_memory(mesh_impl):
-            return super().reduce_scatter(mesh_impl, values, groups, cuts)
-        bucket_bytes = PLACEMENT_BUCKET_BYTES if self.bucket_bytes is None else self.bucket_bytes
-        return reduce_scatter(mesh_impl, values, groups, cuts, bucket_bytes)
 
 
 # The ways in which TensorFlow 1's all-reduce packs tensors of one dtype.

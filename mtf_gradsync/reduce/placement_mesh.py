@@ -17,8 +17,7 @@ from mtf_gradsync.mesh.axes import (
     as_mesh_shape,
 )
 from mtf_gradsync.mesh.devices import SharedVariable, canonical_device, memories, slicewise
-from mtf_gradsync.reduce.one_level import FusedAllReduce
-from mtf_gradsync.reduce.strategy import Strategy, check_strategy
+from mtf_gradsync.reduce.strategy import FusedAllReduce, Strategy, check_strategy
 
 _EXTREMES = {"MAX": tf.maximum, "MIN": tf.minimum}
 

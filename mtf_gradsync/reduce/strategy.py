@@ -1,15 +1,44 @@
-"""The interfaces of reduction strategies, without and with state."""
+"""The interface of reduction strategies, without and with state, and the default strategy."""
 
 from __future__ import annotations
 
 import abc
 from typing import Any, NamedTuple, Sequence
 
+import gin
+
+from mtf_gradsync._common import check_whole_number
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.mesh.axes import ProcessorGroups, check_groups, check_mesh, is_simd
-from mtf_gradsync.mesh.devices import canonical_device, process_of
-from mtf_gradsync.reduce.parts import Cuts, reduce_scatter, take_parts
-from mtf_gradsync.reduce.sums import check_values, simd_wire_dtype
+from mtf_gradsync.mesh.devices import (
+    check_destinations,
+    check_value,
+    copies,
+    spread,
+)
+from mtf_gradsync.reduce.parts import (
+    SIMD_BUCKET_BYTES,
+    Cuts,
+    one_memory,
+    reduce_scatter,
+    take_parts,
+)
+from mtf_gradsync.reduce.sums import (
+    GroupSum,
+    Packs,
+    Planner,
+    add_n,
+    all_reduce_fn,
+    alone,
+    check_divisible,
+    check_values,
+    divide,
+    group_sum_dtype,
+    packed_all_reduce,
+    packs_of_groups,
+    plan_buckets,
+    simd_wire_dtype,
+)
 
 
 class GradientOfCores(NamedTuple):
@@ -293,7 +322,12 @@ class Strategy(abc.ABC):
         """
         check_mesh(mesh_impl)
         pairs = as_pairs(value_destination_pairs)
-        is_mean = check_aggregation(aggregation)
+        if aggregation not in (tf.VariableAggregation.MEAN, tf.VariableAggregation.SUM):
+            raise ValueError(
+                "aggregation must be tf.VariableAggregation.SUM or tf.VariableAggregation.MEAN, "
+                f"got {aggregation!r}."
+            )
+        is_mean = aggregation == tf.VariableAggregation.MEAN
         values = [check_value(mesh_impl, value) for value, _ in pairs]
         places = [check_destinations(mesh_impl, destinations) for _, destinations in pairs]
         check_values(values)
@@ -382,111 +416,6 @@ def check_strategy(reducer: Any) -> Any:
     return reducer
 
 
-# Arguments and results of `Strategy.reduce` and `broadcast`.
-
-
-def check_aggregation(aggregation: Any) -> bool:
-    """Returns whether an aggregation is a mean: `tf.VariableAggregation.MEAN`, and not `.SUM`.
-
-    Raises ValueError if `aggregation` is neither MEAN nor SUM.
-    """
-    if aggregation == tf.VariableAggregation.MEAN:
-        return True
-    if aggregation == tf.VariableAggregation.SUM:
-        return False
-    raise ValueError(
-        "aggregation must be tf.VariableAggregation.SUM or tf.VariableAggregation.MEAN, got "
-        f"{aggregation!r}."
-    )
-
-
-def check_divisible(values: Sequence[Any]) -> None:
-    """Raises ValueError if one of `values` (`LaidOutTensor`s) is of an integer dtype.
-
-    Integers have no mean.
-    """
-    for value in values:
-        dtype = value.tensor_list[0].dtype
-        if dtype.is_integer:
-            raise ValueError(
-                f"There is no mean of {dtype.name} values: got {value!r}. Cast it to a float, or "
-                "take the sum."
-            )
-
-
-def divide(mesh_impl: Any, value: Any, number: int) -> Any:
-    """Returns the `LaidOutTensor` `value`, divided by `number`.
-
-    A slice that several processors share is divided once, and they share the quotient.
-    """
-    if is_simd(mesh_impl):
-        return mesh_impl.slicewise(lambda x: x / tf.cast(number, x.dtype), value)
-    divided: dict[str, tf.Tensor] = {}
-    for x in value.tensor_list:
-        if x.name not in divided:
-            with tf.device(x.device):
-                divided[x.name] = x / tf.cast(number, x.dtype)
-    return mesh_impl.LaidOutTensor([divided[x.name] for x in value.tensor_list])
-
-
-def check_destinations(mesh_impl: Any, destinations: Any) -> list[str] | None:
-    """Returns the devices that destinations name, or None if they are a `LaidOutTensor`.
-
-    See `Strategy.reduce` for what destinations may be.
-
-    Raises:
-      ValueError: destinations are of another kind, or empty, or are devices and the mesh is a SIMD
-        mesh.
-    """
-    if hasattr(destinations, "tensor_list"):
-        _check_on_mesh(mesh_impl, destinations, "destinations")
-        return None
-    # Ref and resource variables have no common base in tf.compat.v1.
-    if hasattr(destinations, "read_value") and hasattr(destinations, "device"):
-        devices = [destinations.device]
-    elif isinstance(destinations, str):
-        devices = [destinations]
-    elif isinstance(destinations, (list, tuple)) and all(isinstance(d, str) for d in destinations):
-        devices = list(destinations)
-    else:
-        raise ValueError(
-            "destinations must be a LaidOutTensor, a device string, a list of device strings or a "
-            f"tf.Variable, got {destinations!r}."
-        )
-    if not devices or not all(devices):
-        raise ValueError(
-            f"destinations must not be empty: got {destinations!r}. Give a device such as "
-            "'/device:CPU:0', or a LaidOutTensor for the whole mesh."
-        )
-    for device in devices:
-        canonical_device(device, "A device of destinations")
-    if is_simd(mesh_impl):
-        raise ValueError(
-            f"destinations must be a LaidOutTensor on a SIMD mesh, whose one program runs on all "
-            f"cores and cannot name a device; got {destinations!r}."
-        )
-    return devices
-
-
-def check_value(mesh_impl: Any, value: Any) -> Any:
-    """Returns `value` unchanged; raises ValueError if it is not a `LaidOutTensor` of this mesh.
-
-    The value has to have one slice for each processor, and on a SIMD mesh one slice in all.
-    """
-    if isinstance(value, mtf.Tensor):
-        raise ValueError(
-            f"A value to reduce must be a LaidOutTensor, got {value!r}. Give what it was lowered "
-            "to: lowering.tensors[x].to_laid_out_tensor()."
-        )
-    if not hasattr(value, "tensor_list"):
-        raise ValueError(
-            "A value to reduce must be a LaidOutTensor with a slice for each processor of the "
-            f"mesh, got {value!r}."
-        )
-    _check_on_mesh(mesh_impl, value, "A value to reduce")
-    return value
-
-
 def as_pairs(pairs: Any) -> list[tuple[Any, Any]]:
     """Returns a list or tuple of pairs (value, destinations) as a list.
 
@@ -507,46 +436,111 @@ def as_pairs(pairs: Any) -> list[tuple[Any, Any]]:
     return list(pairs)
 
 
-def copies(mesh_impl: Any, value: Any, devices: Sequence[str]) -> dict[str, tf.Tensor]:
-    """Copies a value that is the same on all processors to devices; returns copies by device.
+class OneLevel(Strategy):
+    """A base class of strategies that sum packs of tensors over a whole group at once.
 
-    `value` is a `LaidOutTensor` on a placement mesh. Each copy is made from the nearest slice: one
-    on the device itself, else one in the device's process, else the first slice.
+    A subclass overrides `_group_sum` for another algorithm than `add_n`, and `_planner` to pack
+    several tensors together.
     """
-    on_device: dict[str, tf.Tensor] = {}
-    in_process: dict[Any, tf.Tensor] = {}
-    for device, x in zip(mesh_impl.devices, value.tensor_list):
-        on_device.setdefault(canonical_device(device) if device else "", x)
-        in_process.setdefault(process_of(device), x)
-    result = {}
-    for device in devices:
-        near = in_process.get(process_of(device), value.tensor_list[0])
-        with tf.device(device):
-            result[device] = tf.identity(on_device.get(canonical_device(device), near))
-    return result
+
+    def all_reduce(
+        self, mesh_impl: Any, values: Sequence[Any], groups: ProcessorGroups
+    ) -> list[Any]:
+        self.check(mesh_impl, groups)
+        planner = self._planner(mesh_impl)
+        sum_fn = all_reduce_fn(mesh_impl, self._group_sum(mesh_impl), one_group=planner is alone)
+        return packed_all_reduce(mesh_impl, values, groups, sum_fn, planner)
+
+    def wire_dtype(self, mesh_impl: Any, dtype: tf.DType, groups: ProcessorGroups) -> tf.DType:
+        if is_simd(mesh_impl):
+            return super().wire_dtype(mesh_impl, dtype, groups)
+        return group_sum_dtype(self._group_sum(mesh_impl), dtype)
+
+    def _group_sum(self, mesh_impl: Any) -> GroupSum:
+        """Returns the function that sums a group's slices; only placement meshes use it."""
+        del mesh_impl
+        return add_n
+
+    def _planner(self, mesh_impl: Any) -> Planner:
+        """Returns the function that plans which tensors are packed together.
+
+        If `alone` is true, nothing is packed, and a SIMD mesh marks all sums as one group.
+        """
+        del mesh_impl
+        return alone
 
 
-def spread(tensor: tf.Tensor, devices: Sequence[str]) -> list[tf.Tensor]:
-    """Returns a copy of a tensor on each of `devices`, in the same order.
+# Measured by `python -m benchmarks.bucket_size` and `benchmarks.reductions`: between CPU devices of
+# one process a sum sends no bytes but packing copies twice, so only tensors that cost less to copy
+# than to launch are packed; a bucket has room for at least four.
+PLACEMENT_BUCKET_BYTES = 64 * 1024
+PLACEMENT_PACKED_BYTES = 16 * 1024
 
-    Each process receives the tensor only once: the first device in a process sends it to the
-    process's other devices.
+
+@gin.configurable(module="mtf_gradsync")
+class FusedAllReduce(OneLevel):
+    """The default strategy, which sums many tensors in few messages.
+
+    On a SIMD mesh each tensor has its own CrossReplicaSum, and the sums of one call are marked as
+    one group. The compilers of TPUs and GPUs combine the sums of a group without copies. For CPUs
+    this package packs the sums when it compiles the program. On a placement mesh tensors of one
+    dtype are packed into buckets, each of which is added up by one device; the devices take turns.
+    If the size of buckets is given, a SIMD mesh has buckets, too: each is one CrossReplicaSum.
     """
-    first: dict[Any, tf.Tensor] = {}
-    result = []
-    for device in devices:
-        with tf.device(device):
-            result.append(tf.identity(first.get(process_of(device), tensor)))
-        first.setdefault(process_of(device), result[-1])
-    return result
 
+    def __init__(self, bucket_bytes: int | None = None, packed_bytes: int | None = None):
+        """Sets the size of buckets.
 
-def _check_on_mesh(mesh_impl: Any, value: Any, what: str) -> None:
-    slices, each = mesh_impl.size, f"one slice for each of the {mesh_impl.size} processors"
-    if is_simd(mesh_impl):
-        slices, each = 1, "the one slice that a core's program holds"
-    if len(value.tensor_list) != slices:
-        raise ValueError(
-            f"{what} must have {each} of the mesh {mesh_impl.shape.to_string}, got "
-            f"{len(value.tensor_list)}."
-        )
+        Args:
+          bucket_bytes: the largest size of a bucket of several tensors, in bytes per processor. A
+            larger tensor has its own bucket; 0 packs nothing. None takes a default: a measured size
+            on a placement mesh; on a SIMD mesh 32 MiB if packed_bytes is given, and otherwise one
+            group without buckets.
+          packed_bytes: the size of the largest tensor that shares a bucket, in bytes per processor.
+            If it is None, all tensors that fit share buckets if bucket_bytes is given, and a
+            measured size is taken on a placement mesh if not.
+
+        Raises:
+          ValueError: a number is negative or not whole.
+        """
+        for argument, value in (("bucket_bytes", bucket_bytes), ("packed_bytes", packed_bytes)):
+            if value is not None:
+                check_whole_number(argument, value, 0, "None takes a default.", most=None)
+        self.bucket_bytes = bucket_bytes
+        self.packed_bytes = packed_bytes
+
+    def _planner(self, mesh_impl: Any) -> Planner:
+        bucket_bytes, packed_bytes = self.bucket_bytes, self.packed_bytes
+        if is_simd(mesh_impl) and bucket_bytes is None and packed_bytes is None:
+            return alone
+        if bucket_bytes is None:
+            bucket_bytes = SIMD_BUCKET_BYTES if is_simd(mesh_impl) else PLACEMENT_BUCKET_BYTES
+            if packed_bytes is None and not is_simd(mesh_impl):
+                packed_bytes = PLACEMENT_PACKED_BYTES
+
+        def buckets(sizes: Sequence[int], itemsize: int) -> Packs:
+            num_bytes = [size * itemsize for size in sizes]
+            return packs_of_groups(plan_buckets(num_bytes, bucket_bytes, packed_bytes), sizes)
+
+        return buckets
+
+    def reduce_scatter(
+        self,
+        mesh_impl: Any,
+        values: Sequence[Any],
+        groups: ProcessorGroups,
+        cuts: Sequence[Cuts],
+    ) -> list[Any]:
+        """Sums each tensor over each group, and gives each processor only its part of the sum.
+
+        The arguments and the result are those of `Strategy.reduce_scatter`. If all devices of a
+        placement mesh share one memory, one device makes the whole sum and cuts it. Otherwise each
+        device adds up its own part of each bucket. The buckets then hold up to `bucket_bytes`, and
+        `packed_bytes` does not limit the tensors in them.
+        """
+        self.check(mesh_impl, groups)
+        check_values(values)
+        if is_simd(mesh_impl) or one_memory(mesh_impl):
+            return super().reduce_scatter(mesh_impl, values, groups, cuts)
+        bucket_bytes = PLACEMENT_BUCKET_BYTES if self.bucket_bytes is None else self.bucket_bytes
+        return reduce_scatter(mesh_impl, values, groups, cuts, bucket_bytes)

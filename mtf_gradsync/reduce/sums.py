@@ -281,6 +281,35 @@ def all_reduce_fn(mesh_impl: Any, group_sum: GroupSum = add_n, one_group: bool =
     return in_turns(mesh_impl, sum_group)
 
 
+def check_divisible(values: Sequence[Any]) -> None:
+    """Raises ValueError if one of `values` (`LaidOutTensor`s) is of an integer dtype.
+
+    Integers have no mean.
+    """
+    for value in values:
+        dtype = value.tensor_list[0].dtype
+        if dtype.is_integer:
+            raise ValueError(
+                f"There is no mean of {dtype.name} values: got {value!r}. Cast it to a float, or "
+                "take the sum."
+            )
+
+
+def divide(mesh_impl: Any, value: Any, number: int) -> Any:
+    """Returns the `LaidOutTensor` `value`, divided by `number`.
+
+    A slice that several processors share is divided once, and they share the quotient.
+    """
+    if is_simd(mesh_impl):
+        return mesh_impl.slicewise(lambda x: x / tf.cast(number, x.dtype), value)
+    divided: dict[str, tf.Tensor] = {}
+    for x in value.tensor_list:
+        if x.name not in divided:
+            with tf.device(x.device):
+                divided[x.name] = x / tf.cast(number, x.dtype)
+    return mesh_impl.LaidOutTensor([divided[x.name] for x in value.tensor_list])
+
+
 # Tensors that are summed as one.
 
 

@@ -1,13 +1,15 @@
 """The plan of a training step: the order of reads and writes, and work that some steps skip."""
 
-from mtf_gradsync.step.branch import (
+from mtf_gradsync.step.conditional import (
+    WATCHED,
     Branch,
     Conditional,
-    DeferredUpdate,
     ValuesAfter,
+    Watch,
+    Watched,
+    WatchHook,
     values_after,
 )
-from mtf_gradsync.step.outcomes import WATCHED, Watch, Watched, WatchHook
 from mtf_gradsync.step.plan import (
     ExtensionLowering,
     PlanExtension,
@@ -37,7 +39,6 @@ __all__ = [
     "AdvanceStep",
     "Branch",
     "Conditional",
-    "DeferredUpdate",
     "ExtensionLowering",
     "Gate",
     "PlanExtension",

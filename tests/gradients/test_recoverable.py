@@ -6,7 +6,7 @@ import pytest
 import mtf_gradsync as gs
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.gradients.flow import Cause
-from mtf_gradsync.gradients.recoverable import Recoverability, mixed_gradients
+from mtf_gradsync.gradients.shards import Recoverability, mixed_gradients
 from tests.programs import mixture
 
 MESH, LAYOUT = "rows:2;cols:2", "batch:rows;experts:rows;copies:rows;part:rows;hidden:cols"

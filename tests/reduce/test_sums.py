@@ -9,7 +9,7 @@ import mtf_gradsync as gs
 from mtf_gradsync import reduce, session_config
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.reduce.sums import ordered_add_n
-from mtf_gradsync.step.branch import _takes_attributes, run_as_call
+from mtf_gradsync.step.conditional import _takes_attributes, run_as_call
 from tests import grappler as grapplers
 from tests import harness
 

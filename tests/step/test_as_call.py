@@ -6,7 +6,7 @@ import pytest
 import mtf_gradsync as gs
 from mtf_gradsync import simd
 from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync.step.branch import can_call, run_as_call
+from mtf_gradsync.step.conditional import can_call, run_as_call
 from tests import harness
 from tests.step.steps import of_type
 

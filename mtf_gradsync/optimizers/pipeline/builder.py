@@ -11,9 +11,14 @@ from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.gradients.arguments import OwnArguments
 from mtf_gradsync.gradients.flow import Cause
 from mtf_gradsync.gradients.operations import dims_to_sum
-from mtf_gradsync.gradients.recoverable import Recoverability, mixed_gradients
 from mtf_gradsync.gradients.reduce_gradients import scatter_gradients
-from mtf_gradsync.gradients.shards import shard_dims_in, split_into_shards, sum_gradients
+from mtf_gradsync.gradients.shards import (
+    Recoverability,
+    mixed_gradients,
+    shard_dims_in,
+    split_into_shards,
+    sum_gradients,
+)
 from mtf_gradsync.mesh.axes import ReplicaAxes
 from mtf_gradsync.optimizers.pipeline.forms import (
     Form,

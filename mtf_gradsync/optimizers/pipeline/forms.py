@@ -10,8 +10,7 @@ from typing import Any, Callable, Iterable, Literal, Mapping, NamedTuple, Sequen
 from mtf_gradsync._common import counted, warn_once
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.gradients.operations import map_present, on_mesh
-from mtf_gradsync.gradients.recoverable import GradientFromSums
-from mtf_gradsync.gradients.reduce_gradients import GatherParts
+from mtf_gradsync.gradients.reduce_gradients import GatherParts, GradientFromSums
 from mtf_gradsync.mesh.axes import ReplicaAxes
 from mtf_gradsync.optimizers.slots import optimizer_of
 from mtf_gradsync.reduce import Strategy

@@ -11,8 +11,8 @@ from typing import Any, Collection, NamedTuple, Sequence, Union
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.gradients.layout import find_axes
 from mtf_gradsync.gradients.operations import GradientOperation, reduced_values
-from mtf_gradsync.gradients.recoverable import pending_over_shards
 from mtf_gradsync.gradients.reduce_gradients import ReduceGradients
+from mtf_gradsync.gradients.shards import pending_over_shards
 from mtf_gradsync.mesh.axes import ReplicaAxes, axes_of_pipeline
 from mtf_gradsync.optimizers.pipeline.forms import GradientSet, Reduction
 from mtf_gradsync.optimizers.slots import SlotBook, owner_of

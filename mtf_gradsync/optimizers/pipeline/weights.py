@@ -11,8 +11,7 @@ from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._private.mesh_tensorflow import computed_from, gradients_calls
 from mtf_gradsync.gradients.arguments import is_tensor
 from mtf_gradsync.gradients.operations import MaybeGradients, on_mesh
-from mtf_gradsync.gradients.recoverable import Recoverability
-from mtf_gradsync.gradients.shards import shard_dims_in, split_into_shards
+from mtf_gradsync.gradients.shards import Recoverability, shard_dims_in, split_into_shards
 from mtf_gradsync.mesh.axes import ReplicaAxes
 from mtf_gradsync.optimizers.pipeline.forms import GradientSet, Weights
 from mtf_gradsync.optimizers.pipeline.stack import Condition, Stack, Stage

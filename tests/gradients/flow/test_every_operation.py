@@ -7,7 +7,7 @@ import pytest
 
 import mtf_gradsync as gs
 from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync.gradients.recoverable import mixed_gradients
+from mtf_gradsync.gradients.shards import mixed_gradients
 from tests import harness
 from tests.gradients.flow.foreseen import EPS, check_foreseen
 

@@ -5,7 +5,11 @@ import pytest
 
 import mtf_gradsync as gs
 from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync.gradients.shards import SumCopies, check_group_assignment, check_groups_cover
+from mtf_gradsync.optimizers.cross_shard import (
+    SumCopies,
+    check_group_assignment,
+    check_groups_cover,
+)
 from tests import harness
 
 EPS = np.finfo(np.float32).eps
