@@ -45,7 +45,7 @@ class Touched(NamedTuple):
 
 
 class Needs(NamedTuple):
-    """What the last part of a step needs from the first part and from the program.
+    """The values and operations that the last part of a step needs from what runs before it.
 
     The first part is what TensorFlow runs before the program, the last part what it runs after the
     program. The keys of both dicts are names of placeholders in the last part; the values of the
@@ -285,7 +285,7 @@ class HostGraph:
 
 
 class FetchSource(NamedTuple):
-    """Where the value of a fetch comes from: from outside the program, or from its cores."""
+    """The place from which a fetch gets its value: outside the program, or the program's cores."""
 
     # Outside: an operation or tensor, or one for each core, with "" for a core of another process.
     names: tuple[str, ...] = ()

@@ -186,7 +186,7 @@ class Compiled(NamedTuple):
 
 
 class Machine(Protocol):
-    """What planning needs of a machine: its size and rates, and functions to compile for it."""
+    """A machine to plan for: its size and its rates, and functions that compile for it."""
 
     name: str  # the topology, as the user spelled it
     cores: int

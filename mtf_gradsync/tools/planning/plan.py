@@ -162,7 +162,7 @@ _SET_FOR_JAX = ("JAX_PLATFORMS", "TPU_SKIP_MDS_QUERY", "TPU_WORKER_HOSTNAMES", "
 
 @contextlib.contextmanager
 def _environment_kept() -> Iterator[None]:
-    """After a ``with`` block, restores the environment variables that jax or its setup changes."""
+    """Restores environment variables, which the use of jax changes, after a ``with`` block."""
     before = {name: os.environ.get(name) for name in _SET_FOR_JAX}
     try:
         yield

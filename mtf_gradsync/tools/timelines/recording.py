@@ -44,7 +44,7 @@ class Event:
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """What is known about a collective from the program, without a recording.
+    """The facts about a collective that the program tells, without a recording.
 
     Attributes:
       bytes_per_core: bytes that a core puts in (on a placement mesh: bytes that it receives); None
@@ -91,7 +91,7 @@ class Call:
 
 @dataclasses.dataclass(frozen=True)
 class Recording:
-    """What was recorded on one process: its steps, and the operations that ran on its cores.
+    """The recording of one process: its steps, and the operations that ran on its cores.
 
     Attributes:
       runtime: "placement_mesh", "cpu_replicas" or "xla".

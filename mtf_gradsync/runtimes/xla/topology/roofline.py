@@ -42,7 +42,7 @@ def why_doubtful(seconds: float, roofline: float) -> str:
 
 
 class Work(NamedTuple):
-    """What a step of a compiled program does on one core; one iteration of each loop counts."""
+    """The work of one step of a compiled program on one core, with one iteration of each loop."""
 
     flops: float  # operations in products of matrices and in convolutions
     bytes: float  # bytes that operations read and write
