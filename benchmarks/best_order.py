@@ -76,11 +76,11 @@ def _order_on(chips: str, others: int) -> tuple[list[report.Row], int, float]:
     config = gin_files.bound_run_config()
     layout = ";".join(str(config.layout_rules).split(","))
     best, machine = BestDivision([layout], 64), TpuMachine(chips, by_branches=True)
-    costs, _ = best.costs()
-    choices, _ = best.choices(costs, machine, None)
+    costs, _ = best.step_costs()
+    choices, _ = best.predict_choices(costs, machine, None)
     every = list(_each_division(costs, machine, layout, best.steps))
     chosen = choices[:FIRST] + random.Random(0).sample(choices[FIRST:], others)
-    check = best.checked(machine, costs)
+    check = best.make_check(machine, costs)
     rows = []
     for choice in sorted(chosen, key=choices.index):
         said = check(choice)

@@ -1,4 +1,4 @@
-"""`mtf-gradsync plan --best`: the division of a config as lines of gin, checked and proved."""
+"""`mtf-gradsync plan --best`: finds the best division of a config, and writes it as gin lines."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ from mtf_gradsync.tools.train.config_stack import (
     OUTER,
     REDUCES,
     SHARDS,
-    bound_to,
-    resolved,
+    bound_value,
+    follow_macros,
     stack_of_config,
 )
 from mtf_gradsync.tools.train.mesh_settings import axes_of
@@ -98,7 +98,7 @@ class BestDivision:
     def _steps_of_config(self) -> int:
         if JOINS not in self._stack.dividing:
             return 1
-        count = bound_to(self._stack.scope.rstrip("/"), self._selector(JOINS), MICROBATCHES)
+        count = bound_value(self._stack.scope.rstrip("/"), self._selector(JOINS), MICROBATCHES)
         if not isinstance(count, int) or isinstance(count, bool) or count < 1:
             raise ConfigError(
                 "--best needs a fixed number of microbatch steps, and "
@@ -118,12 +118,13 @@ class BestDivision:
         The result is "" if the search may choose another number of microbatch steps.
         """
         selector, scope = self._selector(JOINS), self._stack.scope.rstrip("/")
-        if self._own_steps > 1 and not bound_to(scope, selector, "average_aggregated_gradients"):
+        if self._own_steps > 1 and not bound_value(scope, selector, "average_aggregated_gradients"):
             return "it adds up gradients (average_aggregated_gradients is not set)"
-        counts = _counts(_UNLIKELY_K)
+        counts = _microbatch_step_lines(_UNLIKELY_K)
         if self._config.schedule_step and counts:
             return f"train.run.schedule_step and {counts[0].split()[0]} both count updates"
-        with bound([*self._alone(), *counts, *self._schedule_step()]), tf.Graph().as_default():
+        lines = [*self._undivided_lines(), *counts, *self._schedule_step_lines()]
+        with bound(lines), tf.Graph().as_default():
             with gin_files.bound_to_mesh("all:1", ""):
                 opt, rate = _optimizer_alone(_on_one_core(gin_files.bound_run_config()))
             innermost = opt.innermost() if isinstance(opt, Wrapper) else opt
@@ -133,32 +134,32 @@ class BestDivision:
                 return f"{names[0]} of {owner} follows microbatch steps"
         return ""
 
-    def _schedule_step(self) -> list[str]:
+    def _schedule_step_lines(self) -> list[str]:
         """Returns the gin line that makes learning rate schedules count updates, in a list.
 
         The list is empty if the config accumulates gradients already, binds schedule_step, or binds
         a number of microbatch steps for another configurable than the accumulation. Then learning
         rate schedules go on to count what they count in the config.
         """
-        is_there = self._own_steps > 1 or self._config.schedule_step or _counts(1)
+        is_there = self._own_steps > 1 or self._config.schedule_step or _microbatch_step_lines(1)
         return [] if is_there else ["train.run.schedule_step = @get_update_step"]
 
-    def _alone(self) -> list[str]:
-        """Returns gin lines that bind the config's stack without the wrappers that divide it.
+    def _undivided_lines(self) -> list[str]:
+        """Returns gin lines for the config's stack without the wrappers that divide an update.
 
-        The wrappers that divide an update are those that reduce, accumulate or shard gradients. The
-        other wrappers of the stack stay.
+        These wrappers reduce, accumulate or shard gradients. The other wrappers of the stack stay.
         """
         first = (*self._stack.around, *self._stack.inside)
-        return [f"train.run.optimizer = {self._scoped(first[0])}", *self._chain(first)]
+        return [f"train.run.optimizer = {self._scoped(first[0])}", *self._nesting_lines(first)]
 
-    def costs(self) -> tuple[StepCosts, list[mtf.Variable]]:
-        """Returns what a step on the whole batch of an update costs, and the variables it trains.
+    def step_costs(self) -> tuple[StepCosts, list[mtf.Variable]]:
+        """Returns the costs of one step on the whole batch of an update, and the trained variables.
 
-        The first result has the sizes and operations of the step, from which times are predicted.
-        Both results are read from an mtf graph for one core.
+        The costs are the sizes of tensors and the operations of the step, from which times are
+        predicted. Both results are read from an mtf graph for one core; nothing is trained.
         """
-        lines = [*self._alone(), f"train.run.batch_size = {self._batch}", *_counts(1)]
+        lines = [*self._undivided_lines(), f"train.run.batch_size = {self._batch}"]
+        lines += _microbatch_step_lines(1)
         with bound(lines), tf.Graph().as_default():
             job = resolve_job(_on_one_core(gin_files.bound_run_config()))
             with gin_files.bound_to_mesh("all:1", ""):
@@ -172,19 +173,20 @@ class BestDivision:
                 trained = without_frozen(inner, grads, variables)
                 return read_costs(loss, trained, variables, _BATCH, self._batch), variables
 
-    def choices(
+    def predict_choices(
         self,
         costs: StepCosts,
         machine: Machine,
         mesh_shapes: Sequence[str] | None,
         inner_steps: Sequence[int] = (),
     ) -> tuple[list[Choice], dict[str, str]]:
-        """Predicts time and memory of each division on a machine.
+        """Returns all divisions that are possible on a machine, with their predicted times.
 
-        The argument `costs` is the first result of the method `costs`. `mesh_shapes` are the mesh
+        The argument `costs` is the first result of `step_costs`. `mesh_shapes` are the mesh
         shapes to try; None tries all that have the mesh axes of the config's mesh. `inner_steps`
-        are the numbers of inner steps to try. Returns the divisions, the fastest first, and for
-        each impossible mesh and layout the reason why it is impossible; see `all_choices`.
+        are the numbers of inner steps to try. Returns the divisions, the fastest first, each with
+        its predicted time and memory. The second result has, for each impossible mesh and layout,
+        the reason why it is impossible; see `all_choices`.
         """
         return all_choices(
             costs,
@@ -197,10 +199,10 @@ class BestDivision:
             progress=True,
         )
 
-    def lines(self, choice: Choice) -> list[str]:
+    def gin_lines(self, choice: Choice) -> list[str]:
         """Returns the gin lines that change the configuration to the division `choice`."""
         stack, own = choice.stack, self._stack
-        names = [f"@{name}" for name in self._wrappers(stack)]
+        names = [f"@{name}" for name in self._dividing_wrappers(stack)]
         whole = list(own.around) + list(own.inside)
         if stack.sharded_updates:
             whole.insert(len(own.around), f"@{SHARDS}")
@@ -219,7 +221,7 @@ class BestDivision:
                 for name, value in lengths.items()
                 if value is not None
             ]
-        lines += [f"train.run.optimizer = {self._scoped(whole[0])}", *self._chain(whole)]
+        lines += [f"train.run.optimizer = {self._scoped(whole[0])}", *self._nesting_lines(whole)]
         if stack.steps > 1:
             lines += [
                 f"{own.scope}{JOINS}.{MICROBATCHES} = {stack.steps}",
@@ -232,14 +234,16 @@ class BestDivision:
         if stack.inner_steps:
             lines.append(f"{own.scope}{OUTER}.inner_steps = {stack.inner_steps}")
         if stack.steps > 1:
-            lines += self._schedule_step()
-        return [*lines, *_counts(stack.steps), *_meshes(choice.mesh_shape, choice.layout)]
+            lines += self._schedule_step_lines()
+        lines += _microbatch_step_lines(stack.steps)
+        return lines + _mesh_lines(choice.mesh_shape, choice.layout)
 
     @staticmethod
-    def _wrappers(stack: Stack) -> list[str]:
-        """Returns the class names of the wrappers that divide an update as `stack` says.
+    def _dividing_wrappers(stack: Stack) -> list[str]:
+        """Returns the class names of the wrappers that a division needs, the outermost first.
 
-        In the result the outermost wrapper comes first.
+        `stack` is how the division divides an update: its numbers of microbatch steps and inner
+        steps, and whether updates are sharded.
         """
         if stack.inner_steps:
             return [OUTER]
@@ -249,27 +253,30 @@ class BestDivision:
     def _scoped(self, name: str) -> str:
         return f"@{self._stack.scope}{name[1:]}" if "/" not in name else name
 
-    def _chain(self, names: Sequence[str]) -> list[str]:
-        """Returns gin lines that put each optimizer of `names` around the next one.
+    def _nesting_lines(self, names: Sequence[str]) -> list[str]:
+        """Returns gin lines that make each optimizer the inner optimizer of the one before it.
 
-        `names` are gin references to optimizers, such as "@CrossShardOptimizer".
+        `names` are gin references to the optimizers, such as "@CrossShardOptimizer", the outermost
+        first. For "@A" and "@B" the result is ["A.opt = @B"].
         """
         return [f"{self._stack.scope}{a.split('/')[-1].lstrip('@')}.opt = {b}"
                 for a, b in itertools.pairwise(names)]  # fmt: skip
 
-    def checked(self, machine: Machine, costs: StepCosts) -> Any:
-        """Returns a function that compiles a `Choice` for a TPU and returns a `Checked`.
+    def make_check(self, machine: Machine, costs: StepCosts) -> Any:
+        """Returns the function by which `best_of` checks a division with the TPU compiler.
 
-        The `Checked` has the memory of a core and the time of an update by the compiler's figures,
-        or the reason why the compiler refuses the division; see `best_of`. In place of a model with
-        many layers, the same model with a few layers is compiled. The compiler's figures are then
-        multiplied by the prediction for the whole model over the prediction for the small model.
+        The function compiles the training step of a `Choice` for `machine`, and returns a `Checked`
+        with the memory of a core and the time of an update by the compiler's figures, or with the
+        reason why the compiler refuses the division. If the model has more than 2 layers, the same
+        model with 2 layers is compiled. The compiler's figures are then scaled up: they are
+        multiplied by the prediction for the whole model, and divided by the prediction for the
+        small model. `costs` is the first result of `step_costs`.
         """
-        fewer, words = _sizes({"num_layers": _COMPILED_LAYERS})
+        fewer, words = _smaller_model_lines({"num_layers": _COMPILED_LAYERS})
         compiled_costs = costs
         if fewer:
             with bound(fewer):
-                compiled_costs, _ = self.costs()
+                compiled_costs, _ = self.step_costs()
 
         def check(choice: Choice) -> Checked:
             with self._bound(choice, fewer):
@@ -296,7 +303,7 @@ class BestDivision:
 
     @contextlib.contextmanager
     def _bound(self, choice: Choice, more: Sequence[str] = ()) -> Iterator[RunConfig]:
-        with bound([*self.lines(choice), *more]):
+        with bound([*self.gin_lines(choice), *more]):
             yield gin_files.bound_run_config()
 
     @staticmethod
@@ -309,7 +316,7 @@ class BestDivision:
             program, [graph.loss], job.tokens_per_step, graph.num_parameters, per_update
         )
 
-    def described(self, choice: Choice, variables: Sequence[mtf.Variable]) -> str:
+    def describe_optimizer(self, choice: Choice, variables: Sequence[mtf.Variable]) -> str:
         """Returns, as text, what the optimizer of a division does in a step (`gs.describe`).
 
         `variables` are the variables that the optimizer updates.
@@ -319,13 +326,14 @@ class BestDivision:
             opt, _ = _optimizer_alone(dataclasses.replace(config, mesh_devices=None))
             return str(describe(opt, *mesh, variables))
 
-    def proved(self, choice: Choice, replica_axes: Sequence[str]) -> tuple[str, Verification]:
-        """Verifies a division on this machine, with a smaller model, mesh and batch.
+    def prove(self, choice: Choice, replica_axes: Sequence[str]) -> tuple[str, Verification]:
+        """Verifies on this machine that a division trains the same as one core does.
 
-        `replica_axes` are the names of the mesh axes that the batch is split over. Returns a text
-        that names the sizes made smaller, and the result of `mtf_gradsync.verify`.
+        The model, mesh and batch are made smaller. `replica_axes` are the names of the mesh axes
+        that the batch is split over. Returns a text that names the smaller sizes, and the result of
+        `mtf_gradsync.verify`.
         """
-        lines, words = _sizes(_SMALLER)
+        lines, words = _smaller_model_lines(_SMALLER)
         dims = mtf.convert_to_shape(choice.mesh_shape).dims
         sizes = {
             d.name: min(d.size, _MOST_REPLICAS if d.name in replica_axes else _MOST_PARTS)
@@ -347,7 +355,7 @@ class BestDivision:
 
 
 def _optimizer_alone(config: RunConfig) -> tuple[Any, Any]:
-    """Makes a config's optimizer in the default graph, without its model.
+    """Makes the optimizer of a config in the default graph, but not the model of the config.
 
     Returns the optimizer and the learning rate of the step, as `optimizer_and_rate` does.
     """
@@ -365,8 +373,8 @@ def _candidate(choice: Choice, machine: Machine) -> Candidate:
     return Candidate(choice.mesh_shape, choice.layout, machine)
 
 
-def _counts(steps: int) -> list[str]:
-    """Returns gin lines that bind K, the microbatch steps of an update, to `steps`.
+def _microbatch_step_lines(steps: int) -> list[str]:
+    """Returns gin lines that bind the number of microbatch steps of an update (K) to `steps`.
 
     The result has a line for each configurable whose parameter `backward_passes_per_step` gin binds
     now, such as a schedule that counts updates. It has none for GradientAccumulationOptimizer.
@@ -378,11 +386,11 @@ def _counts(steps: int) -> list[str]:
     ]
 
 
-def _meshes(mesh_shape: str, layout: str) -> list[str]:
-    """Returns gin lines that bind the mesh and layout of optimizers to the given values.
+def _mesh_lines(mesh_shape: str, layout: str) -> list[str]:
+    """Returns gin lines that replace the mesh and layout that gin binds on optimizers now.
 
-    The result has a line for each parameter `mesh_shape` or `layout` of this package that gin
-    binds now, except those of ``train.run``.
+    The result has a line for each bound parameter `mesh_shape` or `layout` of this package, except
+    those of ``train.run``.
     """
     given = {"mesh_shape": mesh_shape, "layout": layout}
     return [
@@ -393,7 +401,7 @@ def _meshes(mesh_shape: str, layout: str) -> list[str]:
     ]  # fmt: skip
 
 
-def _sizes(most: dict[str, int]) -> tuple[list[str], str]:
+def _smaller_model_lines(most: dict[str, int]) -> tuple[list[str], str]:
     """Returns gin lines that make a large model smaller, and a text that names the changes.
 
     `most` is a dictionary from the name of a parameter of the model's layers, such as "num_layers",
@@ -404,7 +412,7 @@ def _sizes(most: dict[str, int]) -> tuple[list[str], str]:
     for (scope, selector, parameter), given in bindings().items():
         if parameter not in most or not selector.startswith("mesh_tensorflow."):
             continue
-        key, value = resolved(f"{scope}/{short_name(selector)}.{parameter}".lstrip("/"), given)
+        key, value = follow_macros(f"{scope}/{short_name(selector)}.{parameter}".lstrip("/"), given)
         if isinstance(value, int) and value > most[parameter]:
             lines[key] = f"{key} = {most[parameter]}"
             words[parameter] = f"{parameter} {most[parameter]} in place of {value}"
@@ -443,12 +451,12 @@ def find_and_prove(
     """
     limits = [x for x in (budget, machine.memory_per_core) if x is not None]
     best = BestDivision(layouts, most_steps)
-    costs, variables = best.costs()
-    choices, why = best.choices(costs, machine, mesh_shapes, inner_steps)
+    costs, variables = best.step_costs()
+    choices, why = best.predict_choices(costs, machine, mesh_shapes, inner_steps)
     if not choices:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in list(why.items())[:3])
         raise ConfigError(f"No mesh of {machine.name} divides the model: {reasons}")
-    check = best.checked(machine, costs)
+    check = best.make_check(machine, costs)
     found = best_of(choices, machine, min(limits, default=None), check)
     if best.fixed:
         say(f"Microbatch steps stay {best.steps[0]}: {best.fixed}.")
@@ -456,8 +464,8 @@ def find_and_prove(
     if found.chosen is None:
         return found, 1
     choice = found.chosen
-    say("\n".join(["", "Lines for the end of the config:", "", *best.lines(choice)]))
-    say(f"\nWhat its optimizer does:\n\n{best.described(choice, variables)}")
+    say("\n".join(["", "Lines for the end of the config:", "", *best.gin_lines(choice)]))
+    say(f"\nWhat its optimizer does:\n\n{best.describe_optimizer(choice, variables)}")
     if choice.stack.inner_steps:
         say(
             "\nOuter steps change what is trained. The proof below is of a step without outer "
@@ -467,7 +475,7 @@ def find_and_prove(
         say("\nNot proved: --no_proof.")
         return found, 0
     replica_axes = Predictor(costs, machine, choice.mesh_shape, choice.layout).replica_axes
-    where, verification = best.proved(choice, replica_axes)
+    where, verification = best.prove(choice, replica_axes)
     say(f"\nThe same stack on this machine, against one core without wrappers ({where}):\n")
     say(str(verification))
     return found, verification.exit_code

@@ -73,22 +73,24 @@ class WrapperComparison(NamedTuple):
 
 
 def compare_with_bare(
-    job: TrainingJob, with_transfers: bool = True, done: Callable[[], Any] = lambda: None
+    job: TrainingJob, with_transfers: bool = True, on_step_built: Callable[[], Any] = lambda: None
 ) -> WrapperComparison:
     """Builds a job's training step with and without wrappers, and lists what each exchanges.
 
     Nothing is trained and no data is read. With `with_transfers` both training steps are also built
     on a placement mesh, to list the copies between devices; a graph on a placement mesh grows with
-    the number of devices. `done` is called, without arguments, after the step without wrappers was
-    built, and again after the step with wrappers was built.
+    the number of devices. `on_step_built` is called, without arguments, after each of the two steps
+    was built.
     """
     # First, so that an error in the config names the config's own optimizer.
-    wrapped, is_wrapped = _list(job, with_transfers)
-    done()
+    wrapped, is_wrapped = _build_and_list(job, with_transfers)
+    on_step_built()
     bare = wrapped
     if is_wrapped:
-        bare, _ = _list(job._replace(optimizer=innermost_of(job.optimizer)), with_transfers)
-    done()
+        bare, _ = _build_and_list(
+            job._replace(optimizer=innermost_of(job.optimizer)), with_transfers
+        )
+    on_step_built()
     return WrapperComparison(wrapped.collectives.mesh, bare, wrapped)
 
 
@@ -106,8 +108,8 @@ def innermost_of(optimizer: Callable[..., Any]) -> Callable[..., Any]:
     return make
 
 
-def _list(job: TrainingJob, with_transfers: bool) -> tuple[ComparedStep, bool]:
-    """Builds a job's training step and lists what it exchanges.
+def _build_and_list(job: TrainingJob, with_transfers: bool) -> tuple[ComparedStep, bool]:
+    """Builds a job's training step; returns what the step exchanges.
 
     `with_transfers` is whether to list the copies between the devices of a placement mesh, too. The
     second result is whether the job's optimizer is a wrapper.
@@ -151,11 +153,11 @@ _NOTHING = Total(operations=0, groups=0, runs=0, bytes_per_core=0, is_exact=True
 
 
 def as_text(comparison: WrapperComparison, rows: bool = False) -> str:
-    """Returns, as text, tables of both steps' totals and of the collectives that sum gradients.
+    """Returns, as text, tables of what the bare step and the step with wrappers exchange.
 
-    The table of the collectives that sum gradients is of the step with wrappers. With `rows` the
-    text has tables of all collectives and transfers of both steps in place of this table. The text
-    is no wider than a terminal.
+    The text has the totals of both steps, and a table of the collectives that sum gradients in the
+    step with wrappers. With `rows` it has tables of all collectives and transfers of both steps in
+    place of the latter. The text is no wider than a terminal.
     """
     bare, wrapped = comparison.bare, comparison.wrapped
     head = [f"mesh {comparison.mesh}"]
@@ -169,11 +171,15 @@ def as_text(comparison: WrapperComparison, rows: bool = False) -> str:
     sides = []
     for step in (bare, wrapped):
         parts = {f"- {_PART_LABELS[part]}": step.of_part(part).update_step for part in PARTS}
-        sides.append(_by_label(step.collectives, parts))
-    blocks += [_totals(sides)]
+        sides.append(_totals_by_label(step.collectives, parts))
+    blocks += [_totals_table(sides)]
     if bare.transfers and wrapped.transfers:
         blocks += ["Transfers between the devices of a placement mesh in one step"]
-        blocks += [_totals([_by_label(bare.transfers, {}), _by_label(wrapped.transfers, {})])]
+        blocks += [
+            _totals_table(
+                [_totals_by_label(bare.transfers, {}), _totals_by_label(wrapped.transfers, {})]
+            )
+        ]
     blocks += [
         '"ops" counts collectives or transfers. "groups" counts those that are made\n'
         'together, and that the compilers of TPUs and GPUs combine, as one. "bytes" is\n'
@@ -194,12 +200,12 @@ def as_text(comparison: WrapperComparison, rows: bool = False) -> str:
     return "\n\n".join(blocks)
 
 
-def _by_label(report: CommunicationReport, parts: dict[str, Total]) -> dict[str, Total]:
-    """Returns a report's totals by the label of their line in the table of `_totals`.
+def _totals_by_label(report: CommunicationReport, parts: dict[str, Total]) -> dict[str, Total]:
+    """Returns the lines of `_totals_table` for one step: a total for each label.
 
-    The table has one line for the collectives of every step, one for those in branches, one for
-    those of an update step, one for each part of a training step, and one for each group of mesh
-    axes. `parts` has the totals of the parts of a step, by the label of their line.
+    There is one total for the collectives of every step, one for those in branches, one for those
+    of an update step, one for each part of a training step, and one for each group of mesh axes.
+    `parts` has the totals of the parts of a step, by label.
     """
     return {
         "every step": report.every_step,
@@ -210,7 +216,7 @@ def _by_label(report: CommunicationReport, parts: dict[str, Total]) -> dict[str,
     }
 
 
-def _totals(sides: Sequence[dict[str, Total]]) -> str:
+def _totals_table(sides: Sequence[dict[str, Total]]) -> str:
     """Returns a table of totals as text: under each label a line for each of the two steps.
 
     `sides` has, for each of the two steps, the totals by label. A label that one of the steps lacks
@@ -244,8 +250,8 @@ def _totals(sides: Sequence[dict[str, Total]]) -> str:
 def plot_comparison(comparison: WrapperComparison, path: Path) -> None:
     """Draws the communication of both steps into a PNG file.
 
-    The picture shows the bytes per core, and the number of collectives (those made together count
-    as one), for each group of mesh axes and each part of the step.
+    For each group of mesh axes and each part of the step, the picture shows the bytes per core and
+    the number of collectives. A group of sums counts as one collective.
     """
     steps = dict(zip(_TITLES, (comparison.bare, comparison.wrapped)))
     parts = (GRADIENTS, *(part for part in PARTS if part != GRADIENTS))
@@ -254,13 +260,13 @@ def plot_comparison(comparison: WrapperComparison, path: Path) -> None:
         for title, step in steps.items()
     }
     axes = dict.fromkeys(group for step in steps.values() for group in step.collectives.by_group())
-    sections = {"collectives, SIMD mesh": _bars(axes, collectives)}
+    sections = {"collectives, SIMD mesh": _bar_pieces(axes, collectives)}
     transfers = {
         title: {"transfers": step.transfers} for title, step in steps.items() if step.transfers
     }
     if len(transfers) == len(steps):
         axes = dict.fromkeys(x for one in transfers.values() for x in one["transfers"].by_group())
-        sections["transfers, placement mesh"] = _bars(axes, transfers)
+        sections["transfers, placement mesh"] = _bar_pieces(axes, transfers)
     sizes = [max(1, len(bars)) for bars in sections.values()]
     figure = new_figure(width=10, height=1.6 * len(sections) + 0.4 * sum(sizes))
     # After new_figure, whose error says what to install.
@@ -292,15 +298,15 @@ def plot_comparison(comparison: WrapperComparison, path: Path) -> None:
 _Bar = List[Tuple[str, bool, Total]]
 
 
-def _bars(
+def _bar_pieces(
     axes: Iterable[str], sides: Mapping[str, Mapping[str, CommunicationReport]]
 ) -> dict[str, _Bar]:
-    """Returns the pieces of a stacked bar for each mesh axis and step, by the bar's label.
+    """Returns the bars of a plot: for each bar's label, the pieces that lie one after the other.
 
-    A piece of a bar is a tuple: the label of the piece's color, whether its collectives are in a
-    branch, and their total. `axes` are the mesh axes, or groups of mesh axes. `sides` is a
-    dictionary from the title of a step to the reports whose pieces are stacked, by the label of
-    their color. The bars of one axis follow each other in the result.
+    There is a bar for each step over each of `axes`, which are names of mesh axes or of groups of
+    mesh axes. A piece is a tuple: the label of its color, whether its collectives are in a branch,
+    and their total. `sides` is a dictionary from the title of a step to the step's reports, and
+    these are in a dictionary by the label of their color.
     """
     bars: dict[str, _Bar] = {}
     for axis in axes:

@@ -133,7 +133,7 @@ class RunConfig:
       eval_dataset_fn: a function like `train_dataset_fn`, called with dataset_split "validation",
         or a function that returns a list of mesh_tensorflow EvalDatasets, of which the first is
         used; None evaluates nothing.
-      autostack: whether Mesh-TensorFlow stacks variables of equal shape (a faster start).
+      autostack: whether Mesh-TensorFlow joins variables of equal shape, for a faster start.
       save_checkpoints_steps: save and evaluate a checkpoint every this many steps.
       keep_checkpoint_max: how many of the newest checkpoints to keep; None keeps all.
       batch_size: global batch size in sequences, or a (method, value) pair.

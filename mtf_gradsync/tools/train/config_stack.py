@@ -1,4 +1,4 @@
-"""Reads the stack of optimizers that gin's bindings make, for `plan --best` to divide it anew."""
+"""Reads the stack of optimizers from gin's bindings, so that `plan --best` can change it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _AVERAGES, _SCALES = "AverageOptimizer", "LossScaleOptimizer"
 
 
 class ConfigStack(NamedTuple):
-    """The stack of optimizers that a config binds, by names of gin, outermost first.
+    """The optimizers of a config's stack: gin references or class names, the outermost first.
 
     Attributes:
       scope: the gin scope of the optimizers, with a slash at its end; "" for none.
@@ -46,18 +46,18 @@ class ConfigStack(NamedTuple):
 
 
 class _Value(NamedTuple):
-    """A value that gin binds, and the parameter or macro whose binding sets it."""
+    """A bound value, and as `key` the name of the parameter or macro that gin binds to it."""
 
     key: str
     value: Any
 
 
-def resolved(key: str, value: Any) -> _Value:
-    """Follows a value that gin binds through macros, such as %K, to the value they stand for.
+def follow_macros(key: str, value: Any) -> _Value:
+    """Returns the value that a bound value stands for, and where gin binds it.
 
-    Returns the value that the macros stand for, and the name of the macro that has this value. If
-    `value` is no macro, `value` and `key` are returned; `key` is the name of the parameter that
-    `value` is bound to.
+    If `value` is a macro, such as %K, the result is the value of the macro (or of the last one, if
+    macros stand for macros), and the name of this macro. If `value` is no macro, the result is
+    `value` and `key`, the name of the parameter that `value` is bound to.
     """
     while isinstance(value, gin.config.ConfigurableReference) and str(value).startswith("%"):
         key = str(value)[1:]
@@ -65,7 +65,7 @@ def resolved(key: str, value: Any) -> _Value:
     return _Value(key, value)
 
 
-def bound_to(scope: str, selector: str, parameter: str) -> Any:
+def bound_value(scope: str, selector: str, parameter: str) -> Any:
     """Returns the value that gin gives a parameter in calls in `scope`; None without a binding.
 
     `selector` is the full name of the configurable that has the parameter. A binding in `scope`
@@ -76,7 +76,7 @@ def bound_to(scope: str, selector: str, parameter: str) -> Any:
     for end in range(len(parts), -1, -1):
         key = "/".join(parts[:end]), selector, parameter
         if key in there:
-            return resolved("", there[key]).value
+            return follow_macros("", there[key]).value
     return None
 
 
@@ -85,7 +85,7 @@ def stack_of_config() -> ConfigStack:
 
     Raises ConfigError if ``plan --best`` cannot choose another division for the stack.
     """
-    value = resolved("", gin.query_parameter("train.run.optimizer")).value
+    value = follow_macros("", gin.query_parameter("train.run.optimizer")).value
     scope = None
     names: list[str] = []
     wrappers: list[str] = []
@@ -100,7 +100,7 @@ def stack_of_config() -> ConfigStack:
         scope = where if scope is None else scope
         names.append(f"@{where}/{short_name(selector)}" if where and where != scope
                      else f"@{short_name(selector)}")  # fmt: skip
-        following = bound_to(scope, selector, "opt")
+        following = bound_value(scope, selector, "opt")
         kind = selector.split(".")[-1]
         if following is None:
             break

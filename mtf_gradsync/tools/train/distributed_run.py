@@ -46,10 +46,10 @@ def run_on_processes(
     heartbeat after which a process counts as lost. Then each process calls `work` with the
     arguments of `run`, and returns what `work` returns.
 
-    Training does not begin unless all processes have the same schedule and the same `settings`.
-    `settings` are the arguments that `work` was made with, by the names that the user knows. Each
-    process except process 0 prints what only process 0 does. `first_does` is the text for this if
-    `work` is not `run`.
+    Training does not begin unless all processes have the same schedule and the same `settings`:
+    numbers by name, such as {"--steps": 10}. Each process except process 0 prints a line that says
+    what process 0 does alone: by default "evaluates, and writes to" the directory, else the text
+    `first_does`.
 
     Raises:
       ConfigError: if a setting cannot work.
@@ -82,8 +82,8 @@ def run_on_processes(
             cpu_devices=each,
             **meeting,
             settings={**schedule, **(settings or {})},
-        ) as processes, StopSignal(_end):
-            role = RunRole(chosen=lambda choose: _chosen(processes, choose))
+        ) as processes, StopSignal(_end_by_signal):
+            role = RunRole(choose_start=lambda choose: _choose_on_all_processes(processes, choose))
             if process_id == 0:
                 return work(config, model_dir, say, accepted, role)
             say(f"process 0 {first_does or f'evaluates, and writes to {model_dir}'}")
@@ -99,11 +99,11 @@ def run_on_processes(
         raise wrong(str(error)) from error
 
 
-def _chosen(processes: xla.Processes, choose: Callable[[], Start]) -> Start:
-    """Has all processes choose a checkpoint, and returns the choice of this process.
+def _choose_on_all_processes(processes: xla.Processes, choose: Callable[[], Start]) -> Start:
+    """Calls `choose`, a function that chooses a checkpoint, and returns its result.
 
-    `choose` is the function that chooses a checkpoint. Process 0 calls it first, then the other
-    processes do. Raises ProcessesError if processes have chosen checkpoints of different steps.
+    All processes call this function. `choose` is called by process 0 first, then by the other
+    processes. Raises ProcessesError if processes have chosen checkpoints of different steps.
     """
     start = processes.in_turn(choose)
     processes.check_equal(
@@ -114,8 +114,11 @@ def _chosen(processes: xla.Processes, choose: Callable[[], Start]) -> Start:
     return start
 
 
-def _end(number: int) -> None:
-    """Ends this process as signal `number` does; jax may have a handler that ignores SIGTERM."""
+def _end_by_signal(number: int) -> None:
+    """Raises the exception that ends this process as the signal `number` would.
+
+    It is a handler for `StopSignal`, needed because jax may have a handler that ignores SIGTERM.
+    """
     raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
 
 
@@ -144,7 +147,7 @@ def run_on_cluster(
       MissingProcessesError: if tasks do not come.
     """
     choose_runtime(config, "grpc://localhost")  # an error on all tasks, before they meet
-    config, num_cpu_devices = _with_devices(config, task)
+    config, num_cpu_devices = _with_cluster_devices(config, task)
     try:
         cluster = join_cluster(
             task.jobs, task.job, task.index, num_cpu_devices=num_cpu_devices, **meeting
@@ -160,11 +163,11 @@ def run_on_cluster(
     return None
 
 
-def _with_devices(config: RunConfig, task: Task) -> tuple[RunConfig, int]:
-    """Returns a config whose mesh is on the devices of all tasks of the cluster of `task`.
+def _with_cluster_devices(config: RunConfig, task: Task) -> tuple[RunConfig, int]:
+    """Returns `config` with the devices of its mesh, and how many CPU devices each task needs.
 
-    If the config names devices, the mesh stays on these. The second result is the number of CPU
-    devices that each task needs. Raises ConfigError if the tasks cannot hold the mesh.
+    The devices are those of all tasks in the cluster of `task`. If the config names devices, it
+    keeps these. Raises ConfigError if the tasks cannot hold the mesh.
     """
     tasks = task.all_tasks
     mesh = resolve_mesh(

@@ -101,10 +101,10 @@ def bound_run_config() -> RunConfig:
 
 @contextlib.contextmanager
 def bound_to_mesh(mesh_shape: str, layout: Any) -> Iterator[None]:
-    """Binds the mesh and layout of optimizers to other values inside the block.
+    """Replaces the mesh and layout that gin binds on optimizers, inside a ``with`` block.
 
-    Of all parameters `mesh_shape` and `layout` of this package, only those that gin binds already
-    are bound to the new values. When the block ends, they have their old values again.
+    Only those parameters `mesh_shape` and `layout` of this package change that gin binds already.
+    When the block ends, they have their old values again.
     """
     given = {"mesh_shape": mesh_shape, "layout": layout}
     before = {
@@ -162,20 +162,23 @@ def _parse(parse: Callable[[str], Any], text: str, where: str) -> None:
         raise ConfigError(f"{where}: {said}") from error
 
 
-def _with_hint(said: str) -> str:
-    """Returns gin's error text `said`, with names that the user may have meant, if any."""
-    missing = re.match(r"Unable to open file: (.*)\. Searched config paths: (\[.*\])", said)
+def _with_hint(message: str) -> str:
+    """Returns gin's error text `message` in plainer words, or with names that may be meant.
+
+    A message that this function does not know is returned as it is.
+    """
+    missing = re.match(r"Unable to open file: (.*)\. Searched config paths: (\[.*\])", message)
     if missing:
         folders = dict.fromkeys(folder or "." for folder in ast.literal_eval(missing[2]))
         return f"There is no gin file {missing[1]!r}; looked for it in {', '.join(folders)}"
-    if said.startswith("Failed to parse token"):
+    if message.startswith("Failed to parse token"):
         return (
-            f"{said}: it is no value. Text wants quotes; a number, True, None, a list, a reference "
-            "(@name) and a macro (%name) have none."
+            f"{message}: it is no value. Text wants quotes; a number, True, None, a list, a "
+            "reference (@name) and a macro (%name) have none."
         )
     known = registered()
-    parameter = re.search(r"Configurable '(.*?)' doesn't have a parameter named '(.*?)'", said)
-    unknown = re.search(r"No configurable matching (?:reference )?'@?([\w./]*)", said)
+    parameter = re.search(r"Configurable '(.*?)' doesn't have a parameter named '(.*?)'", message)
+    unknown = re.search(r"No configurable matching (?:reference )?'@?([\w./]*)", message)
     if parameter:
         selector, given = parameter.groups()
         names = {p for name in known if f".{name}".endswith(f".{selector}") for p in known[name]}
@@ -183,12 +186,12 @@ def _with_hint(said: str) -> str:
         given = unknown[1].split(".")[-1]
         names = {name.split(".")[-1] for name in known}
     else:
-        return said
+        return message
     names -= {"self", "cls", "args", "kwargs"}
     hint = did_you_mean(given, names)
     if parameter and names and not hint:
         hint = f"; it has {', '.join(sorted(names))}"
-    return f"{said.rstrip('.')}{hint}" if hint else said
+    return f"{message.rstrip('.')}{hint}" if hint else message
 
 
 @contextlib.contextmanager

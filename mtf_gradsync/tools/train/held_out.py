@@ -76,7 +76,7 @@ class HeldOut:
         session: tf.ConfigProto,
         say: Callable[[str], None],
     ):
-        """Begins without held-out data, which `prepare` reads.
+        """Keeps the settings of the evaluation; held-out data are read by `prepare`.
 
         `model` and `config` are the settings of the run, and `directory` is the folder to which
         files are written. `session` has the settings of the session that evaluates the model. `say`
@@ -178,13 +178,14 @@ class HeldOut:
         if self._evaluator is not None:
             self._evaluator.close()
 
-    def point(
+    def score_checkpoint(
         self, path: str, step: int, recorder: MetricsRecorder, progress: Progress
     ) -> Score | None:
-        """Scores the checkpoint `path` of `step` while the run goes on, and returns the score.
+        """Returns the score of the checkpoint `path` on held-out data; None if there are no data.
 
-        The held-out loss is recorded as the measurement "held_out_nats", and the progress shows the
-        loss and the perplexity. Without held-out data nothing happens, and the result is None.
+        `step` is the step of the checkpoint. The held-out loss is written to the metrics as
+        "held_out_nats", and a line with the loss and the perplexity is shown. The training loop
+        calls this method after each checkpoint.
         """
         if not self._held_out:
             return None

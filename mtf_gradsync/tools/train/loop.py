@@ -58,13 +58,13 @@ def train_loop(
     on_first_step: Callable[[], None] = lambda: None,
     on_timeline: Callable[[Timeline, int, int], None] = lambda timeline, first, last: None,
 ) -> LoopResult:
-    """Trains from the newest checkpoint to train_steps, or until a signal.
+    """Makes training steps from the newest checkpoint on, up to train_steps or a stop signal.
 
     Args:
       runner: makes steps and checkpoints; the loop enters it, as a context manager.
       graph: the training graph whose steps the runner makes.
       config: how long to train, and how often to save and log. A checkpoint is written while the
-        next steps run; one that is evaluated is written before the next step.
+        next steps run. If the run evaluates its checkpoints, the next step waits for it.
       tokens_per_step: targets in a global batch, padding included.
       recorder: takes measurements every log_steps.
       on_checkpoint: called with path, step and the progress after each save; returns whether the
@@ -76,8 +76,8 @@ def train_loop(
     Raises:
       TrainingError: if the loss is not finite for too long (see `Patience`), the learning rate is
         negative or not finite, too many steps make no update, or a step or a hook raises an
-        exception. Nothing is saved then.
-      DataError: if there is no batch for a step; the steps before are saved.
+        exception. In these cases no checkpoint is saved.
+      DataError: if there is no batch for a step. A checkpoint of the steps before is saved.
     """
     with StopSignal() as stop, runner:
         loop = _Loop(runner, graph, config, tokens_per_step, recorder, on_checkpoint, on_first_step)
@@ -103,16 +103,16 @@ def train_loop(
             elif begin < end:
                 stopped_by = train_to(begin)
                 if stopped_by is None:
-                    stopped_by = loop.recorded(lambda: train_to(end), on_timeline)
+                    stopped_by = loop.record_steps(lambda: train_to(end), on_timeline)
             if stopped_by is None:
                 stopped_by = train_to(config.train_steps)
             loop.save()
-            loop.settle()
-            loop.tell_left_steps()
+            loop.wait_for_checkpoint()
+            loop.tell_unapplied_steps()
         except (TrainingError, ConfigError):
             raise
         except _OF_A_STEP as error:
-            raise loop.failure(error) from error
+            raise loop.as_training_error(error) from error
         finally:
             loop.progress.close()
     return LoopResult(
@@ -121,9 +121,11 @@ def train_loop(
 
 
 class _Loop:
-    """The state of one training loop: `step` counts steps dispatched, `seconds` time in steps.
+    """The state of one training loop.
 
-    `is_at_end` is true if `on_checkpoint` has said that the run ends at the newest checkpoint.
+    `step` is the number of the newest step that was begun, and `seconds` is the time that steps
+    have taken. `is_at_end` is true if `on_checkpoint` has said that the run ends at the newest
+    checkpoint.
     """
 
     def __init__(
@@ -148,12 +150,16 @@ class _Loop:
         self.seconds = 0.0
         self.is_at_end = False
         self._means = StepMeans(graph.loss_denominator)
-        if recorder.left_means is not None:
-            self._means.restore(recorder.left_means)
+        if recorder.saved_means is not None:
+            self._means.restore(recorder.saved_means)
         self.progress = Progress(self.step, config.train_steps, tokens_per_step)
 
     def one_step(self) -> None:
-        """Dispatches a step, and reads the results of steps that were dispatched before."""
+        """Begins the next step, and reads results of steps that were begun before.
+
+        If they are due after this step, an island's exchange of values, a comparison of variables'
+        copies and a checkpoint follow.
+        """
         began = time.monotonic()
         try:
             self._pending.append(self._runner.dispatch())
@@ -161,8 +167,8 @@ class _Loop:
             # The steps before are good. (Other processes may be in the middle of this one.)
             if self._runner.is_alone:
                 self.save()
-                self.settle()
-            raise DataError(f"{error} {self._newest()}") from error
+                self.wait_for_checkpoint()
+            raise DataError(f"{error} {self._newest_checkpoint()}") from error
         before, self.step = self.step, self.step + 1
         # The user wants to see the first step at once.
         ahead = self._runner.steps_ahead if self._on_first_step is None else 0
@@ -170,7 +176,7 @@ class _Loop:
             self._look_at_oldest()
         self.seconds += time.monotonic() - began
         if self._saving and self._saving.done():
-            self.settle()
+            self.wait_for_checkpoint()
         every = self._config.watch_copies_steps
         if every and self.step % every == 0:
             self._runner.check_copies()
@@ -179,14 +185,14 @@ class _Loop:
         if self.step // every > before // every:
             self.save()
 
-    def recorded(
+    def record_steps(
         self, steps: Callable[[], int | None], on_timeline: Callable[[Timeline, int, int], None]
     ) -> int | None:
-        """Calls `steps`, which makes training steps, records them, and returns its result.
+        """Records a timeline of the training steps that the function `steps` makes.
 
-        The result of `steps` is the signal that stopped the training steps, or None. `on_timeline`
-        is called with the timeline and with the numbers of the first and the last step in the
-        timeline. If recording fails, the progress shows a message, and the run goes on.
+        Returns what `steps` returns: the signal that stopped the training steps, or None. When they
+        are made, `on_timeline` is called with the timeline and with the numbers of the first and
+        the last step in it. If recording fails, the user gets a message, and the run goes on.
         """
         self._look_at_all()
         timeline = self._runner.timeline()
@@ -206,7 +212,7 @@ class _Loop:
         while self._pending:
             self._look_at_oldest()
 
-    def _newest(self) -> str:
+    def _newest_checkpoint(self) -> str:
         """Returns a sentence that names the step of the newest checkpoint, for error messages."""
         if self._saving and not self._saving.exception():
             self._saved_at = self._begun_at
@@ -214,7 +220,7 @@ class _Loop:
             return f"The newest checkpoint is of step {self._saved_at}."
         return "There is no checkpoint yet."
 
-    def failure(self, error: BaseException) -> TrainingError:
+    def as_training_error(self, error: BaseException) -> TrainingError:
         """Returns the TrainingError to raise for an exception that a step has raised.
 
         The text of the TrainingError also names the newest checkpoint.
@@ -222,12 +228,12 @@ class _Loop:
         if isinstance(error, NoUpdateError):
             return self._no_update(error)
         if isinstance(error, CopiesError):
-            return TrainingError(f"{error} {self._newest()}")
+            return TrainingError(f"{error} {self._newest_checkpoint()}")
         if isinstance(error, tf.errors.InvalidArgumentError):
-            self._check_waits()
+            self._check_updates_made()
         return TrainingError(
             f"A step after step {self.step} failed: {type(error).__name__}: {first_line(error)}. "
-            f"{self._newest()}"
+            f"{self._newest_checkpoint()}"
         )
 
     def save(self) -> None:
@@ -241,18 +247,21 @@ class _Loop:
         self.seconds += time.monotonic() - began
         if self.step == self._begun_at:
             return
-        self.settle()
-        self._check_waits()
+        self.wait_for_checkpoint()
+        self._check_updates_made()
         if self._config.watch_copies_steps:
             self._runner.check_copies()
-        self._recorder.leave_means(self.step, self._means)
+        self._recorder.save_means(self.step, self._means)
         self._saving, self._begun_at = self._runner.begin_save(self.step), self.step
         if self._config.eval_dataset_fn is not None:  # it is scored before the next step
-            self.settle()
+            self.wait_for_checkpoint()
         self.progress.pause()
 
-    def settle(self) -> None:
-        """Waits for the checkpoint that is being written, if any, and calls on_checkpoint."""
+    def wait_for_checkpoint(self) -> None:
+        """Waits until the checkpoint that is being written is complete, and calls `on_checkpoint`.
+
+        If no checkpoint is being written, nothing happens.
+        """
         if self._saving is None:
             return
         saving, self._saving = self._saving, None
@@ -260,11 +269,11 @@ class _Loop:
         self._saved_at = self._begun_at
         self.is_at_end = self._on_checkpoint(path, self._saved_at, self.progress)
 
-    def tell_left_steps(self) -> None:
-        """Tells the user after the run's last step how many steps no update has applied.
+    def tell_unapplied_steps(self) -> None:
+        """Tells the user after the run's last step how many microbatch steps wait for an update.
 
-        Steps that no update has applied are the newest microbatch steps, whose gradients are
-        accumulated for a later update. If there are no such steps, nothing is printed.
+        The gradients of these steps are accumulated for a later update, which this run does not
+        make. If there are no such steps, nothing is printed.
         """
         left = self._means.steps_in_no_update
         if left and self.step >= self._config.train_steps:
@@ -283,13 +292,14 @@ class _Loop:
             raise TrainingError(
                 f"The learning rate of step {step} is {float(learning_rate):g}, by "
                 "train.run.learning_rate_schedule; it must be a finite number, not negative. "
-                f"{self._newest()}"
+                f"{self._newest_checkpoint()}"
             )
         update_step = int(values["update_step"]) if "update_step" in values else None
-        if not self._patience.goes_on(loss, update_step):
+        if not self._patience.add(loss, update_step):
             raise TrainingError(
-                f"The loss of step {step} is {loss}{self._patience.since()}. {self._newest()} "
-                "Lower train.run.learning_rate_schedule, or look at the data."
+                f"The loss of step {step} is {loss}{self._patience.steps_before()}. "
+                f"{self._newest_checkpoint()} Lower train.run.learning_rate_schedule, or look at "
+                "the data."
             )
         if self._config.timeline_steps and update_step is not None:
             self._updates.append(update_step)
@@ -300,7 +310,7 @@ class _Loop:
         self.progress.update(step, means.get("nats_per_token", loss), values["fields"])
         if step % self._config.log_steps == 0 or step == self._config.train_steps:
             # XLA drops the assertion with which a step on a placement mesh ends.
-            self._check_waits()
+            self._check_updates_made()
             rate = self.progress.tokens_per_second()
             speed = {"tokens_per_second": round(rate, 1)}
             if self._runner.peak_flops:
@@ -316,15 +326,15 @@ class _Loop:
             self.progress.pause()
             self.seconds -= time.monotonic() - began  # `seconds` is of steps
 
-    def _check_waits(self) -> None:
+    def _check_updates_made(self) -> None:
         """Raises TrainingError if there were too many steps without an update."""
-        error = self._runner.waits_too_long()
+        error = self._runner.no_update_error()
         if error:
             raise self._no_update(error) from error
 
     def _no_update(self, error: Exception) -> TrainingError:
         return TrainingError(
-            f"{error} {self._newest()} Look at the data of these shards, or lower "
+            f"{error} {self._newest_checkpoint()} Look at the data of these shards, or lower "
             "SyncReplicasOptimizer.replicas_to_aggregate, so that an update needs fewer of them."
         )
 
@@ -333,10 +343,10 @@ _BAD_LOSSES = 100
 
 
 def most_bad_losses(optimizers: Sequence[Any]) -> int:
-    """Returns how many losses in a row may be not finite, without an update, before a run ends.
+    """Returns how many losses in a row may be not finite before a run ends.
 
-    `optimizers` are the optimizers of a stack. The result is 0 if none of them skips gradients that
-    are not finite.
+    Only losses since the newest update count. `optimizers` are the optimizers of a stack. The
+    result is 0 if none of them skips gradients that are not finite.
     """
     if not stack_skips_not_finite(optimizers):
         return 0
@@ -358,11 +368,11 @@ class Patience:
         self._bad = 0
         self._update_step: int | None = None
 
-    def goes_on(self, loss: float, update_step: int | None) -> bool:
-        """Returns whether training goes on after a step that had this loss.
+    def add(self, loss: float, update_step: int | None) -> bool:
+        """Adds the loss of the next step; returns whether training may go on after it.
 
-        `loss` is the loss of the step. `update_step` is the number of updates made by the end of
-        the step; None if the optimizers do not count updates.
+        `update_step` is the number of updates made by the end of the step; None if the optimizers
+        do not count updates.
         """
         if math.isfinite(loss) or update_step != self._update_step:
             self._bad = 0
@@ -371,6 +381,10 @@ class Patience:
             self._bad += 1
         return self._bad <= self._most
 
-    def since(self) -> str:
-        """Returns words, for an error's text, on how many steps before had such a loss; or ""."""
+    def steps_before(self) -> str:
+        """Returns the part of an error's text about the steps before a loss that is not finite.
+
+        An example is ", as in the 100 steps before, without an update". The result is "" if the
+        first such loss ends the training.
+        """
         return f", as in the {self._most} steps before, without an update" if self._most else ""

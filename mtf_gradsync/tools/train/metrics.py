@@ -173,7 +173,7 @@ def _bar_width(stream: TextIO) -> dict[str, Any]:
 def _short(value: Any) -> str:
     """Returns a short text for a number, or an array of numbers.
 
-    An array of many numbers is shown as a range, "1 to 5".
+    The result for an array of many numbers is a range, such as "1 to 5".
     """
     shape = getattr(value, "shape", ())
     if shape:
@@ -200,7 +200,7 @@ class MetricsFile:
         self._path = path
         kept = [row for row in read_metrics(path) if row["step"] <= first_step]
         #: What an earlier session left at this very step for the means of the next line.
-        self.left_means = next(
+        self.saved_means = next(
             (row[_MEANS] for row in reversed(kept) if _MEANS in row and row["step"] == first_step),
             None,
         )
@@ -311,13 +311,13 @@ class MetricsRecorder:
     """A context manager that writes measurements of steps to the metrics and event files."""
 
     def __init__(self, directory: Path, metrics_file: str, first_step: int):
-        """Begins a session (one start) of a run, after first_step steps.
+        """Opens the metrics file and a new event file for one start of a run.
 
-        The measurements are written to files in `directory`. `metrics_file` is the name of the
-        metrics file in this directory.
+        The run has made `first_step` steps before. Both files are in `directory`, and
+        `metrics_file` is the name of the metrics file.
         """
         self._metrics = MetricsFile(directory / metrics_file, first_step)
-        self.left_means = self._metrics.left_means
+        self.saved_means = self._metrics.saved_means
         self._events = EventFile(directory, first_step)
 
     def __enter__(self) -> MetricsRecorder:
@@ -334,25 +334,25 @@ class MetricsRecorder:
         """
         scalars = split_by_shard(values)
         self._events.write(step, {_TAGS.get(name, name): x for name, x in scalars.items()})
-        plain = {name: _plain(value) for name, value in values.items()}
+        plain = {name: _as_json(value) for name, value in values.items()}
         line = {name: value for name, value in plain.items() if value is not None}
         # With all of their digits, because runs are compared by them.
         line.update({name: float(values[name]) for name in _IN_FULL if name in values})
         self._metrics.write(step, **line)
 
-    def leave_means(self, step: int, means: StepMeans) -> None:
-        """Writes what is summed up so far for the means over steps of the next line.
+    def save_means(self, step: int, means: StepMeans) -> None:
+        """Writes the sums from which the means in the next line of the metrics file are computed.
 
-        The training loop calls `leave_means` when it saves a checkpoint of `step`. A session that
-        goes on from the checkpoint reads the sums and adds to them, so that the means in the
-        session's first line are equal to those of a run that was not stopped.
+        The training loop calls `save_means` when it saves a checkpoint of `step`, which may be
+        between two lines. A session that goes on from the checkpoint reads the sums and adds to
+        them, so that its first line has the same means as in a run that was not stopped.
         """
         state = means.state()
         if state is not None:
             self._metrics.write(step, **{_MEANS: state})
 
     def write_once(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Adds numbers that do not change during a run, to the event file only."""
+        """Adds numbers that do not change during a run, only to the event file."""
         self._events.write(step, scalars)
 
     def flush(self) -> None:
@@ -360,7 +360,7 @@ class MetricsRecorder:
         self._events.flush()
 
 
-def _plain(value: Any) -> Any:
+def _as_json(value: Any) -> Any:
     """Converts a number or an array to a number or a list that JSON can hold.
 
     Floats are rounded to 6 significant digits. The result is None if any number is not finite.

@@ -228,8 +228,8 @@ class TrainingJob(NamedTuple):
         ``progress_fields()``, which returns tensors (mtf or tf) by name to be shown beside the
         loss, ``update_step_now``, a scalar that counts updates, and ``in_sums_now``, a scalar that
         is 0 if no gradients wait for an update.
-      learning_rate: None, a number, or a `functools.partial` with ``total_train_steps`` of a
-        function of ``step``.
+      learning_rate: None, a number, or a function called with ``step=``: a `functools.partial`
+        that already has ``total_train_steps``.
       schedule_step: see `RunConfig`.
       variable_filter: see `RunConfig`.
       train_steps: see `RunConfig`.

@@ -59,12 +59,13 @@ def write_page(
       directory: the run's directory.
       rows: the lines of the metrics file.
       ended: how the run ended.
-      facts: the run's facts; None for a run that ended before its graph was built.
+      facts: the run's model, runtime and versions; None if it ended before its graph was built.
       unigram_nats: the baseline's nats per token.
       samples: what the model wrote.
       config: the text of gin's configuration.
-      recorded: the steps with a timeline, recorded in this session of the run or in an earlier one.
-      islands: the journal of the shared folder, for a run that is an island.
+      recorded: the timeline of some steps, from this session of the run or an earlier one; None if
+        there is no timeline.
+      islands: the status of the folder of islands; None if the run is no island.
     """
     check_pages_installed()
     import jinja2
@@ -86,13 +87,13 @@ def write_page(
     text = environment.from_string(template).render(
         name=printable(directory.resolve().name),
         ended=ended._replace(how=printable(ended.how)),
-        tiles=_tiles(rows, ended, facts),
+        tiles=_main_numbers(rows, ended, facts),
         plots=[
             as_markup(plot)
             for plot in (*plots.draw_plots(rows, unigram_nats), rows_of_islands)
             if plot
         ],
-        replicas=_replicas(rows),
+        replicas=_contributions_by_replica(rows),
         traffic=traffic,
         bars=as_markup(bars) if bars else None,
         recorded=recorded._replace(mesh=printable(recorded.mesh)) if recorded else None,
@@ -113,10 +114,13 @@ def printable(text: str) -> str:
     return _UNPRINTABLE.sub("\ufffd", text.replace("\r\n", "\n"))
 
 
-def _tiles(
+def _main_numbers(
     rows: Sequence[dict[str, Any]], ended: Ended, facts: RunFacts | None
 ) -> list[tuple[str, str, str]]:
-    """Returns the main numbers of a run: for each a title, the number as text, and a remark."""
+    """Returns the numbers at the top of a run's page: for each a title, its text, and a remark.
+
+    `rows` are the lines of the metrics file. Numbers that are not known are left out.
+    """
     result = ended.result
     tiles = []
     loss = training_losses(rows)
@@ -155,7 +159,7 @@ def _tiles(
     return tiles
 
 
-def _replicas(rows: Sequence[dict[str, Any]]) -> list[tuple[int, int, int]]:
+def _contributions_by_replica(rows: Sequence[dict[str, Any]]) -> list[tuple[int, int, int]]:
     """Returns for each replica its number, its contributions, and its steps without one.
 
     Here a replica's contribution is its part of the gradients of one step. The result is empty if

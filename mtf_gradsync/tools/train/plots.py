@@ -33,7 +33,7 @@ class Series(NamedTuple):
 
 
 def series_of(rows: Sequence[dict[str, Any]], name: str) -> Series | None:
-    """Returns the measurement `name` of a metrics file's lines; None if no value is finite.
+    """Returns a measurement from the lines of a metrics file; None if no value of it is finite.
 
     `rows` are the lines of the metrics file. Lines without the measurement `name`, or in which it
     is not finite, are left out. If the number of shards has changed during the run, only the lines
@@ -49,9 +49,9 @@ def series_of(rows: Sequence[dict[str, Any]], name: str) -> Series | None:
 
 
 def thinned(series: Series, is_count: bool = False) -> Series:
-    """Returns a series of at most 400 points, as many as a plot can show.
+    """Returns `series` with at most 400 points, as many as a plot can show.
 
-    If the series has more points, neighbouring points are joined to one. The new point has the mean
+    If the series has more points, several neighbours become one point. The new point has the mean
     of their values, or, with `is_count`, the last of their values.
     """
     size = -(-len(series.steps) // _MOST_POINTS)
@@ -92,12 +92,12 @@ class Plot(NamedTuple):
     wide: str = ""
 
 
-class _OverSteps(NamedTuple):
-    """A plot over steps: `lines` has names of the metrics file, by label in the legend.
+class _PlotSettings(NamedTuple):
+    """The settings of a plot whose horizontal axis is the step.
 
-    With `by_shard`, `lines` has one name, and the values of this measurement have a number for each
-    shard. With `is_count` the vertical axis of the plot has whole numbers, and with `from_zero` the
-    vertical axis begins at 0.
+    `lines` is a dictionary from the label of a line in the legend to the name of its measurement in
+    the metrics file. With `by_shard`, there is one measurement, which has a number for each shard.
+    With `is_count` the vertical axis has whole numbers, and with `from_zero` it begins at 0.
     """
 
     title: str
@@ -110,7 +110,7 @@ class _OverSteps(NamedTuple):
 
 
 _PLOTS = (
-    _OverSteps(
+    _PlotSettings(
         "Speed",
         "tokens per second",
         "A mean over the steps since the last point, without the time of checkpoints and "
@@ -118,21 +118,21 @@ _PLOTS = (
         {"training": "tokens_per_second"},
         from_zero=True,
     ),
-    _OverSteps(
+    _PlotSettings(
         "Learning rate",
         "learning rate",
         "The learning rate that the optimizer was given.",
         {"learning rate": "learning_rate"},
         from_zero=True,
     ),
-    _OverSteps(
+    _PlotSettings(
         "Norm of the gradient",
         "norm",
-        "The norm of all gradients together, summed over the mesh. If several micro steps make an "
-        "update, it is the norm of the newest update's gradients.",
+        "The norm of all gradients together, summed over the mesh. If several microbatch steps make "
+        "an update, it is the norm of the newest update's gradients.",
         {"before clipping": "gradient_norm/before_clipping", "applied": "gradient_norm/applied"},
     ),
-    _OverSteps(
+    _PlotSettings(
         "Norms of the shards' gradients",
         "norm",
         "The norm of what each shard adds to the sum of gradients, before anything is clipped. If "
@@ -141,7 +141,7 @@ _PLOTS = (
         {"": "gradient_norm/of_shards"},
         by_shard=True,
     ),
-    _OverSteps(
+    _PlotSettings(
         "Norms of the shards' gradients, clipped",
         "norm",
         "The norm of what each shard adds to the sum of gradients, after the shard was clipped by "
@@ -149,34 +149,34 @@ _PLOTS = (
         {"": "gradient_norm/of_shards_clipped"},
         by_shard=True,
     ),
-    _OverSteps(
+    _PlotSettings(
         "Gradient noise scale",
         "sequences",
         "The noise scale is about the batch size from which on a larger batch saves few steps. The "
         "values are smoothed.",
         {"noise scale": "gradient_noise_scale"},
     ),
-    _OverSteps(
+    _PlotSettings(
         "Loss scale",
         "factor",
         "The loss is multiplied by this factor before gradients are computed.",
         {"loss scale": "loss_scale/scale"},
     ),
-    _OverSteps(
-        "Micro steps skipped",
-        "micro steps so far",
-        "Micro steps that should_skip_update_fn of GradientAccumulationOptimizer has skipped.",
+    _PlotSettings(
+        "Microbatch steps skipped",
+        "microbatch steps so far",
+        "Microbatch steps that should_skip_update_fn of GradientAccumulationOptimizer has skipped.",
         {"skipped": "accumulation/skipped"},
         is_count=True,
     ),
-    _OverSteps(
+    _PlotSettings(
         "Steps skipped",
         "steps so far",
         "Steps that LossScaleOptimizer has skipped because a gradient was not finite.",
         {"skipped": "loss_scale/skipped"},
         is_count=True,
     ),
-    _OverSteps(
+    _PlotSettings(
         "Steps without a contribution",
         "steps so far",
         "For each replica, the steps in which its gradient was stale, not finite or masked.",
@@ -186,7 +186,7 @@ _PLOTS = (
     ),
 )
 _HELD_OUT = "held out"
-_LOSS = _OverSteps(
+_LOSS = _PlotSettings(
     "Loss",
     "nats per token",
     "Cross entropy of the training batches, a mean over the steps since the last point, and of "
@@ -204,11 +204,13 @@ def draw_plots(rows: Rows, unigram_nats: float | None) -> list[Plot]:
     others = []
     for plot in _PLOTS:
         found = {label: series_of(rows, name) for label, name in plot.lines.items()}
-        others.append(_by_shard(plot, found[""]) if plot.by_shard else _of_lines(plot, found))
+        others.append(
+            _draw_by_shard(plot, found[""]) if plot.by_shard else _draw_lines(plot, found)
+        )
     present = [plot for plot in others if plot]
     losses = {"training": training_losses(rows), _HELD_OUT: series_of(rows, "held_out_nats")}
     # With the losses in a wide plot, both columns end together.
-    loss = _of_lines(_LOSS, losses, unigram_nats, is_wide=len(present) % 2 == 0)
+    loss = _draw_lines(_LOSS, losses, unigram_nats, is_wide=len(present) % 2 == 0)
     return [loss, *present] if loss else present
 
 
@@ -282,17 +284,17 @@ def draw_traffic(traffic: Traffic) -> Plot | None:
     return Plot("Bytes by kind and mesh axis", drawn, caption)
 
 
-def _of_lines(
-    plot: _OverSteps,
+def _draw_lines(
+    plot: _PlotSettings,
     found: Mapping[str, Series | None],
     level: float | None = None,
     is_wide: bool = False,
 ) -> Plot | None:
-    """Draws a line for each label that has a series; None if no label has one.
+    """Draws a plot with a line for each series; returns None if there is no series.
 
-    `found` has the series by label. `level` is the height of a horizontal line for the baseline;
-    None draws no such line. `is_wide` is whether the plot is also drawn as wide as two columns of
-    the page.
+    `plot` has the plot's title and axes, and `found` has the series by label. `level` is the height
+    of a horizontal line for the baseline; None draws no such line. `is_wide` is whether the plot is
+    also drawn as wide as two columns of the page.
     """
     present = {label: series for label, series in found.items() if series is not None}
     if not present:
@@ -331,10 +333,11 @@ def _of_lines(
     )
 
 
-def _by_shard(plot: _OverSteps, series: Series | None) -> Plot | None:
-    """Draws a line for each shard; if there are many, the range and median over the shards.
+def _draw_by_shard(plot: _PlotSettings, series: Series | None) -> Plot | None:
+    """Draws a plot with a line for each shard, or with the range and median of many shards.
 
-    The result is None if no series is found, or if the series does not have a value for each shard.
+    `plot` has the plot's title and axes. Returns None if `series` is None, or if it does not have a
+    value for each shard.
     """
     if series is None or series.values.ndim != 2:
         return None
@@ -367,7 +370,7 @@ def _by_shard(plot: _OverSteps, series: Series | None) -> Plot | None:
 
 
 def _to_svg(
-    plot: _OverSteps,
+    plot: _PlotSettings,
     draw: Callable[[Any], None],
     values: Sequence[Series],
     words: str,

@@ -20,12 +20,12 @@ _MOST = 12
 
 
 def changed_settings(directory: Path) -> dict[str, str]:
-    """Returns which bindings differ between gin's configuration and a run's former configuration.
+    """Returns the bindings whose values differ between a run's former and present configuration.
 
-    `directory` is the run's directory, in which the run has left its former configuration. The
-    result is a dictionary from the name of a binding to a text with the former and the present
-    value. Bindings that only one of the two configurations has are left out. If the directory has
-    no configuration, the result is empty.
+    The former one is the config file in `directory`, the run's directory; the present one is
+    gin's. The result is a dictionary from the name of a binding to a text with both values.
+    Bindings that only one of the two configurations has are left out. If the directory has no
+    config file, the result is empty.
     """
     there, here = _there(directory), _here()
     return {
@@ -40,14 +40,14 @@ def _difference(name: str, there: Mapping[str, str], here: Mapping[str, str]) ->
     return f"{name} = {there.get(name, unbound)} there and {here.get(name, unbound)} here"
 
 
-def adapted(start: Start, accept: bool, say: Callable[[str], None], words: str) -> Start:
-    """Compares the checkpoint of a start with the default graph, and returns the start to use.
+def adapt_start(start: Start, accept: bool, say: Callable[[str], None], words: str) -> Start:
+    """Compares the checkpoint of `start` with the variables of the default graph.
 
-    The result's `new` has the names of the variables that the checkpoint lacks; they begin as in a
-    new run. `accept` is whether the user accepts a checkpoint of another configuration. If not,
-    differences between the checkpoint and the graph raise a ConfigError. A variable of another
-    shape or type always raises a ConfigError. `say` is called with a list of the differences; the
-    list begins with the text `words`, such as "going on from x,".
+    Returns a `Start` whose `new` has the names of the variables that the checkpoint lacks; they
+    begin as in a new run. `accept` is whether the user accepts a checkpoint of another
+    configuration. If not, differences between the checkpoint and the graph raise a ConfigError. A
+    variable of another shape or type always raises a ConfigError. If there are differences, `say`
+    is called with a text that lists them; the text begins with `words`, such as "going on from x,".
     """
     assert start.path is not None  # the callers have asked
     variables, counts = tf.global_variables(), True
@@ -106,7 +106,7 @@ def check_data(
     if not before or all(one == other for one, other in zip(before, now)):
         return True
     there, here = _there(directory), _here()
-    names = sorted(_names_of_data(there) | _names_of_data(here))
+    names = sorted(_data_binding_names(there) | _data_binding_names(here))
     changed = [name for name in names if there.get(name) != here.get(name)]
     # If there is another function, its parameters are others, too: naming the function is enough.
     changed = [name for name in changed if name in there and name in here] or changed
@@ -128,7 +128,7 @@ def check_data(
 _OF_DATA = ("run.train_dataset_fn", "run.vocabulary")
 
 
-def _names_of_data(bindings: Mapping[str, str]) -> set[str]:
+def _data_binding_names(bindings: Mapping[str, str]) -> set[str]:
     """Returns the names of the bindings that define the examples of a run.
 
     `bindings` is a dictionary from the name of each binding of the run to the bound value, as text.

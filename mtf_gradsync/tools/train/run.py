@@ -37,7 +37,7 @@ from mtf_gradsync.tools.train.held_out import SPEED, HeldOut, Improvement
 from mtf_gradsync.tools.train.loop import LoopResult, train_loop
 from mtf_gradsync.tools.train.metrics import MetricsRecorder, Progress, read_metrics
 from mtf_gradsync.tools.train.page import Ended, check_pages_installed, write_page
-from mtf_gradsync.tools.train.resuming import adapted, check_data, say_changes
+from mtf_gradsync.tools.train.resuming import adapt_start, check_data, say_changes
 from mtf_gradsync.tools.train.run_files import (
     METRICS_FILE,
     REPORT_FILE,
@@ -73,10 +73,10 @@ class RunResult(NamedTuple):
 
 
 class Accepted(NamedTuple):
-    """The checkpoints that a user accepts besides the newest, undamaged one of the run itself.
+    """The unusual checkpoints from which a run may go on, as the user has allowed by flags.
 
-    If `differences` is true, the user accepts a checkpoint of another configuration. If `damage` is
-    true, the user accepts an older checkpoint where the newest one is damaged.
+    If `differences` is true, the run may go on from a checkpoint of another configuration. If
+    `damage` is true, it may go on from an older checkpoint if the newest one is damaged.
     """
 
     differences: bool = False
@@ -94,13 +94,14 @@ class RunRole(NamedTuple):
         "" without a cluster.
       checkpoint_dir: the directory of checkpoints, if another process writes them; None for
         model_dir.
-      chosen: calls a function that chooses a checkpoint and returns its result. The process that
-        writes calls the function first, then the others do; all have to choose the same step.
+      choose_start: gets a function that chooses a checkpoint, calls it, and returns its result. Of
+        several processes, the one that writes the checkpoints calls the function first, and an
+        error is raised if another one finds a checkpoint of another step.
     """
 
     target: str = ""
     checkpoint_dir: str | None = None
-    chosen: Callable[[Callable[[], Start]], Start] = lambda choose: choose()
+    choose_start: Callable[[Callable[[], Start]], Start] = lambda choose: choose()
 
 
 ALONE = RunRole()
@@ -197,7 +198,7 @@ class _Run:
     def train_and_evaluate(self) -> RunResult:
         """Trains from the newest checkpoint, evaluates, and writes the report."""
         remove_leftovers(str(self.directory))
-        start = self._role.chosen(
+        start = self._role.choose_start(
             lambda: choose_checkpoint(self._checkpoint_dir, self._accepted.damage, self._say)
         )
         if self._config.eval_dataset_fn is not None:
@@ -265,7 +266,7 @@ class _Run:
                 of = of if part.parts > 1 else ""
                 say(f"this run is the island {island.name!r} of {island.folder.url}{of}")
             if start.path:
-                start = adapted(start, accept, say, f"going on from {start.path},")
+                start = adapt_start(start, accept, say, f"going on from {start.path},")
             elif config.init_checkpoint:
                 counters = ("global_step", EXAMPLES)
                 variables = [v for v in tf.global_variables() if v.op.name not in counters]
@@ -294,7 +295,10 @@ class _Run:
             with MetricsRecorder(directory, METRICS_FILE, step) as recorder:
 
                 def on_first_step() -> None:
-                    """Does work that the run needs later, and that should not delay its start."""
+                    """Writes the run's facts, builds the evaluation, and checks that plots work.
+
+                    This is done after the first step, so that it does not delay the start.
+                    """
                     traffic = list_traffic(graph, program) if config.reports else None
                     first = batches.first_examples()
                     write_facts(directory, facts._replace(traffic=traffic, first_examples=first))
@@ -319,10 +323,11 @@ class _Run:
         improvement: Improvement,
         on_first_step: Callable[[], None],
     ) -> LoopResult:
-        """Makes the steps, scores each checkpoint, and keeps the best one and the timeline.
+        """Makes the run's steps and checkpoints, and returns the result of the training loop.
 
-        `improvement` holds the lowest held-out loss so far. `on_first_step` is called once, after
-        the first of the steps.
+        Each checkpoint is scored on held-out data, and the best is kept. If the config asks for a
+        timeline, it is written to files. `improvement` has the lowest held-out loss so far.
+        `on_first_step` is called once, after the first of the steps.
         """
 
         def on_checkpoint(saved: str, at: int, progress: Progress) -> bool:
@@ -331,7 +336,7 @@ class _Run:
             Returns whether the run ends at this checkpoint, because of
             train.run.max_steps_without_decrease.
             """
-            score = self.evaluation.point(saved, at, recorder, progress)
+            score = self.evaluation.score_checkpoint(saved, at, recorder, progress)
             recorder.flush()
             if score is None:
                 return False
@@ -395,10 +400,11 @@ class _Run:
             )
         return RunResult(step, None, held_out, evaluation.unigram)
 
-    def _write_report(self, step: int | None, how: str) -> None:
-        """Writes the report's page as of `step`; None takes the newest step that was logged.
+    def _write_report(self, step: int | None, how_it_ended: str) -> None:
+        """Writes the page report.html, which says that the run ended at `step`.
 
-        `how` is a text that says how the run ended.
+        If `step` is None, it is the newest step that was logged. `how_it_ended` is a text such as
+        "finished" or "stopped early".
         """
         directory, evaluation = self.directory, self.evaluation
         rows = read_metrics(directory / METRICS_FILE)
@@ -408,7 +414,7 @@ class _Run:
         path = write_page(
             directory,
             rows,
-            Ended(step, self._config.train_steps, how, evaluation.result),
+            Ended(step, self._config.train_steps, how_it_ended, evaluation.result),
             read_facts(directory),
             unigram_nats=evaluation.unigram.nats_per_token if evaluation.unigram else None,
             samples=evaluation.samples,
@@ -420,7 +426,10 @@ class _Run:
 
 
 def _read_islands() -> Status | None:
-    """Returns the status of the shared folder of islands; None if this run is no island."""
+    """Returns the status of the folder of islands; None if this run is no island.
+
+    The result is also None if the folder cannot be read.
+    """
     url = ElasticIslands().folder
     with contextlib.suppress(ImportError, OSError, ValueError):
         return read_status(Folder(url)) if url else None

@@ -112,7 +112,7 @@ def training_graph(
 
 
 def stack_skips_not_finite(optimizers: Sequence[Any]) -> bool:
-    """Returns whether gradients that are not finite are nothing unusual for a stack of optimizers.
+    """Returns whether a stack of optimizers can handle gradients that are not finite.
 
     The result is true if one of `optimizers` skips steps or shards with gradients that are not
     finite, skips islands (see `skips_islands`), or needs to see gradients that are not finite, as
@@ -133,15 +133,16 @@ def skips_islands(opt: Any) -> bool:
 
 
 class Runner(abc.ABC):
-    """A runner of training steps and checkpoints, which restores its `Start` when entered.
+    """A context manager that makes training steps and checkpoints in a session of a runtime.
+
+    When it is entered, the variables get the values of the runner's `Start`.
 
     Attributes:
-      first_step: the number of steps made before, known once the runner is entered.
+      first_step: how many steps the run had made before; known once the runner is entered.
       is_alone: whether this process works without other processes.
       steps_ahead: how many more steps may be dispatched before the result of a step is asked for.
       peak_flops: bfloat16 operations a second of all chips together; None if it is not known.
-      copies_slices: whether the saver first has to copy slices, which cores hold, to the variables
-        of a checkpoint.
+      copies_slices: whether slices have to be copied to the masters before a checkpoint is saved.
     """
 
     first_step: int = 0
@@ -160,7 +161,7 @@ class Runner(abc.ABC):
         place: OnDevices | OnCores,
         hooks: Sequence[Any] = (),
     ):
-        """Adds a saver and watches to the default graph, in which `graph` has to be built.
+        """Adds a saver and checks to the default graph, in which `graph` has to be built.
 
         Checkpoints are written to `model_dir`. `island` exchanges values with other islands after
         steps; it is None if this run is no island. `place` makes the sessions, which begin with
@@ -204,14 +205,17 @@ class Runner(abc.ABC):
 
     @abc.abstractmethod
     def _scaffold(self) -> tf.train.Scaffold:
-        """Returns the tf.train.Scaffold of the sessions: how they begin and save."""
+        """Returns the tf.train.Scaffold for the sessions, with their saver or initial operation."""
 
     @abc.abstractmethod
-    def _raw(self, use: Callable[[Any], Any]) -> Any:
-        """Calls `use` with the session, and returns its result; no hook of the session runs."""
+    def _with_session(self, use: Callable[[Any], Any]) -> Any:
+        """Calls `use` with the session, and returns what `use` returns.
+
+        The session's hooks do not run.
+        """
 
     @abc.abstractmethod
-    def _dispatched(self, batch: dict[tf.Tensor, np.ndarray]) -> Callable[[], dict[str, Any]]:
+    def _dispatch_batch(self, batch: dict[tf.Tensor, np.ndarray]) -> Callable[[], dict[str, Any]]:
         """Begins a step on the feed dict `batch`; returns a function that waits for its values.
 
         The returned function returns the same values as the function that `dispatch` returns, but
@@ -219,15 +223,16 @@ class Runner(abc.ABC):
         """
 
     def dispatch(self) -> Callable[[], dict[str, Any]]:
-        """Begins a step on the next batch; returns a function that waits for its values by name.
+        """Begins a step on the next batch; returns a function that waits for the step's values.
 
-        "step", "loss", "fields" and "reported" are the values of these attributes of `TrainGraph`.
-        "update_step" and "in_sums" are, too; they are missing if the attribute is None. "tokens" is
-        how many targets of the batch are not padding.
+        The function returns a dictionary. Under the keys "step", "loss", "fields", "reported",
+        "update_step" and "in_sums" it has the values of the `TrainGraph`'s attributes with these
+        names; "update_step" and "in_sums" are missing if the attribute is None. Under "tokens" it
+        has the number of targets in the batch that are not padding.
         """
         batch = self._batches.next()
         tokens = self._batches.targets
-        result = self._dispatched(batch)
+        result = self._dispatch_batch(batch)
         return lambda: {**result(), "tokens": tokens}
 
     @abc.abstractmethod
@@ -243,9 +248,9 @@ class Runner(abc.ABC):
         """Returns a context manager that records the steps that begin and end inside it."""
         return timeline(self._session, lowering=self._lowering)
 
-    def waits_too_long(self) -> Exception | None:
-        """Returns the exception to raise if too many steps made no update, or else None."""
-        found = self._raw(lambda session: [watch.read_report(session) for watch in self._watches])
+    def no_update_error(self) -> Exception | None:
+        """Returns an exception if too many steps in a row made no update; None otherwise."""
+        found = self._with_session(lambda session: [watch.read_report(session) for watch in self._watches])
         return next((one for one in found if isinstance(one, Exception)), None)
 
     def agreed_stop(self, received: int | None) -> int | None:
@@ -266,7 +271,7 @@ class Runner(abc.ABC):
         Before copies are compared, the steps that were dispatched are waited for.
         """
         if self._copies:
-            self._raw(self._copies.check)
+            self._with_session(self._copies.check)
 
     def exchange(self, step: int, last: int) -> int:
         """Lets an island of DiLoCo exchange values with other islands after the step `step`.
@@ -285,11 +290,14 @@ class Runner(abc.ABC):
                 island.finish(session)
 
         with raised_as(TrainingError, IslandError):
-            self._raw(after_step)
+            self._with_session(after_step)
         return island.step
 
-    def _begin(self) -> None:
-        """Sets `first_step` to the step of the session, and has the batches begin at that step."""
+    def _begin_session(self) -> None:
+        """Reads the step from the new session, sets `first_step`, and begins the batches there.
+
+        If the run is an island, the island joins the others, and may take a later step from them.
+        """
         self.first_step, examples = map(int, self._session.run(self._made))
         self._batches.begin(self.first_step, examples)
         if self._island:
@@ -299,30 +307,30 @@ class Runner(abc.ABC):
                     f"The island {island.name!r} must be one process; the run has several"
                 )
             with raised_as(TrainingError, IslandError):
-                self._raw(lambda session: island.begin(session, step, self._start.path))
+                self._with_session(lambda session: island.begin(session, step, self._start.path))
             self.first_step = island.step
 
     def _save_island(self, step: int) -> None:
         if self._island:
             self._island.save(f"{self._prefix}-{step}")
 
-    def _leave(self, error: Any) -> None:
-        """Has a stopped island contribute what it has learned, unless an exception ended the run.
+    def _end_island(self, error: Any) -> None:
+        """Lets an island contribute what it has learned, when its run ends without an exception.
 
-        `error` is the type of the exception that ended the run, or None. A run that is no island
-        does nothing here.
+        `error` is the type of the exception that ended the run, or None. After an exception the
+        island only closes its folder. If the run is no island, nothing happens.
         """
         island = self._island
         if island is None:
             return
         if error is None:
-            self._raw(lambda session: island.finish(session, waits=False))
+            self._with_session(lambda session: island.finish(session, waits=False))
         else:
             island.close()
 
 
 class PlacementMeshRunner(Runner):
-    """A runner of the default graph in a monitored session, which finalizes the graph."""
+    """A runner of steps on a placement mesh, in a `tf.train.SingularMonitoredSession`."""
 
     copies_slices = True
 
@@ -331,20 +339,22 @@ class PlacementMeshRunner(Runner):
         hooks = [mtf.MtfRestoreHook(self._lowering), *self._hooks]
         # Not a session that restarts itself when a device is lost: the loop counts steps.
         self._session = singular_monitored_session(self._sessions, hooks).__enter__()
-        self._begin()
+        self._begin_session()
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        self._leave(exception[0])
+        self._end_island(exception[0])
         self._session.__exit__(*exception)
 
-    def _dispatched(self, batch: dict[tf.Tensor, np.ndarray]) -> Callable[[], dict[str, Any]]:
+    def _dispatch_batch(self, batch: dict[tf.Tensor, np.ndarray]) -> Callable[[], dict[str, Any]]:
         values = self._session.run(self._fetches, batch)
         return lambda: values
 
     def begin_save(self, step: int) -> Future[str]:
         self._save_island(step)
-        return self._raw(lambda session: self._saver.begin_save(session, self._prefix, step))
+        return self._with_session(
+            lambda session: self._saver.begin_save(session, self._prefix, step)
+        )
 
     def should_stop(self) -> bool:
         return self._session.should_stop()
@@ -352,7 +362,7 @@ class PlacementMeshRunner(Runner):
     def _scaffold(self) -> tf.train.Scaffold:
         return tf.train.Scaffold(saver=self._saver)
 
-    def _raw(self, use: Callable[[tf.Session], Any]) -> Any:
+    def _with_session(self, use: Callable[[tf.Session], Any]) -> Any:
         # The argument's name is prescribed.
         return self._session.run_step_fn(lambda step_context: use(step_context.session))
 
@@ -362,7 +372,7 @@ _AGREE_STEPS = 10
 
 
 class SimdProgramRunner(Runner):
-    """A runner of a SIMD program in the default graph."""
+    """A runner of steps of a SIMD program, by XLA or on CPU replicas."""
 
     copies_slices = False
     _place: OnCores
@@ -374,16 +384,16 @@ class SimdProgramRunner(Runner):
         cores = getattr(self._session, "cores", None)
         self.peak_flops = getattr(self._session, "peak_flops", None)
         self.is_alone = cores is None or cores.is_alone
-        self._begin()
+        self._begin_session()
         if not self.is_alone:
             self._session.steps = self.first_step
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        self._leave(exception[0])
+        self._end_island(exception[0])
         self._session.close()
 
-    def _dispatched(self, batch: dict[tf.Tensor, np.ndarray]) -> Callable[[], dict[str, Any]]:
+    def _dispatch_batch(self, batch: dict[tf.Tensor, np.ndarray]) -> Callable[[], dict[str, Any]]:
         if self._place.name != "xla":
             values = self._session.run(self._fetches, batch)
             return lambda: values
@@ -414,15 +424,14 @@ class SimdProgramRunner(Runner):
     def _scaffold(self) -> tf.train.Scaffold:
         return tf.train.Scaffold(local_init_op=tf.tables_initializer())
 
-    def _raw(self, use: Callable[[Any], Any]) -> Any:
+    def _with_session(self, use: Callable[[Any], Any]) -> Any:
         return use(self._session)
 
     @contextlib.contextmanager
     def _naming_another_runtime(self) -> Iterator[None]:
-        """Turns an exception of the block that is due to the runtime into a TrainingError.
+        """Turns an exception of the runtime in the block into a TrainingError.
 
-        The text of the TrainingError also names the runtime "placement_mesh", which runs every
-        model.
+        The text of the TrainingError also says that the runtime "placement_mesh" runs every model.
         """
         try:
             yield

@@ -13,7 +13,7 @@ from mtf_gradsync.runtimes.starting import Start, choose_checkpoint
 from mtf_gradsync.tools.timelines import Timeline, TimelineError
 from mtf_gradsync.tools.train.config import RunConfig
 from mtf_gradsync.tools.train.errors import raised_as
-from mtf_gradsync.tools.train.resuming import adapted
+from mtf_gradsync.tools.train.resuming import adapt_start
 from mtf_gradsync.tools.train.run import ALONE, NOTHING, Accepted, RunRole
 from mtf_gradsync.tools.train.runner import Runner, prepare, training_graph
 
@@ -52,14 +52,16 @@ class TimedRun:
         checkpoints = role.checkpoint_dir or model_dir
         start = Start()
         if checkpoints is not None:
-            start = role.chosen(lambda: choose_checkpoint(checkpoints, False, say, _SKIP_SETTING))
+            start = role.choose_start(
+                lambda: choose_checkpoint(checkpoints, False, say, _SKIP_SETTING)
+            )
         say(f"steps run on {runtime}")
         job = job._replace(examples_before=start.step * job.model.batch_size)
         with Interruption() as stop, tf.Graph().as_default(), job.batches() as batches:
             _, _, make_runner = training_graph(job, batches, runtime, session)
             if start.path:
                 say(f"from {start.path}")
-                start = adapted(start, accepted.differences, say, "which is")
+                start = adapt_start(start, accepted.differences, say, "which is")
             with tempfile.TemporaryDirectory() as own:
                 with make_runner(own, start, config) as runner:
                     with raised_as(TrainingError, TimelineError, tf.errors.OpError):

@@ -1,4 +1,4 @@
-"""Lists what the cores of a training step exchange, by part of the step."""
+"""Lists what the cores exchange in the model, the gradients and the optimizer of a step."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ _CHANGES = _MOVES | {"Mul", "Neg", "RealDiv", "Select", "SelectV2"}
 
 
 def part_of_each(graph: TrainGraph, report: CommunicationReport) -> dict[str, str]:
-    """Returns which part of a training step each of its collectives belongs to, one of `PARTS`.
+    """Returns which part of a training step each collective belongs to, one of `PARTS`.
 
     `report` lists the collectives of the training step whose graph is `graph`. The result is a
-    dictionary from the name of each row of `report` to the row's part of the step.
+    dictionary from the name of each row in `report` to its part of the step.
     """
     partial, reduced = [], []
     for grad in graph.gradients:
@@ -42,23 +42,25 @@ def part_of_each(graph: TrainGraph, report: CommunicationReport) -> dict[str, st
             reduced += lowered.to_laid_out_tensor().tensor_list
     names = {row.name for row in report.rows}
     # A sum may be made in stages, of which each takes the result of the one before.
-    sums = _after(partial, names) | _before(reduced, lambda op: op.type in _MOVES)
+    sums = _reducing_operations(partial, names) | _operations_behind(
+        reduced, lambda op: op.type in _MOVES
+    )
     # Values that are summed together with gradients count as gradients.
     with_gradients = {row.together for row in report.rows if row.name in sums} - {""}
     sums |= {row.name for row in report.rows if row.together in with_gradients}
-    model = _before([*partial, *reduced, graph.loss], lambda op: True)
+    model = _operations_behind([*partial, *reduced, graph.loss], lambda op: True)
     return {
         name: GRADIENTS if name in sums else MODEL if name in model else OPTIMIZER for name in names
     }
 
 
-def _after(tensors: Iterable[tf.Tensor], names: set[str]) -> set[str]:
-    """Returns the names of the operations that reduce gradients, given the gradients of cores.
+def _reducing_operations(tensors: Iterable[tf.Tensor], names: set[str]) -> set[str]:
+    """Returns the names of the operations that reduce gradients.
 
-    `tensors` are the gradients before any sum, and `names` are the names of all collectives of the
-    step. The result has the collectives that `tensors` reach through operations that only move,
-    scale or skip values, or accumulate values in a variable. It has the names of the operations in
-    between, too.
+    `tensors` are the cores' gradients before they are reduced, and `names` are the names of all
+    collectives of the step. From `tensors`, the function follows operations that only move, scale
+    or skip values, or accumulate them in a variable. The result has the names of the collectives
+    that it reaches, and of the operations on the way.
     """
     seen: set[str] = set()
     pending = list(tensors)
@@ -70,11 +72,11 @@ def _after(tensors: Iterable[tf.Tensor], names: set[str]) -> set[str]:
             elif op.name not in seen and op.type == "AssignAddVariableOp":
                 # An accumulator, which is read where the sum is made.
                 seen.add(op.name)
-                pending += _reads(op.inputs[0])
+                pending += _values_read(op.inputs[0])
     return seen
 
 
-def _reads(handle: tf.Tensor) -> list[tf.Tensor]:
+def _values_read(handle: tf.Tensor) -> list[tf.Tensor]:
     """Returns the tensors that are read from a resource variable, also inside branches.
 
     `handle` is the variable's handle, or a copy of the handle in a branch.
@@ -91,11 +93,13 @@ def _reads(handle: tf.Tensor) -> list[tf.Tensor]:
     return values
 
 
-def _before(tensors: Iterable[tf.Tensor], passes: Callable[[tf.Operation], bool]) -> set[str]:
-    """Returns the names of the operations that make `tensors`, directly or by their inputs.
+def _operations_behind(
+    tensors: Iterable[tf.Tensor], passes: Callable[[tf.Operation], bool]
+) -> set[str]:
+    """Returns the names of all operations from which `tensors` are computed.
 
-    `passes` is called with each operation that is found. If `passes` returns False, the operations
-    that make the inputs of this operation are not looked for.
+    `passes` is called with each such operation, and returns whether the operations that make its
+    inputs are looked for, too.
     """
     seen: set[str] = set()
     pending = [tensor.op for tensor in tensors]
@@ -112,7 +116,7 @@ _PART_LABELS = dict(zip(PARTS, ("forward and backward", "gradients", "optimizer"
 
 
 class TrafficRow(NamedTuple):
-    """Collectives, or copies ("transfer"), of one kind along a group of mesh axes.
+    """All collectives of one kind over the same mesh axes, or all copies between devices.
 
     Attributes:
       operation: the kind of the collectives; "transfer" for copies.
@@ -120,7 +124,7 @@ class TrafficRow(NamedTuple):
       part: the part of the training step that the collectives belong to; "" if unknown.
       on_updates: whether only update steps have these collectives.
       operations: the number of the collectives.
-      groups: the number of the collectives, where those that are made together count as one.
+      groups: the number of the collectives, if those in one group of sums count as one.
       bytes_per_core: the bytes that a core sends, or a device receives, in one update step.
     """
 
@@ -134,12 +138,12 @@ class TrafficRow(NamedTuple):
 
 
 class Traffic(NamedTuple):
-    """The bytes per core of a training step, without and with an update, by their parts.
+    """The bytes that a core exchanges in a training step.
 
-    `every_step` is the number of bytes that every step exchanges. `update_step` is the number of
-    bytes that a step with an update exchanges. `scalars` are totals by their names in summaries.
-    `is_complete` is false if the step calls functions. Functions are not examined, and one of them
-    may be a whole update, so `scalars` is then empty.
+    `every_step` is the number of bytes in each step, and `update_step` the number in a step that
+    makes an update. `rows` lists the bytes by kind of collective and part of the step. `scalars`
+    are totals by their names in summaries. `is_complete` is false if the graph calls TensorFlow
+    functions in which the update may be: they are not examined, and `scalars` is then empty.
     """
 
     every_step: int

@@ -44,10 +44,11 @@ class TrainGraph(NamedTuple):
       examples: the variable `EXAMPLES`, int64 scalar.
       fields: tensors to show beside the loss, by name.
       reported: tensors for summaries, by name: the learning rate if the config has one, and the
-        optimizers' reports (`mtf_gradsync.reported`).
-      update_step: int scalar, updates made by the end of the step; None if no optimizer counts.
-      in_sums: int scalar, the gradients that are accumulated, but not applied, after the step; None
-        if no optimizer accumulates.
+        values that `mtf_gradsync.reported` returns for the optimizers.
+      update_step: int scalar, the number of updates made by the end of the step; None if no
+        optimizer counts updates.
+      in_sums: int scalar, how many gradients are accumulated after the step and wait for an update;
+        None if no optimizer accumulates.
       num_parameters: number of trainable parameters.
       gradients: mtf tensors, as `mtf.gradients` returned them.
       optimizers: the optimizer that was made and those inside it, outermost first.
@@ -94,7 +95,7 @@ def build_train_graph(
         update_ops = _update(opt, pairs, is_placement=program is None)
         stack = (opt, *opt.inner_stack()) if isinstance(opt, Wrapper) else (opt,)
         # Called before lowering, because it may add mtf operations.
-        fields, update_step = _facts(stack)
+        fields, update_step = _progress_values(stack)
         in_sums = in_sums_now(opt)
         reports_by_name = reported(opt) if job.reports or job.noise_scale else {}
         if job.noise_scale:
@@ -144,8 +145,8 @@ def is_last_step() -> tf.Tensor:
     """Returns whether the training step that is being built is the last one of its run.
 
     With ``GradientAccumulationOptimizer.flush = @is_last_step`` the last step of a run makes an
-    update from the gradients accumulated so far, also if some of its microbatch steps are missing.
-    A run that is made longer after its last step keeps this update.
+    update from the gradients accumulated so far, also if they are of fewer than K microbatch steps.
+    If `train_steps` is raised later and the run goes on, it goes on from this update.
 
     Returns:
       A boolean tf scalar: true on step `RunConfig.train_steps`.
@@ -193,7 +194,7 @@ def model_and_optimizer(
     variables that are trained, the optimizer, and the learning rate of the step. The learning rate
     is None if the optimizer has a learning rate of its own.
     """
-    loss, grads = _loss_and_gradients(model, features)
+    loss, grads = _add_loss_and_gradients(model, features)
     job.model.mesh.check_splits(model.graph, model.input_dims)
     chosen = _variable_chooser(job.variable_filter)
     pairs = [(g, v) for g, v in zip(grads, model.graph.trainable_variables) if chosen(v)]
@@ -267,7 +268,7 @@ def _noise_scale(opt: Any, batch_size: int) -> Any:
             passes = one.backward_passes_per_step
             if callable(passes):
                 raise ConfigError(
-                    "train.run.noise_scale takes a fixed number of micro steps, but "
+                    "train.run.noise_scale takes a fixed number of microbatch steps, but "
                     f"backward_passes_per_step is {passes!r}"
                 )
             batch_size *= passes
@@ -275,8 +276,10 @@ def _noise_scale(opt: Any, batch_size: int) -> Any:
         return gradient_noise_scale(opt, batch_size)
 
 
-def _loss_and_gradients(model: MeshModel, features: dict[str, tf.Tensor]) -> tuple[Any, list[Any]]:
-    """Adds the model and its gradients to its mtf graph; returns the loss and the gradients.
+def _add_loss_and_gradients(
+    model: MeshModel, features: dict[str, tf.Tensor]
+) -> tuple[Any, list[Any]]:
+    """Adds the model's operations and gradients to its mtf graph; returns loss and gradients.
 
     `features` are int tf tensors ``[batch_size, length]`` by feature name. The gradients are in the
     order of the graph's trainable variables. If gin binds a size of microbatches for
@@ -316,11 +319,11 @@ def _make_optimizer(optimizer: Callable[..., Any], rate: Any) -> Any:
     return opt
 
 
-def _facts(stack: tuple[Any, ...]) -> tuple[dict[str, Any], Any]:
-    """Returns the values that a stack of optimizers shows beside the loss, and its update counter.
+def _progress_values(stack: tuple[Any, ...]) -> tuple[dict[str, Any], Any]:
+    """Returns the values that training shows beside the loss, and the number of updates.
 
-    The values are tensors of tf or mtf, by name. The update counter is a scalar, the number of
-    updates made by the end of the step; it is None if no optimizer counts updates.
+    The values are tensors of tf or mtf that the optimizers in `stack` give, by name. The number of
+    updates is a scalar, as of the end of the step; it is None if no optimizer counts updates.
     """
     fields: dict[str, Any] = {}
     update_step = None

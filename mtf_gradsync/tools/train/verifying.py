@@ -23,7 +23,7 @@ _STEP = 960
 
 
 class _StepSpec(NamedTuple):
-    """The result of a model_fn, with the fields that `mtf_gradsync.verify` reads."""
+    """The result of the model_fn that `verify_config` gives to `mtf_gradsync.verify`."""
 
     loss: tf.Tensor
     train_op: tf.Operation
@@ -44,7 +44,7 @@ def verify_config(
       steps: number of updates.
       divisions: kinds of default divisions, such as "batch"; None for all, or none with `meshes`.
       without: what to remove from the model first: "dropout", "random", "capacity".
-      runtime: the runtime of divisions.
+      runtime: the runtime that runs the divisions.
       own_values: whether variables begin with the config's own initial values.
 
     Returns:

@@ -180,7 +180,7 @@ def test_what_fails_before_it_scores_leaves_the_speed(train, tmp_path, monkeypat
     def fail(*unused):
         raise MemoryError
 
-    monkeypatch.setattr(held_out.HeldOut, "point", lambda *unused: None)
+    monkeypatch.setattr(held_out.HeldOut, "score_checkpoint", lambda *unused: None)
     monkeypatch.setattr(held_out.Evaluator, "score", fail)
     with pytest.raises(TrainingError, match=r"All 2 steps were made .* failed: MemoryError"):
         train("train.run.train_steps = 2")

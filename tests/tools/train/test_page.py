@@ -137,7 +137,7 @@ def test_all_of_a_run(tmp_path, shards):
     page = page_of(tmp_path, rows, Ended(20, 20, "finished", result), unigram_nats=3.0)
     assert page.texts["h3"] == (
         "LossSpeedLearning rateNorm of the gradientNorms of the shards' gradients"
-        "Gradient noise scaleLoss scaleMicro steps skippedSteps skipped"
+        "Gradient noise scaleLoss scaleMicrobatch steps skippedSteps skipped"
         "Steps without a contributionBytes by kind and mesh axis"
     )
     assert len(page.of("figure")) == len(page.of("svg")) == 11

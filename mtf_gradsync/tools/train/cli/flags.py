@@ -49,7 +49,7 @@ def add_json_argument(parser: argparse.ArgumentParser, what: str) -> None:
 
 
 def add_output_arguments(parser: argparse.ArgumentParser, what: str, picture: str) -> None:
-    """Adds the flags --json and --png, whose files `write_found` writes.
+    """Adds the flags --json and --png, whose files `write_json_and_picture` writes.
 
     `what` is the help of --json, and `picture` is the help of --png.
     """
@@ -57,11 +57,13 @@ def add_output_arguments(parser: argparse.ArgumentParser, what: str, picture: st
     parser.add_argument("--png", metavar="FILE", help=picture)
 
 
-def write_found(paths: Sequence[Path | None], text: str, draw: Callable[[Path], Any]) -> None:
-    """Writes what a command has found to the files of --json and --png, if they are given.
+def write_json_and_picture(
+    paths: Sequence[Path | None], text: str, draw: Callable[[Path], Any]
+) -> None:
+    """Writes the result of a command to the files that --json and --png name.
 
-    `paths` are the path of the file of --json and the path of the file of --png, None for a flag
-    that is not given. `text` is the JSON, and `draw` is a function that writes the picture to a
+    `paths` are the path of the JSON file and the path of the picture. Nothing is written for a path
+    that is None. `text` is the JSON text, and `draw` is a function that writes the picture to a
     path.
     """
     json_file, png_file = paths

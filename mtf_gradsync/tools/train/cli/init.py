@@ -54,7 +54,7 @@ def main(args: argparse.Namespace) -> int:
     The exit code is 0. A config or file that cannot be copied raises ConfigError.
     """
     configs = _examples()
-    files, after = _texts_and_names(args.text, configs)
+    files, after = _split_arguments(args.text, configs)
     named = [*(name for name in (args.config, args.file) if name is not None), *after]
     if files and (not named or (_is_gin_file(named[0]) and Path(named[0]).stem not in configs)):
         named = [_OF_TEXT, *named]
@@ -78,7 +78,7 @@ def main(args: argparse.Namespace) -> int:
     what = f"a copy of {name}.gin"
     if files:
         what = f"{name}.gin with the text of {', '.join(files)}"
-        text = _on_text(text, name, command, files)
+        text = _config_for_texts(text, name, command, files)
     try:
         with open(path, "x", encoding="utf-8", errors="backslashreplace") as written:
             written.write(text)
@@ -92,10 +92,10 @@ def _is_gin_file(name: str) -> bool:
     return Path(name).suffix == ".gin"
 
 
-def _texts_and_names(
+def _split_arguments(
     given: Sequence[str], configs: Collection[str]
 ) -> tuple[Sequence[str], Sequence[str]]:
-    """Splits `given`, the arguments after --text, into text files, and CONFIG and FILE after them.
+    """Splits the arguments after --text into two lists: text files, and CONFIG and FILE.
 
     The first argument is always a text file. Of the others, CONFIG is the first one that ends in
     .gin, or that names no file on the disk and is spelled like one of `configs`, or almost so.
@@ -120,8 +120,8 @@ def _name_of_run(text: str) -> str:
     return f"{name}_text" if (configs_dir() / f"{name}.gin").exists() else name
 
 
-def _on_text(config: str, name: str, command: str, files: Sequence[str]) -> str:
-    """Returns the text of a config that trains on text files, made from a config of the package.
+def _config_for_texts(config: str, name: str, command: str, files: Sequence[str]) -> str:
+    """Returns the text of a config like `config` that trains on the text files `files`.
 
     `config` is the text of the package's config, and `name` is the name of the package's config.
     `command` is the command that trains by the new config; a comment at the beginning of the result

@@ -112,8 +112,8 @@ def _quorum(text: str) -> Quorum:
 def main(args: argparse.Namespace) -> int:
     """Runs ``mtf-gradsync islands`` with its parsed flags `args`, and returns the exit code.
 
-    The exit code is 1 if --replay found versions with other bits, 128 + n if signal n has ended the
-    command, and otherwise 0.
+    The exit code is 1 if --replay has found versions that, made again, have other bits than the
+    stored ones. It is 128 + n if signal n has ended the command, and otherwise 0.
     """
     logging.basicConfig(format="%(message)s", stream=sys.stderr)
     try:

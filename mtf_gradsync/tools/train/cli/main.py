@@ -102,11 +102,11 @@ def _as_line(error: Exception) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the command line of the process, or of `argv`, and returns the exit code.
+    """Runs the command that `argv` gives, by default the process's arguments.
 
-    The exit code is 0 if the command has done its work, 1 if the command has failed, 2 for bad
-    arguments or a bad config, and 128 + n if signal n has stopped the command. An OSError or a
-    UnicodeError is reported in one line, as a ConfigError and a TrainingError are.
+    Returns the exit code: 0 if the command has done its work, 1 if the command has failed, 2 for
+    bad arguments or a bad config, and 128 + n if signal n has stopped the command. A ConfigError,
+    TrainingError, OSError or UnicodeError is shown to the user as one line, without a traceback.
     """
     for stream in (sys.stdout, sys.stderr):
         # Names of files need not be text, and samples may have letters that a terminal does not.

@@ -38,7 +38,7 @@ from mtf_gradsync.tools.train.cli.flags import (
     number,
     output_paths,
     whole_number,
-    write_found,
+    write_json_and_picture,
     write_output,
 )
 from mtf_gradsync.tools.train.cli.loading import loaded_config
@@ -168,7 +168,7 @@ def main(args: argparse.Namespace) -> int:
             inner_steps=args.inner_steps or _INNER_STEPS,
         )
     print(plan)
-    write_found(paths, plan.to_json(), lambda path: plan.plot(str(path)))
+    write_json_and_picture(paths, plan.to_json(), lambda path: plan.plot(str(path)))
     if plan.stopped_by is not None:
         return 128 + plan.stopped_by  # as a shell says it
     return 0 if plan.rows else 1

@@ -93,11 +93,11 @@ def run_by_flags(
     settings: Mapping[str, int] | None = None,
     first_does: str = "",
 ) -> Any:
-    """Calls `work` with the arguments of `run`, in this process or as one of several processes.
+    """Calls `work` with the arguments of `run`, alone or together with other processes.
 
-    The parsed flags `args`, or TF_CONFIG, say whether there are several processes, and which of
-    them this process is. If there are several, each process calls `run_by_flags`. Returns the
-    result of `work`, or None on a task of a cluster that only serves devices.
+    The parsed flags `args`, or TF_CONFIG, say whether the run has several processes, and which of
+    them this process is. If it has several, each process calls `run_by_flags`. Returns the result
+    of `work`, or None on a task of a cluster that only serves devices.
 
     `model_dir`, the directory of the run, may be None only in a single process. For `settings` and
     `first_does` see `run_on_processes`.

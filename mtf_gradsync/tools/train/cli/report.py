@@ -21,7 +21,7 @@ from mtf_gradsync.tools.train.cli.flags import (
     add_gin_arguments,
     add_output_arguments,
     output_paths,
-    write_found,
+    write_json_and_picture,
 )
 from mtf_gradsync.tools.train.cli.loading import loaded_config
 
@@ -63,5 +63,7 @@ def main(args: argparse.Namespace) -> int:
         with tqdm(total=2, desc="building", unit="step", leave=False, disable=None) as bar:
             comparison = compare_with_bare(job, not args.no_placement, bar.update)
     print(as_text(comparison, args.rows))
-    write_found(paths, comparison.to_json(), lambda path: plot_comparison(comparison, path))
+    write_json_and_picture(
+        paths, comparison.to_json(), lambda path: plot_comparison(comparison, path)
+    )
     return 0

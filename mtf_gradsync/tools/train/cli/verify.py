@@ -28,7 +28,7 @@ from mtf_gradsync.tools.train.cli.flags import (
     add_output_arguments,
     output_paths,
     whole_number,
-    write_found,
+    write_json_and_picture,
 )
 from mtf_gradsync.tools.train.cli.loading import loaded_config
 
@@ -92,5 +92,5 @@ def main(args: argparse.Namespace) -> int:
             args.own_values,
         )
     print(found)
-    write_found(paths, found.to_json(), found.plot)
+    write_json_and_picture(paths, found.to_json(), found.plot)
     return found.exit_code

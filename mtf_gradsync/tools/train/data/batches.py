@@ -40,7 +40,7 @@ _SKIPPING = (
 
 
 class TrainingBatches:
-    """The batches of a run, one for each step. Use it as a context manager.
+    """A context manager that draws the batches of a run, one for each step.
 
     When the run's data set has ended, it is repeated. It also ends if one of its functions raises
     StopIteration.
@@ -65,15 +65,17 @@ class TrainingBatches:
         """Makes the data set, of single examples: vectors of integers by feature name.
 
         Args:
-          make_dataset: returns the data set. If it takes an argument `start`, an int64 scalar, it
-            has to return the examples from that number on, counted from 0, without end. For any
-            other data set, a run that goes on draws and drops the earlier examples, with a progress
-            bar. If it takes the arguments `part` and `parts`, it has to return that part of its
-            examples. Of any other data set, repeated, every `parts`-th example is taken.
+          make_dataset: a function that returns the data set. If it has an argument `start`, an
+            int64 scalar, it has to return the examples from that number on, counted from 0, without
+            end. If it has none, a run that goes on draws the earlier examples again and drops them,
+            with a progress bar. If it has the arguments `part` and `parts`, it has to return every
+            `parts`-th example, beginning with example `part`. If it has none, these examples are
+            taken from its data set, which is repeated.
           batch_size: the number of examples in a batch.
-          feature_length: returns the length of a feature.
-          vocab_sizes: the number of ids of each feature that holds ids.
-          wanted: returns whether the model reads a feature; other features are dropped.
+          feature_length: a function that gets a feature's name and returns the feature's length.
+          vocab_sizes: the number of ids in the vocabulary of each feature that holds ids, by name.
+          wanted: a function that gets a feature's name and returns whether the model reads the
+            feature. Other features are dropped.
           seed: the seed of TensorFlow operations without their own, so that a data set is shuffled
             in the same order each time.
           part: the part of the data to take examples from.
@@ -111,8 +113,8 @@ class TrainingBatches:
             rest = dataset if takes_start else dataset.repeat()
             if cuts:
                 rest = rest.shard(part.parts, part.part)
-            rest = rest if takes_start else self._after_skipped(rest)
-            rest = mapped(rest, lambda example: self._example(example, specs))
+            rest = rest if takes_start else self._skip_used_examples(rest)
+            rest = mapped(rest, lambda example: self._fit_example(example, specs))
             batches = rest.batch(batch_size, drop_remainder=True).prefetch(2)
             iterator = tf.data.make_initializable_iterator(batches)
             self._next = iterator.get_next()
@@ -151,7 +153,7 @@ class TrainingBatches:
         """
         step = self._step + 1
         try:
-            features, shapes = self._draw()
+            features, shapes = self._draw_batch()
         except tf.errors.OutOfRangeError as error:
             raise DataError(self._at_the_end(step)) from error
         except tf.errors.OpError as error:
@@ -167,11 +169,11 @@ class TrainingBatches:
         self.targets = int(np.count_nonzero(features["targets"] > 0))
         return {feed: features[name].astype(np.int32) for name, feed in self._feeds.items()}
 
-    def _after_skipped(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
-        """Returns a data set without the first examples, which the run has used before.
+    def _skip_used_examples(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
+        """Returns `dataset` without its first examples, which the run has used before.
 
-        The number of the examples that the run has used before is fed when a session begins. A
-        variable counts all examples that are taken from `dataset`, also those that are skipped.
+        How many these are is fed when the data set's iterator begins. For the progress bar, the
+        variable `_drawn` counts all examples that are taken from `dataset`, also skipped ones.
         """
         self._drawn = drawn = tf.get_variable(
             "mtf_gradsync/drawn",
@@ -189,7 +191,7 @@ class TrainingBatches:
         return mapped(dataset, counted).skip(self._skipped)
 
     def _first_of_session(self) -> Any:
-        """Draws and returns the session's first batch, in the form that `_draw` returns.
+        """Draws and returns the session's first batch, in the form that `_draw_batch` returns.
 
         If drawing the first batch takes long, a progress bar shows how many examples are skipped so
         far.
@@ -220,15 +222,15 @@ class TrainingBatches:
         if not self._first_examples and not self._begun:
             examples, self._examples = self._examples, 0
             with contextlib.suppress(tf.errors.OpError):
-                self._draw()
+                self._draw_batch()
             self._examples, self._begun = examples, False
         return self._first_examples
 
-    def _draw(self) -> Any:
-        """Returns the features of the next batch, and their shapes before padding or cutting.
+    def _draw_batch(self) -> Any:
+        """Draws the next batch; returns its features, and the undeclared shapes that they had.
 
-        Both the features and the shapes are numpy arrays by feature name. A feature has an entry in
-        the shapes only if the data set does not declare the feature's shape; see `_example`.
+        Both results are dictionaries from feature name to a numpy array with a row for each example
+        of the batch. For the shapes see `_fit_example`.
         """
         if self._begun:
             return self._session.run(self._next)
@@ -239,15 +241,15 @@ class TrainingBatches:
             self._first_examples = _hashes(features)
         return features, shapes
 
-    def _example(
+    def _fit_example(
         self, example: dict[str, tf.Tensor], specs: dict[str, Any]
     ) -> tuple[dict[str, tf.Tensor], dict[str, tf.Tensor]]:
-        """Returns the features of an example as vectors of the model's lengths, and their shapes.
+        """Gives each feature of an example the length that the model wants, by padding or cutting.
 
-        `specs` has the `tf.TensorSpec` of each feature of `example`. Only features whose shape
-        their spec does not know are padded or cut to the model's length. Only these features have
-        an entry in the second result: the rank and the first three dimensions that the feature had
-        before, with -1 for a dimension that it did not have.
+        `specs` has the `tf.TensorSpec` of each feature of `example`. A feature with a declared
+        shape is returned unchanged. For each other feature the second result has the shape that it
+        came with, so that a wrong one raises an error when the batch is drawn: a vector of its rank
+        and first three dimensions, with -1 for a dimension that it did not have.
         """
         features, shapes = {}, {}
         for name, spec in specs.items():

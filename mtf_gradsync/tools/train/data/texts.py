@@ -145,7 +145,7 @@ def split_documents(documents: Mapping[str, bytes], split: str, held_out_every: 
         raise ConfigError(f'dataset_split must be "train" or "validation", got {split!r}')
     if held_out_every < 2:
         raise ConfigError(f"held_out_every must be at least 2, got {held_out_every!r}")
-    given, held_out = _divided(documents, held_out_every)
+    given, held_out = _divide(documents, held_out_every)
     seen = {_paragraph_key(*one) for part in held_out for one in _paragraphs(*part)} - {b""}
     train: list[Any] = []  # of bytes, or of what can be used as such
     removed = 0
@@ -188,12 +188,10 @@ def split_documents(documents: Mapping[str, bytes], split: str, held_out_every: 
 _Part = Tuple[bytes, int, int]
 
 
-def _divided(
-    documents: Mapping[str, bytes], held_out_every: int
-) -> tuple[list[_Part], list[_Part]]:
+def _divide(documents: Mapping[str, bytes], held_out_every: int) -> tuple[list[_Part], list[_Part]]:
     """Divides documents into parts to train on and parts that are held out, and returns both.
 
-    A part is a tuple (text, begin, end): a document, and the positions in the document at which the
+    A part is a tuple (text, begin, end): a document, and the positions of bytes in it at which the
     part begins and ends. For `held_out_every` see `split_documents`.
     """
     names = sorted(documents)
@@ -204,17 +202,17 @@ def _divided(
     if total * share / 2 <= length <= total * min(2 * share, (1 + share) / 2):
         train = [whole[name] for name in names if name not in chosen]
         return train, [whole[name] for name in names if name in chosen]
-    cuts = {name: _cut_of(documents[name], held_out_every) for name in names}
+    cuts = {name: _held_out_begin(documents[name], held_out_every) for name in names}
     first = [(text, 0, cuts[name]) for name, (text, _, _) in whole.items()]
     return first, [(text, cuts[name], end) for name, (text, _, end) in whole.items()]
 
 
-def _cut_of(text: bytes, held_out_every: int) -> int:
-    """Returns at which byte the last part of a text begins, the part that is held out.
+def _held_out_begin(text: bytes, held_out_every: int) -> int:
+    """Returns the position of the byte at which the held-out part of a text begins.
 
-    The length of the last part is ``1 / held_out_every`` of the length of the text. It may be up to
-    half larger or smaller than this, so that the part begins with a paragraph, or at least with a
-    line.
+    The held-out part is the end of the text. It is about ``1 / held_out_every`` as long as the
+    text; its length may differ from this by half, so that it begins with a paragraph, or at least
+    with a line.
     """
     length = len(text) // held_out_every
     target = len(text) - length

@@ -65,13 +65,13 @@ def described_when_applied():
 
 @functools.lru_cache
 def variables():
-    return loaded().costs()[1]
+    return loaded().step_costs()[1]
 
 
 def test_frozen_variables_cost_no_gradients():
     groups = "train.run.optimizer = @CrossShardOptimizer", "CrossShardOptimizer.opt = @ByVariable"
     frozen = 'ByVariable.groups = [("embedding", None)]', "ByVariable.opt = @AdafactorOptimizer"
-    whole, some = loaded().costs(), loaded(*groups, *frozen).costs()
+    whole, some = loaded().step_costs(), loaded(*groups, *frozen).step_costs()
     names = [v.name for v in some[1]]
     assert len(names) == len(whole[1])
     kept = sum("embedding" not in name for name in names)
@@ -88,7 +88,7 @@ def test_lines_of_gin_make_the_optimizer_that_is_described(stack, clipped):
     more = ["CrossShardOptimizer.opt = @ClipByGlobalNormOptimizer", *SAME] if clipped else []
     best = loaded(*more)
     choice = choice_of(stack)
-    lines, described = best.lines(choice), best.described(choice, variables())
+    lines, described = best.gin_lines(choice), best.describe_optimizer(choice, variables())
     # As a user would: at the end of the config.
     gin_files.load([TINY], [*more, *lines])
     config = gin_files.bound_run_config()
@@ -105,13 +105,13 @@ def test_lines_of_gin_make_the_optimizer_that_is_described(stack, clipped):
 
 def test_lengths_of_the_run_count_microbatch_steps():
     best = loaded("train.run.log_steps = 3", "train.run.total_run_steps = 20")
-    lines = best.lines(choice_of(Stack(4, "local")))
+    lines = best.gin_lines(choice_of(Stack(4, "local")))
     assert "train.run.batch_size = 2" in lines
     assert "train.run.train_steps = 48" in lines
     assert "train.run.total_run_steps = 80" in lines
     assert "train.run.save_checkpoints_steps = 24" in lines
     assert "train.run.schedule_step = @get_update_step" in lines
-    assert not any("train_steps" in line for line in best.lines(choice_of(Stack())))
+    assert not any("train_steps" in line for line in best.gin_lines(choice_of(Stack())))
 
 
 ACCUMULATES = [
@@ -171,7 +171,7 @@ def test_what_stands_around_the_accumulation_is_refused(outside):
         f"{order[1]}.opt = @AdafactorOptimizer",
     ]
     if not outside:
-        chain = loaded(*params).lines(choice_of(Stack(4, "local")))
+        chain = loaded(*params).gin_lines(choice_of(Stack(4, "local")))
         assert "GradientAccumulationOptimizer.opt = @AverageOptimizer" in chain
         assert "AverageOptimizer.opt = @ClipByGlobalNormOptimizer" in chain
         return
@@ -190,7 +190,7 @@ def test_what_is_around_a_loss_scale_stays_around_it():
         "ClipByGlobalNormOptimizer.opt = @LossScaleOptimizer",
         "LossScaleOptimizer.opt = @AdafactorOptimizer",
     )
-    lines = best.lines(choice_of(Stack(sharded_updates=True)))
+    lines = best.gin_lines(choice_of(Stack(sharded_updates=True)))
     assert "train.run.optimizer = @ClipByGlobalNormOptimizer" in lines
     assert "LossScaleOptimizer.opt = @ShardedUpdateOptimizer" in lines
 
@@ -198,10 +198,10 @@ def test_what_is_around_a_loss_scale_stays_around_it():
 def test_a_config_that_accumulates_keeps_the_batch_of_an_update():
     best = loaded(*ACCUMULATES, AVERAGE, COUNTS)
     assert best.steps == [1, 2, 4, 8]
-    lines = best.lines(choice_of(Stack(2, "local")))
+    lines = best.gin_lines(choice_of(Stack(2, "local")))
     assert "train.run.batch_size = 16" in lines
     assert "train.run.train_steps = 6" in lines
-    single = best.lines(choice_of(Stack()))
+    single = best.gin_lines(choice_of(Stack()))
     assert "train.run.batch_size = 32" in single
     assert "train.run.optimizer = @CrossShardOptimizer" in single
     # A sum of gradients is another one of another number of steps.
@@ -212,7 +212,7 @@ def test_a_config_that_accumulates_keeps_the_batch_of_an_update():
 
 def test_what_counts_updates_counts_the_new_ones():
     best = loaded(files=["lm_accumulate.gin"])
-    lines = best.lines(choice_of(Stack(8, "local")))
+    lines = best.gin_lines(choice_of(Stack(8, "local")))
     for name in ("per_update", "adafactor_decay_rate_per_update"):
         assert f"{name}.backward_passes_per_step = 8" in lines
     assert 'GradientAccumulationOptimizer.mesh_shape = "batch:4;model:2"' in lines
