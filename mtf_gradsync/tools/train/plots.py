@@ -128,8 +128,8 @@ _PLOTS = (
     _PlotSettings(
         "Norm of the gradient",
         "norm",
-        "The norm of all gradients together, summed over the mesh. If several microbatch steps make "
-        "an update, it is the norm of the newest update's gradients.",
+        "The norm of all gradients together, summed over the mesh. If several microbatch steps "
+        "make an update, it is the norm of the newest update's gradients.",
         {"before clipping": "gradient_norm/before_clipping", "applied": "gradient_norm/applied"},
     ),
     _PlotSettings(
