@@ -15,7 +15,7 @@ from mtf_gradsync.runtimes.simd import CommunicationReport, Total
 from mtf_gradsync.runtimes.simd.communication import table_of
 from mtf_gradsync.tools.train.figures import new_figure, write_figure
 from mtf_gradsync.tools.train.model import TrainingJob
-from mtf_gradsync.tools.train.traffic import GRADIENTS, PARTS, part_of_each
+from mtf_gradsync.tools.train.traffic import GRADIENTS, PARTS, part_of_each_collective
 from mtf_gradsync.tools.train.train_graph import build_simd, build_train_graph
 
 
@@ -122,7 +122,7 @@ def _build_and_list(job: TrainingJob, with_transfers: bool) -> tuple[ComparedSte
         optimizers=tuple(type(opt).__name__ for opt in graph.optimizers),
         description=description,
         collectives=collectives,
-        part=part_of_each(graph, collectives),
+        part=part_of_each_collective(graph, collectives),
         transfers=_list_transfers(job) if with_transfers else None,
     )
     return step, isinstance(graph.optimizers[0], Wrapper)

@@ -216,10 +216,10 @@ class RunConfig:
 
 
 def check_schedule(config: RunConfig) -> None:
-    """Checks when a run saves, logs, evaluates, stops early and records, and its hooks.
+    """Raises ConfigError for a wrong setting of when a run saves, logs, evaluates or ends.
 
-    Raises ConfigError for a setting with a wrong value. `resolve_job` checks the other settings of
-    a run.
+    The settings of the timeline and the hooks are checked, too. `resolve_job` checks the other
+    settings of a run.
     """
     for name in ("save_checkpoints_steps", "perplexity_eval_steps", "log_steps"):
         check_positive(name, getattr(config, name))

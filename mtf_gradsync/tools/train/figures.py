@@ -64,7 +64,7 @@ _ON_PAGE = {
 WIDTH = 5.2
 
 
-def style() -> Any:
+def page_style() -> Any:
     """Returns a context manager in which figures get the colors and letters of a run's page.
 
     Figures for `as_svg` have to be drawn inside the context manager's block.
@@ -98,7 +98,7 @@ def figure(height: float = 2.7, width: float = WIDTH) -> Any:
 
 
 def as_svg(drawn: Any, prefix: str, description: str) -> str:
-    """Returns a figure that was drawn within `style` as an ``svg`` element of a page.
+    """Returns a figure that was drawn within `page_style` as an ``svg`` element of a page.
 
     The names of the element's parts begin with `prefix`, which has to differ for each figure of a
     page. `description` is a text for readers who cannot see the figure.

@@ -39,7 +39,7 @@ _FIELDS = {field.name for field in dataclasses.fields(RunConfig)}
 def load(
     gin_files: Sequence[str], gin_params: Sequence[str], search_paths: Sequence[str] = ()
 ) -> list[str]:
-    """Replaces gin's configuration by the bindings of files, then by single bindings.
+    """Replaces gin's configuration by the bindings in gin files and in `gin_params`.
 
     If two bindings are of the same parameter, the later one counts. `gin_files` are names of gin
     files. Each is looked for as it is, then in the folders `search_paths`, then among the files
@@ -125,7 +125,7 @@ def bound_to_mesh(mesh_shape: str, layout: Any) -> Iterator[None]:
         bind(0)
 
 
-def explain(error: BaseException) -> str:
+def explain_error(error: BaseException) -> str:
     """Returns a message of one line for an exception that a function bound by gin raised."""
     text = _one_line(error)
     # The address and path of a function say no more than its name.

@@ -12,12 +12,12 @@ from mtf_gradsync.runtimes._common import ConfigError, first_line
 from mtf_gradsync.runtimes.starting import write_json, write_text
 from mtf_gradsync.tools.train.config import RunConfig
 from mtf_gradsync.tools.train.data import datasets as data
-from mtf_gradsync.tools.train.data.batches import wrong_id
+from mtf_gradsync.tools.train.data.batches import wrong_id_error
 from mtf_gradsync.tools.train.evaluation import Batches, Evaluator, Score, unigram_score
 from mtf_gradsync.tools.train.metrics import MetricsRecorder, Progress
 from mtf_gradsync.tools.train.model import ModelSettings
 from mtf_gradsync.tools.train.run_files import RESULT_FILE, SAMPLES_FILE
-from mtf_gradsync.tools.train.sampling import Sampling, sample, visible
+from mtf_gradsync.tools.train.sampling import Sampling, escape_controls, sample
 
 # Fields of the result file of a run that has made steps.
 SPEED = ("seconds", "tokens_per_second")
@@ -150,7 +150,7 @@ class HeldOut:
                         f"{of} gives examples of {name!r} the shape {list(ids.shape[1:])}; "
                         f"train.run.sequence_length wants {[model.feature_length(name)]}"
                     )
-                wrong = name in sizes and wrong_id(name, ids, sizes[name])
+                wrong = name in sizes and wrong_id_error(name, ids, sizes[name])
                 if wrong:
                     raise ConfigError(f"{of}: in batch {number}, {wrong}")
 
@@ -210,7 +210,7 @@ class HeldOut:
             # Steps were made: the result has their number and speed, whatever follows.
             write_json(self._directory / RESULT_FILE, self.result)
         else:
-            before = self._result_before(result["step"])
+            before = self._read_result(result["step"])
             self.result = {**{name: before[name] for name in SPEED if name in before}, **result}
         score = None
         if self._held_out:
@@ -232,10 +232,10 @@ class HeldOut:
 
     def is_complete(self, step: int) -> bool:
         """Returns whether the result file has all that `finish` writes for the model of `step`."""
-        before = self._result_before(step)
+        before = self._read_result(step)
         return bool(before) and (not self._held_out or "held_out" in before)
 
-    def _result_before(self, step: int) -> dict[str, Any]:
+    def _read_result(self, step: int) -> dict[str, Any]:
         """Returns the content of the result file if it was written for `step`; else {}."""
         try:
             before = json.loads((self._directory / RESULT_FILE).read_text(encoding="utf-8"))
@@ -261,8 +261,8 @@ class HeldOut:
         texts = []
         for number, one in enumerate(samples, 1):
             texts.append(
-                f"--- sample {number}: prompt\n{visible(one.prompt)}\n"
-                f"--- continuation\n{visible(one.continuation)}\n"
+                f"--- sample {number}: prompt\n{escape_controls(one.prompt)}\n"
+                f"--- continuation\n{escape_controls(one.continuation)}\n"
             )
         if texts:
             self.samples = "\n".join(texts)

@@ -136,12 +136,14 @@ def _check_schedule(function: Callable[..., Any], by_name: bool) -> None:
 
 
 @contextlib.contextmanager
-def adafactor_counts(schedule_step: Callable[[Any], Any] | None, mesh: mtf.Mesh) -> Iterator[None]:
-    """Makes the default decay rate of Adafactors follow the step that schedules get.
+def adafactor_follows_schedule(
+    schedule_step: Callable[[Any], Any] | None, mesh: mtf.Mesh
+) -> Iterator[None]:
+    """Makes Adafactor's default decay rate follow the step that learning rate schedules get.
 
-    Only Adafactor optimizers made inside the block change. `schedule_step` is a function that is
-    called with `mesh` and returns the step. If `schedule_step` is None, the decay rate follows the
-    global step, as it does outside the block.
+    Only Adafactor optimizers that are made inside the ``with`` block change. `schedule_step` is a
+    function that is called with `mesh` and returns the step. If `schedule_step` is None, the decay
+    rate follows the global step, as it does outside the block.
     """
     if schedule_step is None:
         yield

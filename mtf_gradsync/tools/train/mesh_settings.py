@@ -57,8 +57,11 @@ class MeshSettings(NamedTuple):
                     "devices, or on the devices that jax has."
                 )
 
-    def split(self, dimension: str) -> int:
-        """Returns into how many parts the mesh splits a tensor dimension of this name."""
+    def num_parts(self, dimension: str) -> int:
+        """Returns into how many parts the mesh splits the tensor dimension named `dimension`.
+
+        The result is 1 for a dimension that no rule of the layout splits.
+        """
         return mtf.tensor_dim_to_mesh_dim_size(self.layout, self.shape, mtf.Dimension(dimension, 0))
 
     def check_splits(self, graph: mtf.Graph, inputs: Collection[str]) -> None:
@@ -78,14 +81,13 @@ class MeshSettings(NamedTuple):
         given = sorted(variables.union(inputs))
         sizes = {axis.name: axis.size for axis in self.shape.dims}
         axes = {name: axis for name, axis in self.rules if axis in sizes}
-        uneven = [dim for dim in dims if dim.size % self.split(dim.name)]
+        uneven = [dim for dim in dims if dim.size % self.num_parts(dim.name)]
         if uneven:
-            over = {axes.get(dim.name, "?"): self.split(dim.name) for dim in uneven}
+            over = {axes.get(dim.name, "?"): self.num_parts(dim.name) for dim in uneven}
             hint = "Change one of the two"
             if "vocab" in (dim.name for dim in uneven):
-                hint += (
-                    f"; Unitransformer.vocab_divisor = {self.split('vocab')} pads the vocabulary"
-                )
+                parts = self.num_parts("vocab")
+                hint += f"; Unitransformer.vocab_divisor = {parts} pads the vocabulary"
             raise ConfigError(
                 f'train.run.mesh_shape = "{mesh_text(self.shape)}" splits by '
                 f"{' and '.join(f'{axis}:{size}' for axis, size in over.items())}, which does not "
@@ -126,7 +128,7 @@ def resolve_mesh(
         mtf.convert_to_layout_rules, "layout_rules", layout_rules, "batch:batch;heads:model"
     )
     rules = _layout_pairs(layout_rules)
-    _check_rules(rules, shape)
+    _check_layout_rules(rules, shape)
     if mesh_devices is None:
         mesh_devices = [f"/device:CPU:{i}" for i in range(shape.size)]
     if isinstance(mesh_devices, str) or len(mesh_devices) != shape.size:
@@ -165,7 +167,7 @@ def _convert(convert: Callable[[Any], Any], name: str, value: Any, example: str)
     return converted
 
 
-def _check_rules(rules: Sequence[tuple[str, str]], mesh_shape: Any) -> None:
+def _check_layout_rules(rules: Sequence[tuple[str, str]], mesh_shape: Any) -> None:
     """Raises ConfigError for a rule with a misspelt mesh dimension; allows rules for other meshes.
 
     `rules` are pairs (tensor dimension, mesh dimension), and `mesh_shape` is an mtf.Shape. T5's

@@ -367,7 +367,7 @@ def resolve_batch_size(
                 "train.run.batch_size must be a positive integer or a pair such as "
                 f'("tokens_per_replica", 2048); got {given!r} ({error})'
             ) from error
-    parts = mesh.split("batch")
+    parts = mesh.num_parts("batch")
     inner = size // max(1, outer_batch_size)
     if inner * max(1, outer_batch_size) != size or inner < 1 or inner % parts:
         outer = f" in {outer_batch_size} outer batches" if outer_batch_size else ""

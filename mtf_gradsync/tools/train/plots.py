@@ -48,7 +48,7 @@ def series_of(rows: Sequence[dict[str, Any]], name: str) -> Series | None:
     return Series(np.array([s for s, _ in found]), np.stack([v for _, v in found]))
 
 
-def thinned(series: Series, is_count: bool = False) -> Series:
+def thin_out(series: Series, is_count: bool = False) -> Series:
     """Returns `series` with at most 400 points, as many as a plot can show.
 
     If the series has more points, several neighbours become one point. The new point has the mean
@@ -233,7 +233,7 @@ def draw_islands(status: Status) -> Plot | None:
     """Draws the history of islands over time, a row for each; None if no island has joined."""
     if not status.rows:
         return None
-    with figures.style():
+    with figures.page_style():
         figure = figures.figure(1.3 + 0.3 * len(status.rows))
         plot_status(status, figure.add_subplot(), _SERIES)
         words = "; ".join(
@@ -260,7 +260,7 @@ def draw_traffic(traffic: Traffic) -> Plot | None:
     if undrawn:
         caption += f" It also has what is too little for a bar, {kilobytes(undrawn)} kB in all."
     parts = list(dict.fromkeys(row.part or row.operation for row in rows))
-    with figures.style():
+    with figures.page_style():
         figure = figures.figure(1.1 + 0.32 * len(rows))
         axes = figure.add_subplot()
         for index, row in enumerate(rows):
@@ -300,7 +300,7 @@ def _draw_lines(
     if not present:
         return None
     points = {
-        label: series if label == _HELD_OUT else thinned(series, plot.is_count)
+        label: series if label == _HELD_OUT else thin_out(series, plot.is_count)
         for label, series in present.items()
     }
 
@@ -341,7 +341,7 @@ def _draw_by_shard(plot: _PlotSettings, series: Series | None) -> Plot | None:
     """
     if series is None or series.values.ndim != 2:
         return None
-    points = thinned(series, plot.is_count)
+    points = thin_out(series, plot.is_count)
     shards = series.values.shape[1]
     form: dict[str, Any] = {"marker": "o"} if len(points.steps) == 1 else {"linewidth": 1.2}
 
@@ -376,7 +376,7 @@ def _to_svg(
     words: str,
     is_wide: bool = False,
 ) -> str:
-    with figures.style():
+    with figures.page_style():
         figure = figures.figure(width=2 * figures.WIDTH + 0.3 if is_wide else figures.WIDTH)
         axes = figure.add_subplot()
         draw(axes)

@@ -144,14 +144,14 @@ def _data_binding_names(bindings: Mapping[str, str]) -> set[str]:
         references = {
             one.split(".")[-1] for one in re.findall(r"@(?:\w+/)*([\w.]+)", bindings[name])
         }
-        todo += [one for one in bindings if _configurable(one) in references]
+        todo += [one for one in bindings if _configurable_of(one) in references]
         todo += [
             one for one in re.findall(r"%(?:\w+/)*([\w.]+)", bindings[name]) if one in bindings
         ]
     return found
 
 
-def _configurable(name: str) -> str:
+def _configurable_of(name: str) -> str:
     """Returns which configurable a binding is of: "text_files" for "text_files.files".
 
     The result has neither the scope nor the modules of the binding's name. It is "" for a macro.

@@ -44,14 +44,14 @@ from mtf_gradsync.tools.train.run_files import (
     TRACE_FILE,
     RecordedSteps,
     RunFacts,
-    forget_recorded,
     keep_best,
     read_facts,
-    read_recorded,
+    read_recorded_steps,
+    remove_later_recorded,
     versions,
     write_config,
     write_facts,
-    write_recorded,
+    write_recorded_steps,
 )
 from mtf_gradsync.tools.train.runner import Runner, prepare, training_graph
 from mtf_gradsync.tools.train.traffic import list_traffic
@@ -255,7 +255,7 @@ class _Run:
                 say_changes(directory, say)
                 return LoopResult(step, None, 0.0, 0)
             graph, program, make_runner = training_graph(job, batches, self._runtime, self._session)
-            _say_what_checkpoints_round(graph.lowering, say)
+            _say_rounded_variables(graph.lowering, say)
             if config.evaluate_with_averages:
                 with raised_as(ConfigError, NoAveragesError):
                     check_averages_kept()
@@ -290,7 +290,7 @@ class _Run:
                 first_examples=batches.first_examples() if start.path else [],
             )
             write_facts(directory, facts)
-            forget_recorded(directory, step)
+            remove_later_recorded(directory, step)
             runner = make_runner(self._checkpoint_dir, start, config, island)
             with MetricsRecorder(directory, METRICS_FILE, step) as recorder:
 
@@ -350,7 +350,7 @@ class _Run:
         def on_timeline(timeline: Timeline, first: int, last: int) -> None:
             self._say(str(timeline.save(self.directory / TRACE_FILE)))
             recorded = RecordedSteps(first, last, facts.mesh, timeline.table())
-            write_recorded(self.directory, recorded)
+            write_recorded_steps(self.directory, recorded)
 
         return train_loop(
             runner,
@@ -419,7 +419,7 @@ class _Run:
             unigram_nats=evaluation.unigram.nats_per_token if evaluation.unigram else None,
             samples=evaluation.samples,
             config=operative.read_text(encoding="utf-8") if operative.exists() else "",
-            recorded=read_recorded(directory),
+            recorded=read_recorded_steps(directory),
             islands=_read_islands(),
         )
         self._say(f"report: {path}")
@@ -436,7 +436,7 @@ def _read_islands() -> Status | None:
     return None
 
 
-def _say_what_checkpoints_round(lowering: Any, say: Callable[[str], None]) -> None:
+def _say_rounded_variables(lowering: Any, say: Callable[[str], None]) -> None:
     """Tells the user which variables are rounded in checkpoints.
 
     Checkpoints round a variable if its master, which they hold, has a dtype of fewer bits than its

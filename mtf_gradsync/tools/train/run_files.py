@@ -99,13 +99,13 @@ class RecordedSteps(NamedTuple):
     table: Table
 
 
-def write_recorded(directory: Path, recorded: RecordedSteps) -> None:
+def write_recorded_steps(directory: Path, recorded: RecordedSteps) -> None:
     """Writes recorded steps to a run's directory. `Table.from_json` reads the file, too."""
     which = {"first": recorded.first, "last": recorded.last, "mesh": recorded.mesh}
     write_json(directory / TIMELINE_FILE, {**dataclasses.asdict(recorded.table), "recorded": which})
 
 
-def read_recorded(directory: Path) -> RecordedSteps | None:
+def read_recorded_steps(directory: Path) -> RecordedSteps | None:
     """Returns the recorded steps in a run's directory; None if there are none."""
     try:
         text = (directory / TIMELINE_FILE).read_text(encoding="utf-8")
@@ -117,9 +117,12 @@ def read_recorded(directory: Path) -> RecordedSteps | None:
         return None
 
 
-def forget_recorded(directory: Path, step: int) -> None:
-    """Removes the recorded steps if they come after `step`, because the run makes these again."""
-    recorded = read_recorded(directory)
+def remove_later_recorded(directory: Path, step: int) -> None:
+    """Removes a timeline of steps after `step` from a run's directory.
+
+    A run that goes on from `step` makes these steps again. Without such a timeline nothing happens.
+    """
+    recorded = read_recorded_steps(directory)
     if recorded and recorded.last > step:
         (directory / TIMELINE_FILE).unlink()
 

@@ -31,7 +31,7 @@ class Sample(NamedTuple):
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
 
-def visible(text: str) -> str:
+def escape_controls(text: str) -> str:
     r"""Returns a text with escapes such as \x1b for characters that a terminal would obey."""
     return _CONTROL.sub(lambda found: ascii(found.group())[1:-1], text)
 
@@ -107,7 +107,7 @@ def sample(evaluator: Evaluator, settings: Sampling) -> list[Sample]:
     # Spread over the batch, so that the prompts are not neighbours in one text.
     rows = rows[((np.arange(num_samples) + 0.5) * len(rows) / num_samples).astype(int)]
     prompts = given[rows]
-    written = _write_after(evaluator, prompts, settings)
+    written = _continue_prompts(evaluator, prompts, settings)
     return [
         Sample(prompt=vocabulary.decode(prompt), continuation=vocabulary.decode(ids))
         for prompt, ids in zip(prompts.tolist(), written)
@@ -138,7 +138,7 @@ def sample_after(
     # The end of a long prompt: as much as a full sequence keeps when it goes on.
     context = ids if len(ids) < length else ids[-(length // 2) :]
     # As few sequences as the mesh can split.
-    least = model.mesh.split("batch") * max(1, model.outer_batch_size)
+    least = model.mesh.num_parts("batch") * max(1, model.outer_batch_size)
     batch_size = -(-settings.num_samples // least) * least
     model = model._replace(batch_size=batch_size, mesh=model.mesh.on_one_process())
     model.mesh.check_devices()
@@ -147,11 +147,13 @@ def sample_after(
     prompts = np.tile(np.array(context, np.int32), [settings.num_samples, 1])
     with Evaluator(model, [batch], config, with_averages) as evaluator:
         evaluator.restore(checkpoint, os.path.dirname(checkpoint))
-        written = _write_after(evaluator, prompts, settings)
+        written = _continue_prompts(evaluator, prompts, settings)
     return [Sample(prompt, vocabulary.decode(one)) for one in written]
 
 
-def _write_after(evaluator: Evaluator, prompts: np.ndarray, settings: Sampling) -> list[list[int]]:
+def _continue_prompts(
+    evaluator: Evaluator, prompts: np.ndarray, settings: Sampling
+) -> list[list[int]]:
     """Returns a list of the ids that the model writes after each prompt.
 
     `prompts` are ids ``[samples, tokens]``. `settings` says how many ids the model writes, and how

@@ -65,16 +65,16 @@ class TimedRun:
             with tempfile.TemporaryDirectory() as own:
                 with make_runner(own, start, config) as runner:
                     with raised_as(TrainingError, TimelineError, tf.errors.OpError):
-                        before = _make(runner, self._warm_up, stop)
+                        before = _make_steps(runner, self._warm_up, stop)
                         timeline = runner.timeline()
                         with timeline:
-                            made = _make(runner, self._steps, stop)
+                            made = _make_steps(runner, self._steps, stop)
                         timeline.mark_updates([*before[-1:], *made])
                         return timeline
 
 
-def _make(runner: Runner, count: int, stop: Interruption) -> list[int]:
-    """Makes `count` steps as training does; returns how many updates were made after each.
+def _make_steps(runner: Runner, count: int, stop: Interruption) -> list[int]:
+    """Makes `count` steps as training does; returns, for each, the updates made by its end.
 
     The result is empty if no optimizer counts updates. `stop` is checked before each step, and
     raises KeyboardInterrupt if the process has received a signal.

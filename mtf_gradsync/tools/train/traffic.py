@@ -26,7 +26,7 @@ _PASSES_HANDLES = frozenset({"Enter", "Identity", "Switch"})
 _CHANGES = _MOVES | {"Mul", "Neg", "RealDiv", "Select", "SelectV2"}
 
 
-def part_of_each(graph: TrainGraph, report: CommunicationReport) -> dict[str, str]:
+def part_of_each_collective(graph: TrainGraph, report: CommunicationReport) -> dict[str, str]:
     """Returns which part of a training step each collective belongs to, one of `PARTS`.
 
     `report` lists the collectives of the training step whose graph is `graph`. The result is a
@@ -162,7 +162,7 @@ def list_traffic(graph: TrainGraph, program: simd.Program | None) -> Traffic | N
     try:
         if program is not None:
             report = simd.list_collectives(program, lowering=graph.lowering)
-            parts = part_of_each(graph, report)
+            parts = part_of_each_collective(graph, report)
             return _totals(report, {row: _PART_LABELS[part] for row, part in parts.items()})
         (mesh_impl,) = graph.lowering.mesh_to_impl.values()
         report = simd.list_transfers([graph.loss, graph.step], mesh_impl)

@@ -26,7 +26,7 @@ from mtf_gradsync.runtimes._common import ConfigError
 from mtf_gradsync.runtimes.sessions import OnCores, OnDevices
 from mtf_gradsync.tools.train.config import VariableFilter, transformer_utils
 from mtf_gradsync.tools.train.errors import raised_as
-from mtf_gradsync.tools.train.learning_rate import adafactor_counts, rate_on_mesh
+from mtf_gradsync.tools.train.learning_rate import adafactor_follows_schedule, rate_on_mesh
 from mtf_gradsync.tools.train.model import MeshModel, TrainingJob, placeholders
 
 # The variable that counts the examples of all steps made, by which a run goes on with its data.
@@ -218,7 +218,7 @@ def optimizer_and_rate(job: TrainingJob, step: tf.Tensor, mesh: mtf.Mesh) -> tup
     """
     stack: list[Any] = []  # filled once the optimizer exists, which is made with the rate
     rate = rate_on_mesh(job.learning_rate, step, job.schedule_step, mesh, stack)
-    with adafactor_counts(job.schedule_step, mesh):
+    with adafactor_follows_schedule(job.schedule_step, mesh):
         opt = _make_optimizer(job.optimizer, rate)
     stack += (opt, *opt.inner_stack()) if isinstance(opt, Wrapper) else (opt,)
     return opt, rate

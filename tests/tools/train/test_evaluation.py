@@ -9,7 +9,7 @@ from mtf_gradsync.tools.train import evaluation
 from mtf_gradsync.tools.train.data.vocabulary import ByteVocabulary
 from mtf_gradsync.tools.train.mesh_settings import resolve_mesh
 from mtf_gradsync.tools.train.model import ModelSettings
-from mtf_gradsync.tools.train.sampling import Sampling, sample, visible
+from mtf_gradsync.tools.train.sampling import Sampling, escape_controls, sample
 from tests.tools.train.conftest import ATTENTION, NO_EVAL, train_tiny
 
 
@@ -114,5 +114,5 @@ def test_unigram_baseline_of_a_pair_counts_the_targets():
 
 def test_what_a_terminal_would_obey_is_escaped():
     text = "\x1b[2Jred\x07\x00\x9b1m \u202eabc\r"
-    assert visible(text) == r"\x1b[2Jred\x07\x00\x9b1m \u202eabc\r"
-    assert visible("a\tb\n\u00e9 \U0001f600") == "a\tb\n\u00e9 \U0001f600"
+    assert escape_controls(text) == r"\x1b[2Jred\x07\x00\x9b1m \u202eabc\r"
+    assert escape_controls("a\tb\n\u00e9 \U0001f600") == "a\tb\n\u00e9 \U0001f600"

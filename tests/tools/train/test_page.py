@@ -9,17 +9,17 @@ import pytest
 from mtf_gradsync.tools.timelines import Table
 from mtf_gradsync.tools.timelines.table import tabulate_times
 from mtf_gradsync.tools.train.page import Ended, write_page
-from mtf_gradsync.tools.train.plots import Series, draw_traffic, series_of, thinned
+from mtf_gradsync.tools.train.plots import Series, draw_traffic, series_of, thin_out
 from mtf_gradsync.tools.train.run_files import (
     REPORT_FILE,
     TIMELINE_FILE,
     RecordedSteps,
     RunFacts,
-    forget_recorded,
     read_facts,
-    read_recorded,
+    read_recorded_steps,
+    remove_later_recorded,
     write_facts,
-    write_recorded,
+    write_recorded_steps,
 )
 from mtf_gradsync.tools.train.traffic import Traffic, TrafficRow
 from tests.tools.timelines.recordings import two_cores
@@ -177,18 +177,18 @@ def test_steps_that_were_recorded_on_another_mesh(tmp_path):
 
 
 def test_recorded_steps_are_kept(tmp_path):
-    write_recorded(tmp_path, RECORDED)
-    assert read_recorded(tmp_path) == RECORDED
+    write_recorded_steps(tmp_path, RECORDED)
+    assert read_recorded_steps(tmp_path) == RECORDED
     text = (tmp_path / TIMELINE_FILE).read_text()
     assert Table.from_json(text) == RECORDED.table
-    forget_recorded(tmp_path, 7)
-    assert read_recorded(tmp_path) == RECORDED
+    remove_later_recorded(tmp_path, 7)
+    assert read_recorded_steps(tmp_path) == RECORDED
     # They are made once more.
-    forget_recorded(tmp_path, 6)
+    remove_later_recorded(tmp_path, 6)
     assert not (tmp_path / TIMELINE_FILE).exists()
     # Of unknown steps, as earlier versions wrote it.
     (tmp_path / TIMELINE_FILE).write_text(RECORDED.table.to_json())
-    assert read_recorded(tmp_path) is None
+    assert read_recorded_steps(tmp_path) is None
 
 
 @pytest.mark.parametrize("facts", [None, FACTS._replace(traffic=None)])
@@ -282,7 +282,7 @@ def test_a_phone_sees_bytes_per_core_first(tmp_path):
 def test_many_points_become_means_and_counts_do_not(shape):
     values = np.arange(np.prod(shape), dtype=float).reshape(shape)
     full = Series(np.arange(1, 1002), values)
-    fewer, counts = thinned(full), thinned(full, is_count=True)
+    fewer, counts = thin_out(full), thin_out(full, is_count=True)
     assert len(fewer.steps) == len(counts.steps) == 334
     assert fewer.steps_per_point == 3
     np.testing.assert_allclose(fewer.values[0], values[:3].mean(axis=0))

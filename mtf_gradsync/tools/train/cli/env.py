@@ -63,7 +63,7 @@ def main(args: argparse.Namespace) -> int:
         show("runtimes", f"none, TensorFlow or Mesh-TensorFlow cannot be imported: {error}")
         code = 1
     else:
-        for name, value in _facts():
+        for name, value in _runtime_lines():
             show(name, value)
     write_output("--json", json_file, json.dumps(found, indent=2) + "\n")
     return code
@@ -77,7 +77,7 @@ def version_of(name: str) -> str:
         return ""
 
 
-def _facts() -> Iterator[tuple[str, str]]:
+def _runtime_lines() -> Iterator[tuple[str, str]]:
     """Yields pairs (name, value) of the lines that need the imported package: runtimes, devices."""
     import mtf_gradsync
     from mtf_gradsync.extension import ESTIMATOR_AVAILABLE, tf

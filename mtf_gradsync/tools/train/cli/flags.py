@@ -197,7 +197,7 @@ def whole_number(least: int = 1, below: int | None = None) -> Callable[[str], in
     return read
 
 
-def number(text: str) -> float:
+def nonnegative_number(text: str) -> float:
     """Parses a finite number of 0 or more; raises argparse.ArgumentTypeError for another text."""
     try:
         value = float(text)

@@ -128,7 +128,7 @@ def main(args: argparse.Namespace) -> int:
         if args.export:
             return _export(folder, Path(args.export), args.version, args.run)
         while args.watch:
-            _watch(folder, args.watch)
+            _show_status(folder, args.watch)
         if args.status:
             outputs = {"--json": args.json, "--plot": args.plot}
             return _status(folder, *output_paths(outputs))
@@ -160,8 +160,11 @@ def _status(folder: Folder, json_file: Path | None, plot: Path | None) -> int:
     return 0
 
 
-def _watch(folder: Folder, seconds: float) -> None:
-    """Clears the screen, prints the table of all islands of a folder, and waits `seconds`."""
+def _show_status(folder: Folder, seconds: float) -> None:
+    """Clears the screen, prints a table of the islands of `folder`, and waits `seconds` seconds.
+
+    ``--status --watch`` calls `_show_status` again and again.
+    """
     clear = "\033[2J\033[H" if sys.stdout.isatty() else ""
     try:
         print(f"{clear}{read_status(folder).table()}", flush=True)

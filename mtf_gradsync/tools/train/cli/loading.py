@@ -40,8 +40,8 @@ def import_package(verbosity: int) -> None:
         # Mesh-TensorFlow's imports raise this warning.
         warnings.filterwarnings("ignore", "pkg_resources is deprecated")
     if not hasattr(package, "__all__"):
-        quiet = _without_lines_of_c() if is_quiet else contextlib.nullcontext()
-        with _saying_that_it_loads(), quiet:
+        quiet = _without_cpp_messages() if is_quiet else contextlib.nullcontext()
+        with _loading_message(), quiet:
             importlib.reload(package)
         # Building graphs makes many objects and little garbage: the search for garbage took a fifth
         # of the time. Imported objects stay.
@@ -50,14 +50,14 @@ def import_package(verbosity: int) -> None:
 
 
 @contextlib.contextmanager
-def _saying_that_it_loads(seconds: float = 1.0) -> Iterator[None]:
-    """Tells the user on a terminal that TensorFlow loads if the block takes more than `seconds`."""
+def _loading_message(seconds: float = 1.0) -> Iterator[None]:
+    """Shows on a terminal that TensorFlow loads, if the block takes more than `seconds` seconds."""
     if not (sys.stderr and sys.stderr.isatty()):
         yield
         return
 
     def say() -> None:
-        # Read only here, because `_without_lines_of_c` may have replaced it in the meantime.
+        # Read only here, because `_without_cpp_messages` may have replaced it in the meantime.
         print("Loading TensorFlow and Mesh-TensorFlow ...", file=sys.stderr, flush=True)
 
     timer = threading.Timer(seconds, say)
@@ -71,7 +71,7 @@ def _saying_that_it_loads(seconds: float = 1.0) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _without_lines_of_c() -> Iterator[None]:
+def _without_cpp_messages() -> Iterator[None]:
     """Hides what C++ code prints to standard error inside the block.
 
     While it is imported, TensorFlow 2.17 or later prints lines before a log level can be set. If
@@ -121,7 +121,7 @@ def loaded_config(args: argparse.Namespace, before: Sequence[str] = ()) -> Itera
             f"{args.command} (mtf-gradsync init lists configs)"
         )
     for name in files:
-        _check_is_there(name, paths)
+        _check_gin_file_exists(name, paths)
     import_package(args.verbosity)
     # Imported here because it takes seconds, which `--help` need not wait for.
     from absl import flags
@@ -151,10 +151,10 @@ def loaded_config(args: argparse.Namespace, before: Sequence[str] = ()) -> Itera
     except (ConfigError, TrainingError):
         raise
     except (ValueError, TypeError, AttributeError, RuntimeError, KeyError, AssertionError) as error:
-        raise ConfigError(gin_files.explain(error)) from error
+        raise ConfigError(gin_files.explain_error(error)) from error
 
 
-def _check_is_there(name: str, paths: Sequence[str]) -> None:
+def _check_gin_file_exists(name: str, paths: Sequence[str]) -> None:
     """Raises ConfigError if a gin file does not exist, without importing TensorFlow.
 
     `name` is the gin file's name, and `paths` are the folders that --gin_location_prefix names.

@@ -66,7 +66,7 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _refuse(parser: argparse.ArgumentParser, unknown: Sequence[str]) -> NoReturn:
+def _refuse_unknown_arguments(parser: argparse.ArgumentParser, unknown: Sequence[str]) -> NoReturn:
     """Ends the process with an error that names unknown arguments and suggests a known one.
 
     `parser` is the parser of the subcommand, and `unknown` are the arguments that it does not have.
@@ -115,7 +115,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = build_parser()
     args, unknown = parser.parse_known_args(argv)
     if unknown:
-        _refuse(getattr(args, "parser", parser), unknown)
+        _refuse_unknown_arguments(getattr(args, "parser", parser), unknown)
     if not hasattr(args, "run_command"):
         parser.print_help()
         return 0

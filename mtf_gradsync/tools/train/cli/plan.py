@@ -35,7 +35,7 @@ from mtf_gradsync.runtimes._signals import Interruption
 from mtf_gradsync.tools.train.cli.flags import (
     add_gin_arguments,
     add_output_arguments,
-    number,
+    nonnegative_number,
     output_paths,
     whole_number,
     write_json_and_picture,
@@ -70,7 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--dcn_bandwidth",
-        type=number,
+        type=nonnegative_number,
         metavar="GB/S",
         help="GB/s that a chip sends over the data center network between TPU slices; needed for "
         "topologies of several slices, as in 2xv5e:4x4",
@@ -101,7 +101,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     best.add_argument(
         "--budget_bytes",
         "--budget-bytes",
-        type=number,
+        type=nonnegative_number,
         metavar="BYTES",
         help="memory of a chip that the program may use (default: what the compiler allows)",
     )
@@ -135,9 +135,9 @@ def _price(text: str) -> float | dict[str, float]:
     """
     try:
         if ":" not in text:
-            return number(text)
+            return nonnegative_number(text)
         pairs = (part.split(":") for part in text.split(","))
-        return {generation: number(dollars) for generation, dollars in pairs}
+        return {generation: nonnegative_number(dollars) for generation, dollars in pairs}
     except (ValueError, argparse.ArgumentTypeError):
         raise argparse.ArgumentTypeError(
             f"expected dollars for an hour of a chip, like 1.2 or v5e:1.2,v5p:4.2; got {text!r}"
@@ -155,7 +155,7 @@ def main(args: argparse.Namespace) -> int:
         raise ConfigError(f"--jobs must be 1 or more; got {args.jobs}")
     _check_together(args)
     if args.best:
-        return _best(args, paths)
+        return _run_best(args, paths)
     with Interruption() as stop, loaded_config(args):
         plan = plan_config(
             args.topologies or _TOPOLOGIES,
@@ -204,7 +204,7 @@ def _check_together(args: argparse.Namespace) -> None:
         )
 
 
-def _best(args: argparse.Namespace, paths: Sequence[Any]) -> int:
+def _run_best(args: argparse.Namespace, paths: Sequence[Any]) -> int:
     """Runs ``plan --best``: finds the best division, proves it, and returns the exit code.
 
     The first of `paths` is the path that the flag --json names, or None. See `find_and_prove` for
@@ -226,7 +226,7 @@ def _best(args: argparse.Namespace, paths: Sequence[Any]) -> int:
             budget = args.budget_bytes and args.budget_bytes * machine.chips / machine.cores
             found, code = best_division.find_and_prove(
                 machine,
-                args.layout or [_as_text(config.layout_rules)],
+                args.layout or [_layout_text(config.layout_rules)],
                 args.mesh_shape,
                 budget,
                 args.most_steps or _MOST_STEPS,
@@ -291,7 +291,7 @@ def plan_config(
             needed,
         )
 
-    rules = list(layouts or [_as_text(config.layout_rules)])
+    rules = list(layouts or [_layout_text(config.layout_rules)])
     begins()
     needed: float | None = None
     # A model in a loop has no count, and the plan takes its parameters.
@@ -311,7 +311,7 @@ def plan_config(
         )
 
 
-def _as_text(layout: Any) -> str:
+def _layout_text(layout: Any) -> str:
     """Returns layout rules as text, such as "batch:batch;heads:model".
 
     `layout` is a text of layout rules, or has pairs of a tensor dimension's name and a mesh axis's

@@ -7,7 +7,7 @@ import os
 from typing import TYPE_CHECKING, Any, Callable, Mapping, Sequence
 
 from mtf_gradsync.runtimes._common import ConfigError
-from mtf_gradsync.tools.train.cli.flags import number, whole_number
+from mtf_gradsync.tools.train.cli.flags import nonnegative_number, whole_number
 
 if TYPE_CHECKING:
     from mtf_gradsync.runtimes.cluster import Task
@@ -64,14 +64,14 @@ def add_cluster_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--timeout",
-        type=number,
+        type=nonnegative_number,
         default=300.0,
         metavar="SECONDS",
         help="how long to wait for the other processes at the start (default: 300)",
     )
     group.add_argument(
         "--silence",
-        type=number,
+        type=nonnegative_number,
         default=20.0,
         metavar="SECONDS",
         help="a process that sends no heartbeat for this long counts as lost (default: 20)",

@@ -27,7 +27,7 @@ from mtf_gradsync.tools.train.cli.flags import (
     add_gin_arguments,
     add_json_argument,
     config_of_run,
-    number,
+    nonnegative_number,
     output_path,
     whole_number,
     write_output,
@@ -55,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--temperature",
-        type=number,
+        type=nonnegative_number,
         default=0.5,
         metavar="T",
         help="0 takes the most likely token, 1 draws from the model's distribution (default: 0.5)",
@@ -94,7 +94,7 @@ def main(args: argparse.Namespace) -> int:
         from mtf_gradsync.runtimes.starting import latest_checkpoint
         from mtf_gradsync.tools.train import gin_files
         from mtf_gradsync.tools.train.model import resolve_job
-        from mtf_gradsync.tools.train.sampling import Sampling, sample_after, visible
+        from mtf_gradsync.tools.train.sampling import Sampling, escape_controls, sample_after
 
         path = latest_checkpoint(args.model_dir)
         if path is None:
@@ -111,7 +111,7 @@ def main(args: argparse.Namespace) -> int:
         )
         averages = config.evaluate_with_averages
         samples = sample_after(model, path, args.prompt, settings, averages)
-    print("\n---\n".join(visible(one.prompt + one.continuation) for one in samples))
+    print("\n---\n".join(escape_controls(one.prompt + one.continuation) for one in samples))
     found = {"checkpoint": path, "samples": [one._asdict() for one in samples]}
     write_output("--json", json_file, json.dumps(found, indent=2) + "\n")
     return 0

@@ -100,7 +100,7 @@ class TrainingBatches:
                 # First, since the seeds of its operations depend on how many there are before.
                 dataset = make_dataset(**given)
                 self._skipped = tf.placeholder(tf.int64, [])
-            specs = _specs(dataset, wanted)
+            specs = _feature_specs(dataset, wanted)
             self._shapes = {
                 name: [batch_size, *(spec.shape.as_list() if _is_known(spec) else [-1])]
                 for name, spec in specs.items()
@@ -140,7 +140,7 @@ class TrainingBatches:
         return self._feeds
 
     def begin(self, step: int, examples: int) -> None:
-        """Sets how many steps and examples the run has used before; the next batch follows them."""
+        """Lets the batches begin after `step` steps, in which the run used `examples` examples."""
         self._first = self._step = step
         self._examples = examples
         self._begun = False
@@ -190,7 +190,7 @@ class TrainingBatches:
 
         return mapped(dataset, counted).skip(self._skipped)
 
-    def _first_of_session(self) -> Any:
+    def _draw_first_batch(self) -> Any:
         """Draws and returns the session's first batch, in the form that `_draw_batch` returns.
 
         If drawing the first batch takes long, a progress bar shows how many examples are skipped so
@@ -236,9 +236,9 @@ class TrainingBatches:
             return self._session.run(self._next)
         self._session.run(self._initialize, {self._skipped: self._examples})
         self._begun = True
-        features, shapes = self._first_of_session()
+        features, shapes = self._draw_first_batch()
         if not self._examples:
-            self._first_examples = _hashes(features)
+            self._first_examples = _example_hashes(features)
         return features, shapes
 
     def _fit_example(
@@ -288,7 +288,7 @@ class TrainingBatches:
 
     def _check_ids(self, step: int, name: str, ids: np.ndarray) -> None:
         size = self._vocab_sizes.get(name)
-        wrong = size and wrong_id(name, ids, size)
+        wrong = size and wrong_id_error(name, ids, size)
         if wrong:
             raise DataError(f"{_FUNCTION}: in the batch of step {step}, {wrong}")
 
@@ -297,7 +297,7 @@ class TrainingBatches:
 _HASHED = 8
 
 
-def _hashes(features: Mapping[str, np.ndarray]) -> list[str]:
+def _example_hashes(features: Mapping[str, np.ndarray]) -> list[str]:
     """Returns a short hash, as text, of each of the first 8 examples of a batch.
 
     `features` are the batch's arrays ``[batch_size, length]``, by feature name.
@@ -311,10 +311,11 @@ def _hashes(features: Mapping[str, np.ndarray]) -> list[str]:
     return hashes
 
 
-def wrong_id(name: str, ids: np.ndarray, size: int) -> str:
-    """Returns an error text for wrong ids ``[batch, length]`` of a feature; "" if all are right.
+def wrong_id_error(name: str, ids: np.ndarray, size: int) -> str:
+    """Returns the text of an error if an id is not in the vocabulary; "" if all ids are right.
 
-    `name` is the name of the feature, and `size` is the number of ids in the feature's vocabulary.
+    `ids` ``[batch, length]`` are the ids of the feature `name`, and `size` is the number of ids in
+    the feature's vocabulary.
     """
     # Mesh-TensorFlow gives a negative target no loss, and still reads its id.
     low = 1 - size if name == "targets" else 0
@@ -329,7 +330,7 @@ def wrong_id(name: str, ids: np.ndarray, size: int) -> str:
     )
 
 
-def _specs(dataset: Any, wanted: Callable[[str], bool]) -> dict[str, Any]:
+def _feature_specs(dataset: Any, wanted: Callable[[str], bool]) -> dict[str, Any]:
     """Returns the `tf.TensorSpec` of each feature that the model reads, by name.
 
     `wanted` is called with a feature's name, and returns whether the model reads this feature.

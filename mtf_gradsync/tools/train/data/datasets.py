@@ -21,7 +21,7 @@ from mtf_gradsync.tools.train.data.texts import (
     read_files,
     read_python_topics,
     split_documents,
-    too_short,
+    too_short_error,
 )
 from mtf_gradsync.tools.train.data.vocabulary import EOS_ID, PAD_ID
 
@@ -127,10 +127,10 @@ def text_windows(
     vocabulary encodes a long document in pieces, each of which ends after a line if possible.
     """
     length = sequence_length["targets"]
-    ids = _ids(documents, vocabulary)
+    ids = _encode_documents(documents, vocabulary)
     if len(ids) <= length:
-        raise ConfigError(too_short(dataset_split, len(ids), length))
-    read = _reader(ids, length)
+        raise ConfigError(too_short_error(dataset_split, len(ids), length))
+    read = _window_reader(ids, length)
     if dataset_split == "train":
         return _random_windows(read, len(ids) - length + 1, seed, start * parts + part, parts)
     windows = tf.data.Dataset.range(-(-len(ids) // length))
@@ -142,7 +142,7 @@ def text_windows(
 _IN_A_FILE = 4 << 20
 
 
-def _ids(documents: Sequence[bytes], vocabulary: Any) -> np.ndarray:
+def _encode_documents(documents: Sequence[bytes], vocabulary: Any) -> np.ndarray:
     """Returns the ids of all documents in one vector, each followed by an end-of-document id.
 
     The dtype of the vector is the smallest that holds all ids of the vocabulary. A large vector is
@@ -184,7 +184,7 @@ def _ids(documents: Sequence[bytes], vocabulary: Any) -> np.ndarray:
         ) from error
 
 
-def _reader(ids: np.ndarray, length: int) -> Callable[[tf.Tensor], tf.Tensor]:
+def _window_reader(ids: np.ndarray, length: int) -> Callable[[tf.Tensor], tf.Tensor]:
     """Returns a function that takes the place where a window begins and returns its ids.
 
     The place where a window begins is an integer tf scalar, an index into `ids`. The ids of the

@@ -104,10 +104,10 @@ def check_length(documents: Mapping[str, bytes], held_out_every: int, sequence_l
         texts = split_documents(documents, split, held_out_every)
         tokens = sum(len(text) + 1 for text in texts)  # 1: the end of a document
         if tokens <= sequence_length:
-            raise ConfigError(too_short(split, tokens, sequence_length, documents))
+            raise ConfigError(too_short_error(split, tokens, sequence_length, documents))
 
 
-def too_short(
+def too_short_error(
     split: str, tokens: int, sequence_length: int, documents: Mapping[str, bytes] | None = None
 ) -> str:
     """Returns the error text for a split with less than one sequence of tokens.

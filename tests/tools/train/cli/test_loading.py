@@ -70,7 +70,7 @@ def test_a_terminal_is_told_what_takes_long(monkeypatch):
         (True, 0.0, "Loading TensorFlow and Mesh-TensorFlow ...\n"),
     ):
         monkeypatch.setattr(said, "isatty", lambda found=is_terminal: found)
-        with loading._saying_that_it_loads(seconds):
+        with loading._loading_message(seconds):
             if line:
                 while not said.getvalue():
                     time.sleep(0.001)
@@ -124,7 +124,7 @@ def test_a_run_prints_its_own_lines_alone(tmp_path):
 def test_lines_of_c_are_dropped_unless_the_import_fails(fails):
     program = (
         "import os, sys\n"
-        "from mtf_gradsync.tools.train.cli.loading import _without_lines_of_c as quiet\n"
+        "from mtf_gradsync.tools.train.cli.loading import _without_cpp_messages as quiet\n"
         "with quiet():\n"
         "    os.write(2, b'of C\\n'); print('of Python', file=sys.stderr)\n"
         f"    assert not {fails}\n"

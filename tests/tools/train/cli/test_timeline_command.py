@@ -178,5 +178,5 @@ def test_a_ctrl_c_that_the_garbage_collector_drops_ends_the_steps():
     runner = mock.Mock(steps_ahead=0)
     runner.dispatch.side_effect = [dict, lambda: interrupted_and_dropped(signal.SIGINT) or {}, dict]
     with pytest.raises(KeyboardInterrupt), Interruption() as stop:
-        timed_run._make(runner, 3, stop)
+        timed_run._make_steps(runner, 3, stop)
     assert runner.dispatch.call_count == 2

@@ -15,7 +15,7 @@ def test_mesh_stands_on_virtual_cpu_devices_by_default():
     mesh = resolve_mesh(MESH, LAYOUT, None)
     assert mesh.devices == [f"/device:CPU:{i}" for i in range(8)]
     assert mesh.num_cpu_devices == 8
-    assert (mesh.split("batch"), mesh.split("d_ff"), mesh.split("heads")) == (4, 2, 1)
+    assert (mesh.num_parts("batch"), mesh.num_parts("d_ff"), mesh.num_parts("heads")) == (4, 2, 1)
 
 
 def test_shapes_and_rules_are_taken_as_objects_too():

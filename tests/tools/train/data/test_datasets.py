@@ -51,7 +51,7 @@ def test_validation_shows_every_token_once():
 def test_ids_in_a_file_are_those_in_memory(monkeypatch):
     in_memory = {split: read(split, 3) for split in ("train", "validation")}
     monkeypatch.setattr(data, "_IN_A_FILE", 16)
-    assert isinstance(data._ids(TEXTS, ByteVocabulary()), np.memmap)
+    assert isinstance(data._encode_documents(TEXTS, ByteVocabulary()), np.memmap)
     for split, expected in in_memory.items():
         for batch, other in zip(read(split, 3), expected):
             np.testing.assert_array_equal(batch["targets"], other["targets"])
@@ -62,11 +62,11 @@ def test_ids_have_the_smallest_type_that_holds_them():
     class Vocabulary(ByteVocabulary):
         vocab_size = 70_000
 
-    assert data._ids(TEXTS, ByteVocabulary()).dtype == np.uint16
-    assert data._ids(TEXTS, Vocabulary()).dtype == np.uint32
+    assert data._encode_documents(TEXTS, ByteVocabulary()).dtype == np.uint16
+    assert data._encode_documents(TEXTS, Vocabulary()).dtype == np.uint32
     Vocabulary.vocab_size = 100
     with pytest.raises(ConfigError, match=r"ids from 100 to 125, and its vocab_size is 100"):
-        data._ids(TEXTS, Vocabulary())
+        data._encode_documents(TEXTS, Vocabulary())
 
 
 def test_no_room_for_ids_is_an_error_of_one_line(monkeypatch):
