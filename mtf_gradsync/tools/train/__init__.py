@@ -4,7 +4,7 @@ A setting that cannot work raises `ConfigError` in all modules of this package. 
 which module calls which, from the command to a training step:
 
     cli.main        the parser; cli.loading reads gin files by `gin_files`; each command is a file
-      cli.train     calls `run.run`, on several processes by `processes`
+      cli.train     calls `run.run`, on several processes by `distributed_run`
         run         checks, trains, evaluates, writes the report
           config, mesh_settings, model    bindings of train.run, checked: a `TrainingJob`
           data.batches                    one batch for each step
