@@ -86,7 +86,7 @@ def test_what_the_others_say_of_process_0(joined, more, said):
 def test_all_go_on_from_the_same_step(joined):
     def run_from(step):
         def work(config, model_dir, say, accepted, part):
-            return part.chosen(lambda: Start(step=step))
+            return part.choose_start(lambda: Start(step=step))
 
         run_on_processes(gin_files.bound_run_config(), "here", "localhost:1", 2, 1, work=work)
 

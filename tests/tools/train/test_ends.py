@@ -210,13 +210,13 @@ def test_training_and_held_out_losses_are_in_one_unit(train):
 
 def test_a_run_that_is_stopped_before_its_first_step_has_no_checkpoint(train, monkeypatch):
     # As a user who presses Ctrl-C while the first step compiles.
-    begin = SimdProgramRunner._begin
+    begin = SimdProgramRunner._begin_session
 
     def interrupted(self):
         begin(self)
         os.kill(os.getpid(), signal.SIGINT)
 
-    monkeypatch.setattr(SimdProgramRunner, "_begin", interrupted)
+    monkeypatch.setattr(SimdProgramRunner, "_begin_session", interrupted)
     result, directory, said = train(NO_EVAL)
     assert (result.step, result.stopped_by) == (0, signal.SIGINT)
     assert said[-1].startswith("stopped before the first step, without a checkpoint")

@@ -56,7 +56,7 @@ class Ahead:
     def exchange(self, step, last):
         return step
 
-    def waits_too_long(self):
+    def no_update_error(self):
         return None
 
 

@@ -24,15 +24,15 @@ def stack(opt):
 )
 def test_ends_at_once_where_nothing_is_skipped(opt):
     patience = Patience(stack(opt))
-    assert patience.goes_on(1.0, 0)
-    assert not patience.goes_on(NAN, 1)
+    assert patience.add(1.0, 0)
+    assert not patience.add(NAN, 1)
 
 
 @pytest.mark.parametrize("skip_fn", [gs.skip_not_finite, gs.skip_large_updates(1.0)])
 def test_ends_after_steps_without_an_update_where_some_are_skipped(skip_fn):
     patience = Patience(stack(optimizer(skip_fn)))
-    assert all(patience.goes_on(NAN, step) for step in range(300))
-    assert all(patience.goes_on(float("inf"), 299) for _ in range(99))
-    assert patience.goes_on(1.0, 299)
-    assert all(patience.goes_on(NAN, 299) for _ in range(100))
-    assert not patience.goes_on(NAN, 299)
+    assert all(patience.add(NAN, step) for step in range(300))
+    assert all(patience.add(float("inf"), 299) for _ in range(99))
+    assert patience.add(1.0, 299)
+    assert all(patience.add(NAN, 299) for _ in range(100))
+    assert not patience.add(NAN, 299)

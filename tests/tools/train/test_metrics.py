@@ -105,11 +105,11 @@ def lines(every, in_sums=None, breaks=(), tmp_path=None):
             means.end_line()
         if step in breaks:
             with MetricsRecorder(tmp_path, FILE, step) as recorder:
-                recorder.leave_means(step, means)
+                recorder.save_means(step, means)
             means = StepMeans(1.0)
             with MetricsRecorder(tmp_path, FILE, step) as recorder:
-                if recorder.left_means is not None:
-                    means.restore(recorder.left_means)
+                if recorder.saved_means is not None:
+                    means.restore(recorder.saved_means)
             assert not read_metrics(tmp_path / FILE)
     return found
 
