@@ -250,7 +250,9 @@ class Runner(abc.ABC):
 
     def no_update_error(self) -> Exception | None:
         """Returns an exception if too many steps in a row made no update; None otherwise."""
-        found = self._with_session(lambda session: [watch.read_report(session) for watch in self._watches])
+        found = self._with_session(
+            lambda session: [watch.read_report(session) for watch in self._watches]
+        )
         return next((one for one in found if isinstance(one, Exception)), None)
 
     def agreed_stop(self, received: int | None) -> int | None:
