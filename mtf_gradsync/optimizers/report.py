@@ -68,11 +68,14 @@ def norms_of_shards(
         before, after = mtf.unstack(both, both.shape.dims[0])
         return before, after
     own = [None if shard_dims_in(g.shape, axes) else g for g in grads]
-    apart = Recoverability(own, axes)
-    mixed, why = [i for i in apart.mixed if i not in apart.from_sums], "know of all shards"
-    sums = _sums_of(apart)
+    recoverability = Recoverability(own, axes)
+    mixed, why = (
+        [i for i in recoverability.mixed if i not in recoverability.from_sums],
+        "know of all shards",
+    )
+    sums = _sums_of(recoverability)
     if not mixed and axes.num_shards * _size(sums) > _size(grads):
-        mixed = list(apart.from_sums)
+        mixed = list(recoverability.from_sums)
         why = "are made of sums of which all shards' terms are larger than the gradients"
     if not mixed:
         why = "take sums over other mesh axes first"
@@ -86,11 +89,11 @@ def norms_of_shards(
         else:
             _logger.info(text, *what)
         return None, None
-    return _norms_of_terms(grads, apart, axes, strategy), None
+    return _norms_of_terms(grads, recoverability, axes, strategy), None
 
 
-def _sums_of(apart: Recoverability) -> list[mtf.Tensor]:
-    return list(dict.fromkeys(x for one in apart.from_sums.values() for x in one.sums))
+def _sums_of(recoverability: Recoverability) -> list[mtf.Tensor]:
+    return list(dict.fromkeys(x for one in recoverability.from_sums.values() for x in one.sums))
 
 
 def _size(tensors: Sequence[mtf.Tensor]) -> int:
@@ -98,24 +101,27 @@ def _size(tensors: Sequence[mtf.Tensor]) -> int:
 
 
 def _norms_of_terms(
-    grads: Sequence[mtf.Tensor], apart: Recoverability, axes: ReplicaAxes, strategy: Strategy
+    grads: Sequence[mtf.Tensor],
+    recoverability: Recoverability,
+    axes: ReplicaAxes,
+    strategy: Strategy,
 ) -> mtf.Tensor:
     """Returns the norm of each shard's terms of gradients, over all gradients: `[shards...]`.
 
-    A shard's term of a gradient is what the shard adds to the sum over shards. `apart` says how
-    terms are found for each of `grads`. From most gradients they can be read. If a gradient is
-    computed from sums over the shards (`made_of_sums`), every processor gets each shard's terms of
-    these sums, and computes each shard's term of the gradient from them. If a gradient depends on
-    no shard's data (`shared`), each shard has an equal share of it. The result is an mtf tensor,
-    the same on every processor.
+    A shard's term of a gradient is what the shard adds to the sum over shards. `recoverability`
+    says how the terms of each of `grads` are found. From most gradients they can be read. If a
+    gradient is computed from sums over the shards (`from_sums`), every processor gets each shard's
+    terms of these sums, and computes each shard's term of the gradient from them. If a gradient
+    depends on no shard's data (`shared`), each shard has an equal share of it. The result is an mtf
+    tensor, the same on every processor.
     """
-    made, shared = apart.from_sums, [grads[i] for i in apart.shared]
-    own = [g for i, g in enumerate(grads) if i not in made and i not in apart.shared]
+    made, shared = recoverability.from_sums, [grads[i] for i in recoverability.shared]
+    own = [g for i, g in enumerate(grads) if i not in made and i not in recoverability.shared]
     norms = []
     if own:
         norms.append(mtf.anonymize(shard_norms(per_shard(own, axes, strategy), axes, strategy)))
     if made or shared:
-        sums = _sums_of(apart)
+        sums = _sums_of(recoverability)
         each = split_into_shards(sums, axes, strategy, accept_summed=False)
         terms = {s: _split_shards(x, axes) for s, x in zip(sums, each) if x is not None}
         share = 1.0 / axes.num_shards
@@ -141,8 +147,8 @@ def _split_shards(x: mtf.Tensor, axes: ReplicaAxes) -> list[mtf.Tensor]:
     dims = list(axes.shard_dims)
     number = mtf.Dimension("terms", axes.num_shards)
     rest = [d for d in x.shape.dims if d not in dims]
-    apart = [*mtf.anonymous_shape(mtf.Shape(dims)).dims, *rest]
-    x = mtf.reshape(mtf.transpose(x, mtf.Shape([*dims, *rest])), mtf.Shape(apart))
+    shape = [*mtf.anonymous_shape(mtf.Shape(dims)).dims, *rest]
+    x = mtf.reshape(mtf.transpose(x, mtf.Shape([*dims, *rest])), mtf.Shape(shape))
     return mtf.unstack(mtf.reshape(x, mtf.Shape([number, *rest])), number)
 
 

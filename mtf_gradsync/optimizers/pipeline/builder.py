@@ -519,12 +519,14 @@ class StepBuilder(StepConditions):
         grads, axes = gradients.grads, reduction.axes
         assert axes is not None  # wrappers with such stages know the mesh
         own = [None if g is None or shard_dims_in(g.shape, axes) else g for g in grads]
-        apart = Recoverability(own, axes)
-        found = mixed_gradients(own, axes) if request.adds_up else apart.mixed
-        made = apart.from_sums if request.remakes else {}
-        shared = apart.shared if request.remakes else ()
+        recoverability = Recoverability(own, axes)
+        found = mixed_gradients(own, axes) if request.adds_up else recoverability.mixed
+        made = recoverability.from_sums if request.remakes else {}
+        shared = recoverability.shared if request.remakes else ()
         if request.mixed == "refuse" and not request.adds_up:
-            apart.check([f"variable {v.name!r}" for v in gradients.variables], request.remakes)
+            recoverability.check(
+                [f"variable {v.name!r}" for v in gradients.variables], request.remakes
+            )
         # If an operation drops the sum, reduced gradients would differ between shards.
         mixed = {
             i: operation
@@ -550,7 +552,7 @@ class StepBuilder(StepConditions):
             already_reduced=frozenset({*to_reduce, *made}),
             made_of_sums=made,
         )
-        if not (apart.mixed or apart.shared or gradients.form.is_reduced):
+        if not (recoverability.mixed or recoverability.shared or gradients.form.is_reduced):
             self.per_shard = result
         return result
 

@@ -329,13 +329,16 @@ def fit_to_weights(
     if axes is None or of_shards is None or axes.num_shards == 1:
         return list(grads)
     own = [None if g is None or shard_dims_in(g.shape, axes) else g for g in grads]
-    apart, num_shards = Recoverability(own, axes), float(axes.num_shards)
+    recoverability, num_shards = Recoverability(own, axes), float(axes.num_shards)
 
     def is_apart(i: int, grad: mtf.Tensor) -> bool:
         dims = {d.name for d in shard_dims_in(grad.shape, axes)}
         all_dims = axes.free_shard_dims(grad.shape) == axes.shard_dims
         return dims == {d.name for d in axes.shard_dims} or (
-            not dims and all_dims and i not in apart.mixed and i not in apart.shared
+            not dims
+            and all_dims
+            and i not in recoverability.mixed
+            and i not in recoverability.shared
         )
 
     fit = [g if g is not None and is_apart(i, g) else None for i, g in enumerate(grads)]
@@ -355,7 +358,7 @@ def fit_to_weights(
         if x is None:
             weighted.append(grad)
             continue
-        shared = apart.term_without_data(i)
+        shared = recoverability.term_without_data(i)
         given = [x, of_shards, weights.total, *([] if shared is None else [shared])]
         weighted.append(mtf.cwise(weigh, given, x.dtype))
     return weighted
