@@ -95,7 +95,11 @@ class InnerOptimizer(mtf.optimize.Optimizer):
         return gated_update(functools.partial(self._update, grad, var), [grad])
 
     def _check(self, var: mtf.Variable) -> None:
-        """Raises ValueError for a variable that the optimizer cannot update."""
+        """Raises ValueError for a variable that the optimizer cannot update.
+
+        This base class does so for variables that stochastic rounding is not made for. Subclasses
+        can add checks.
+        """
         if self.rounding == STOCHASTIC:
             check_rounded(type(self).__name__, var)
 

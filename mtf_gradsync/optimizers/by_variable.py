@@ -114,7 +114,7 @@ class ByVariable(mtf.optimize.Optimizer):
 
     @property
     def optimizers(self) -> tuple[Any, ...]:
-        """The optimizers of all groups, and `opt`, each once."""
+        """The optimizers of all groups, and `opt`, each of them once."""
         return tuple({id(g.opt): g.opt for g in self._all if g.opt is not None}.values())
 
     def optimizer_of(self, variable: mtf.Variable) -> Any:

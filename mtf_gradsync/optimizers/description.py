@@ -147,7 +147,7 @@ def _stage_lines(opt: Any, mesh: Any, variables: Sequence[mtf.Variable]) -> list
 
     Args:
       opt: the outermost optimizer of the stack.
-      mesh: a pair of mesh shape and layout; None for what the program has.
+      mesh: a pair of mesh shape and layout; None takes the mesh that the program has made.
       variables: the variables that get gradients; empty for those of the last step, if there was
         one.
     """

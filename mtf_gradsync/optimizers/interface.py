@@ -250,7 +250,7 @@ class TrainOptimizerInterface:
             pairs.build_if_here()
 
     def _check_no_groups(self) -> None:
-        """Raises ValueError if the stack sums within groups of shards; for losses with weights."""
+        """Raises ValueError, for losses with weights, if the stack sums within groups of shards."""
         grouped = next((w for w in self._wrappers() if w._groups), None)
         if grouped is not None:
             raise ValueError(

@@ -466,7 +466,7 @@ class StepsOfIslands:
         writes: Sequence[mtf.Operation],
         step: StepBuilder,
     ) -> None:
-        """Gives skipped islands the outer values and slots of zeros; counts and reports the skips.
+        """Gives skipped islands the outer values, and zeros as slots; counts and reports the skips.
 
         Args:
           skip: boolean `[islands...]`, true for skipped islands.

@@ -334,8 +334,8 @@ class IslandVariables(PlanExtension):
     def hold(self, variable: mtf.Variable, by: mtf.Variable) -> None:
         """Stores a variable's values in the variable `by`, its holder.
 
-        The holder's shape is that of the variable after dimensions that number the islands. Neither
-        the variable nor the holder may be stacked with other variables by autostack.
+        The first dimensions of the holder number the islands, and the others are those of the
+        variable. Autostack must leave both the variable and the holder alone (`without_autostack`).
         """
         self._held_by = {**self._held_by, variable: by}
         # The holder is lowered first, because the variable's slices are made of its slices.

@@ -272,7 +272,7 @@ def gradient_noise_scale(
 
 
 def _first_reduction(opt: Any, axes: ReplicaAxes | None) -> tuple[Reduced, ReplicaAxes]:
-    """Returns what a step has reduced over shards first, and the replica axes; for the noise scale.
+    """Returns a record of a step's first reduction over shards, and the replica axes.
 
     The step is the one that `opt` has built. `axes` are the replica axes that the user gave; None
     takes those of the stack. Raises TypeError if `opt` is no wrapper. Raises ValueError if there is

@@ -158,7 +158,7 @@ def saves_tiles(full: Sequence[int], part: Sequence[int]) -> bool:
 
 
 def tiles(full: Sequence[int], part: Sequence[int]) -> tuple[int, int]:
-    """Returns how many of a TPU's tiles a tensor takes, and a part of it in the same layout.
+    """Counts a TPU's tiles for a tensor, and for a part of the tensor in the same layout.
 
     `full` is the shape of the tensor, and `part` the shape of its part. A TPU stores two of a
     tensor's dimensions in tiles of 8 x 128 numbers: the last two dimensions, unless two others take

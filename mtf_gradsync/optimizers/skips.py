@@ -278,7 +278,7 @@ class Skips:
         return tf.strings.join([*parts, *self._smallest_scale_note(scale)])
 
     def error_text(self, found: tf.Tensor, scale: Any, missed: tf.Tensor | None) -> tf.Tensor:
-        """Returns the text of the error that too many steps in a row made no update, a tf string.
+        """Returns the text of a `NoUpdateError`, a tf string.
 
         Args:
           found: the recorded flags of the last skipped step, `[rows, names]`.

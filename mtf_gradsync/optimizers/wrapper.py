@@ -256,9 +256,9 @@ class Wrapper(TrainOptimizerInterface, mtf.optimize.Optimizer):
     def reported(self) -> dict[str, mtf.Tensor]:
         """Returns this wrapper's values for `mtf_gradsync.reported`, by name.
 
-        The values are mtf tensors, the same on every processor, as they are after the fetched step.
-        The result is empty before there is a step, and for a subclass that does not define
-        `reported`.
+        The values are mtf tensors, the same on every processor, to fetch together with the step.
+        The base class returns {}. A subclass that has values defines this method; it returns {}
+        before there is a step.
         """
         return {}
 
@@ -362,7 +362,8 @@ class Wrapper(TrainOptimizerInterface, mtf.optimize.Optimizer):
 
         The weights are `weights`, the argument of `apply_grads`, or else those that
         `compute_gradients` was given for the gradients. Raises ValueError if both were given and
-        differ, or if weights do not reach a wrapper in the stack.
+        differ, or if weights do not reach a wrapper in the stack, because it is inside an optimizer
+        of another library.
         """
         if weights is not None:
             weights = check_weights(weights, self._stack_shard_names())

@@ -82,8 +82,8 @@ class Accumulators:
           slots: records the accumulators.
           dtype: the dtype of accumulators; None takes the gradient's dtype, but at least float32.
           checkpointed: whether checkpoints hold the sums.
-          is_share: whether each shard's sum is 1/num_shards of what the shard would have by itself,
-            as in `StateNote`.
+          is_share: whether each shard's gradient is a term in the gradient of a mean over all
+            shards, and so 1/num_shards of the shard's own gradient (see `StateNote`).
           owner: the wrapper's name, as for `weight_state`.
           counter: the name of the variable that counts how many gradients are in the accumulators.
         """

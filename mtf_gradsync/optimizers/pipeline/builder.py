@@ -391,7 +391,7 @@ class StepBuilder(StepConditions):
         return holds if self._islands is None else self._islands.agree(holds, by_any)
 
     def write_state(self, when: Callable[[], mtf.Tensor] | None = None) -> None:
-        """Writes the new state of reduction strategies, of all reductions since the last call.
+        """Adds the writes of strategies' new state, from all reductions since the last call.
 
         The builder calls this method before the update. A stage that adds up reduced gradients
         calls the method itself. `when` makes a boolean scalar, the same on all processors, for
@@ -481,8 +481,8 @@ class StepBuilder(StepConditions):
         """Returns gradients after a reduction by the strategy's own method `reduce_gradients`.
 
         If the strategy has no method `reduce_gradients`, the gradients are returned as they are. A
-        gradient that the strategy does not take, or has reduced in this step already, is returned
-        as it is, too. The arguments are as for `reduce_now`.
+        gradient that is no sum over shards, or that the strategy has reduced in this step already,
+        is returned as it is, too. The arguments are as for `reduce_now`.
         """
         if gradients.form.is_reduced or not reduction.reduces_gradients:
             return gradients

@@ -273,7 +273,7 @@ class GradientSet:
         return dataclasses.replace(self, condition=OnlyWhen(holds, gate, **others))
 
     def change_reduced(self, change: Callable[[mtf.Tensor], mtf.Tensor]) -> GradientSet:
-        """Returns a copy with `change` applied to the gradients in `already_reduced`."""
+        """Returns a copy of the set with `change` applied to gradients in `already_reduced`."""
         grads = enumerate(self.grads)
         return self.with_grads(
             [change(g) if g is not None and i in self.already_reduced else g for i, g in grads]

@@ -249,7 +249,7 @@ class _Maker(StateMaker):
 
 
 class ReducedByStrategy(NamedTuple):
-    """The results of a strategy's own reduction of gradients.
+    """What `reduce_by_strategy` returns: reduced gradients, and the strategy's new state.
 
     Attributes:
       sums: the reduced gradient of each variable.
@@ -287,8 +287,9 @@ def reduce_by_strategy(
       extra: whether `gradients` holds other values than the step's gradients (outer steps reduce
         differences). A strategy may keep state for both: if the graph has a variable of a state's
         name already, the new name ends with the wrapper's name.
-      is_mean: whether sums are divided by the number of shards. In a run with another number of
-        shards, state that each shard has then keeps its mean; otherwise it keeps its sum.
+      is_mean: whether sums are divided by the number of shards. If a run with another number of
+        shards continues with state that each shard has, the mean of the shards' state is then kept,
+        and otherwise its sum.
 
     Raises:
       ValueError: the mesh is not known, there are several meshes, or the graph has another variable

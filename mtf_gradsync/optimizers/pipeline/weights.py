@@ -51,7 +51,7 @@ class WeightsOfGradients(PlanExtension):
         self._given = {**self._given, **own}  # a plan that is undone takes the old one
 
     def record_loss(self, loss: mtf.Tensor, weighted: mtf.Tensor) -> None:
-        """Records the loss `weighted` that `weighted_loss` returned for `loss`."""
+        """Records the loss `weighted` that `weighted_loss` returned for `loss`, for `mean_loss`."""
         self.weighted = {**self.weighted, loss: weighted}
 
     def recorded_for(self, grads: Sequence[mtf.Tensor]) -> list[list[RecordedWeights]]:
@@ -297,7 +297,7 @@ def nonzero(x: tf.Tensor) -> tf.Tensor:
 
 
 def divided(grad: mtf.Tensor, by: mtf.Tensor) -> mtf.Tensor:
-    """Returns a gradient divided by the scalar `by`, in the gradient's dtype.
+    """Returns a gradient divided by the mtf scalar `by`, in the gradient's dtype.
 
     The division is in at least float32. If `by` is 0, the gradient is returned as it is.
     """
