@@ -143,7 +143,8 @@ def export(
 
     Args:
       program: the program that `tpu_program` yielded, with the whole model built.
-      lowering: see `Program.session`.
+      lowering: the program's lowering, a list of lowerings, or the EstimatorSpec that a model_fn
+        returned. None for a program without mesh variables.
       fetches: a dict from names to tensors of the program; or a list of tensors of the program,
         which get the names of their operations. Operations of the program may be in the list, too;
         they return no value. In any case every step makes all of the program's updates.
@@ -162,7 +163,8 @@ def export(
         number. The folder stores the seed, so that all runs of the folder have the same random
         numbers.
       replace: whether the new folder may replace an exported step in `folder`.
-      cache_dir: see `session`.
+      cache_dir: the folder in which the program's StableHLO is cached for later exports; default
+        `default_cache_dir`. None for no cache.
 
     Raises:
       XlaMissingError: when jax is not installed.

@@ -150,7 +150,7 @@ class Instruction:
 
     @property
     def bytes(self) -> int:
-        """The bytes of the instruction's value; see `shape_bytes`."""
+        """The bytes of the instruction's value, without the padding of a device's memory layout."""
         return shape_bytes(self.shape)
 
 

@@ -89,7 +89,7 @@ def find_hlo_collectives(module: bytes) -> list[HloCollective]:
 
 
 def collectives_of(module: HloModule) -> list[HloCollective]:
-    """Lists the collectives that a parsed HLO module runs; see `find_hlo_collectives`."""
+    """Lists the collectives that a parsed HLO module runs, as `find_hlo_collectives` does."""
     return list(_walk(module.entry, ()))
 
 

@@ -188,16 +188,27 @@ class XlaSession(ReplicaSession):
     def run(
         self, fetches: Any, feed_dict: dict[Any, Any] | None = None, per_replica: bool = False
     ) -> Any:
-        """Runs the program once; see `ReplicaSession.run`.
+        """Runs the program once, and returns the values of the fetches.
 
         If the cores are on several processes, all processes have to call `run` with the same
-        fetches. Each process feeds the inputs of its own cores. If a fetch has a value on each
-        core, the values on cores of other processes are None in the result.
+        fetches. Each process feeds the inputs of its own cores.
+
+        Args:
+          fetches: a tensor, operation or name of the user's graph, inside or outside the program,
+            or a nested structure of them.
+          feed_dict: values by the tensors to feed, which are tensors outside the program.
+          per_replica: whether to return, for a tensor of the program, the list of its values on all
+            cores in place of its value on the first core. The list has None for the cores of other
+            processes.
+
+        Returns:
+          The structure of `fetches`, with values in place of tensors and None in place of
+          operations.
 
         Raises:
           DevicesError: when the step failed on the devices.
           UnsupportedProgramError: when XLA cannot run the program.
-          ValueError: see `ReplicaSession.run`.
+          ValueError: a fetch or feed is not in the graph, or cannot be fetched or fed.
         """
         return self.dispatch(fetches, feed_dict, per_replica).result()
 
@@ -340,18 +351,22 @@ class XlaSession(ReplicaSession):
         return dict(zip(names, values))
 
     def checksums(self) -> dict[tuple[str, ...], list[Any]]:
-        """Returns checksums of variables, as `ReplicaSession.checksums` does.
+        """Returns a checksum of each core's copy of each variable on the devices.
 
-        If the cores are on several processes, all processes have to call `checksums`.
+        A key of the result is the tuple of the names that a variable has on the cores, and the
+        value has the checksums, one per core. If the cores are on several processes, all processes
+        have to call `checksums`.
         """
         self._report_skips_until(self._dispatched)
         with devices_errors():
             return self._variables.checksums()
 
     def copies_of(self, names: Sequence[str]) -> list[np.ndarray]:
-        """Returns cores' values of a variable, as `ReplicaSession.copies_of` does.
+        """Returns a variable's values on some cores, in the order of `names`.
 
-        If the cores are on several processes, all processes have to call `copies_of`.
+        `names` are the names of these cores' copies of the variable. If the copies of all cores
+        have one name, the values on all cores are returned. If the cores are on several processes,
+        all processes have to call `copies_of`.
         """
         with devices_errors():
             return self._variables.values_on_cores(names)
@@ -359,8 +374,9 @@ class XlaSession(ReplicaSession):
     def begin_save(self, path: str, saver: Any, global_step: int) -> Future[str]:
         """Begins to save a checkpoint; returns a future, whose result is the checkpoint's path.
 
-        The arguments are those of `ReplicaSession.begin_save`. If the cores are on several
-        processes, the checkpoint is written completely before `begin_save` returns.
+        The values are read now, and `saver`, a `TrainingSaver`, writes them to files while later
+        steps run. `path` and `global_step` are those of ``tf.train.Saver.save``. If the cores are
+        on several processes, the checkpoint is written completely before `begin_save` returns.
         """
         if self._cores.is_alone:
             return super().begin_save(path, saver, global_step)
@@ -429,7 +445,8 @@ def session(
 
     Args:
       program: the program that `tpu_program` yielded, with the whole model built.
-      lowering: see `Program.session`.
+      lowering: the program's lowering, a list of lowerings, or the EstimatorSpec that a model_fn
+        returned. None for a program without mesh variables.
       devices: a jax device for each core; default the first ones that jax has.
       platform: "cpu", "gpu" or "tpu"; default jax's own choice.
       config: configuration of the ``tf.Session`` that runs operations outside the program.

@@ -204,7 +204,7 @@ def all_choices(
     """Returns every possible division of a training on a machine, with its predicted cost.
 
     Args:
-      costs: the facts of a training step that decide its cost.
+      costs: the facts of the training step, as `read_costs` returns them.
       machine: the machine.
       axes: names of the mesh axes.
       layouts: layout rules; each is also tried without some of the rules that split the model.

@@ -132,7 +132,8 @@ def _start_jax(
       flags: the parsed command line.
       cores: how many cores the step has.
       steps: how many steps are to be made; it has to be equal in all processes.
-      meet_at: see `main`.
+      meet_at: the function with which several processes find each other; None if jax alone joins
+        them.
     """
     processes = flags.num_processes or 1
     if flags.cpu_devices or not flags.distributed:

@@ -137,8 +137,8 @@ def compile_lowered(
 
     Args:
       lowered: the program.
-      topology: see `compile_for_tpu`.
-      save_hlo: see `compile_for_tpu`.
+      topology: TPU generation and chips, as in "v3:2x2", or a slice of Google Cloud, as in "v4-8".
+      save_hlo: a folder to write ``before.hlo.txt`` and ``after.hlo.txt`` to; None for no files.
       others: the StableHLO of further programs to estimate, by name. If it is None, the program
         itself is estimated with all conditions true, and with all conditions false.
       update_not_split: whether to compile the program a second time, without splitting its update
