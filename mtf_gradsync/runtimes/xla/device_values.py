@@ -86,9 +86,10 @@ class DeviceInputs:
         return one.sources in self._kept and self._is_constant(one, fed)
 
     def _is_constant(self, one: ReplicaInput, fed: Collection[str]) -> bool:
-        """Returns whether an input is made of constants only, and of none of the tensors in `fed`.
+        """Returns whether an input has the same value in every step: it depends only on constants.
 
-        An input that is made of constants only has the same value in every step.
+        `one` is the input. `fed` has the names of the tensors that the user feeds in this step. If
+        the input depends on one of them, the result is False.
         """
         if one.sources not in self._constant:
             is_fixed = all(self._outside.is_fixed(name) for name in set(one.sources))
@@ -155,7 +156,7 @@ class DeviceVariables:
         return [self._on_devices[v.sources] for v in variables]
 
     def put(self, variable: ReplicaInput, value: DeviceValues) -> None:
-        """Records a variable's new value, which a step has computed on the devices.
+        """Stores the new value of `variable`, which a step has computed on the devices.
 
         `take` returns the new value from now on. The variable in TensorFlow keeps an old value
         until `copy_to_tensorflow` is called.

@@ -86,7 +86,10 @@ class Cache:
         self._folder = Path(folder) if folder and not folder.startswith("~") else None
 
     def get(self, key: str) -> bytes | None:
-        """Returns the content stored under a key, or None if there is no undamaged, safe entry."""
+        """Returns the content stored under `key`; None if it is missing, damaged or unsafe.
+
+        An entry is unsafe if another user can write its file.
+        """
         if self._folder is None or not self._is_safe(self._folder):
             return None
         path = self._folder / key
@@ -102,7 +105,7 @@ class Cache:
         return content if _checksum(key, content) == checksum else None
 
     def put(self, key: str, content: bytes) -> None:
-        """Stores content under a key of `key_of`, for this and other processes.
+        """Stores `content` under `key`, which `key_of` returned, for this and other processes.
 
         If the folder of the cache cannot be used, nothing is stored. If the folder has become too
         large, the files that were used least recently are deleted.
@@ -172,7 +175,10 @@ class CoreModule(NamedTuple):
 
 
 def lowered(replica: ReplicaProgram, cache: Cache) -> CoreModule:
-    """Turns a core's program into StableHLO, unless the cache has the StableHLO already."""
+    """Returns a core's program, `replica`, as StableHLO, from `cache` if it is there already.
+
+    If it is not there, the program is turned into StableHLO, and the result is put into `cache`.
+    """
     import jaxlib
 
     key = key_of(
@@ -193,10 +199,11 @@ def lowered(replica: ReplicaProgram, cache: Cache) -> CoreModule:
 
 
 def loaded(program: CoreModule, devices: Sequence[Any], cache: Cache) -> LoadedProgram:
-    """Compiles a program for devices, unless the cache has the compiled program already.
+    """Returns a program compiled for devices, from `cache` if it is there already.
 
-    `devices` are jax devices, one for each core. Raises an UnsupportedProgramError when XLA cannot
-    compile the program.
+    If it is not there, `program` is compiled, and the result is put into `cache`. `devices` are jax
+    devices, one for each core. Raises an UnsupportedProgramError when XLA cannot compile the
+    program.
     """
     module = program.module
     if devices[0].platform == "cpu" and not writes_over_arguments_well():

@@ -74,11 +74,11 @@ class _Host:
     def values(
         self, names: Iterable[str], session: tf.Session | ReplicaSession
     ) -> dict[str, np.ndarray]:
-        """Returns the values of the named variables in a session, by name.
+        """Returns the values that variables have in a session, by the variables' names.
 
-        The name of a variable is the name of its ``VarHandleOp``. `session` is a session that the
-        method `session` has opened, or the user's session on the program's cores. Raises a
-        ValueError if the session lacks one of the variables.
+        `names` are the names of the variables to read, those of their ``VarHandleOp``. `session` is
+        a session that the method `session` has opened, or the user's session on the program's
+        cores. Raises a ValueError if the session lacks one of the variables.
         """
         access = self._access
         if isinstance(session, ReplicaSession):
@@ -313,10 +313,10 @@ def _fetch_names(
 ) -> dict[str, str]:
     """Returns a dict from the name of each fetch to the name of its tensor.
 
-    `fetches` is an argument of `export`, which may list tensors and operations. Operations are left
-    out of the result, as an exported step runs all operations of the program. `cluster` maps the
-    names of operations inside programs to the names of their programs. Raises a ValueError if an
-    operation in `fetches` is outside the program.
+    `program` and `fetches` are arguments of `export`; `fetches` may have tensors and operations.
+    Operations are left out of the result, as an exported step runs all operations of the program.
+    `cluster` maps the names of operations inside programs to the names of their programs. Raises a
+    ValueError if an operation in `fetches` is outside all programs.
     """
     pairs: Iterable[tuple[str | None, Any]] = (
         fetches.items() if isinstance(fetches, Mapping) else ((None, f) for f in fetches)

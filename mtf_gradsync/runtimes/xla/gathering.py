@@ -64,7 +64,7 @@ def call_on_all_processes(work: Callable[[], _Result]) -> _Result:
 
 
 def check_same(what: str, content: bytes) -> None:
-    """Raises a ProcessesError unless all processes give the same content; all have to call this.
+    """Raises a ProcessesError unless all processes give the same `content`; all have to call this.
 
     The processes exchange only checksums of the content. `what` is the name of the content in the
     error's text, in the plural, as in "the programs".
@@ -81,7 +81,7 @@ def check_same(what: str, content: bytes) -> None:
 
 
 def check_equal(what: str, value: str, advice: str) -> None:
-    """Raises a ProcessesError, which quotes the values, unless all processes give the same value.
+    """Raises a ProcessesError, which quotes the values, unless all processes give the same `value`.
 
     All processes have to call this function. `what` is the name of the value in the error's text,
     and `advice` is the last sentence of this text.
@@ -249,9 +249,9 @@ class Cores:
         return work() if self.is_alone else call_on_all_processes(work)
 
     def check_same(self, what: str, content: bytes) -> None:
-        """Raises a ProcessesError unless all processes of these cores have the same content.
+        """Raises a ProcessesError unless all processes of these cores give the same `content`.
 
-        `what` is the name of the content in the error's text, in the plural.
+        `what` is the name of the content in the error's text, in the plural, as in "the programs".
         """
         if not self.is_alone:
             check_same(what, content)

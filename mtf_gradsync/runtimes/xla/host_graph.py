@@ -91,7 +91,7 @@ class HostGraph:
         self._touched: dict[frozenset[str], Touched] = {}
 
     def is_after(self, name: str) -> bool:
-        """Returns whether an operation or tensor, by name, depends on results of the program."""
+        """Returns whether the operation or tensor `name` depends on results of the program."""
         return split_input(name)[0] in self._after
 
     def is_fixed(self, name: str, fed: Collection[str] = ()) -> bool:

@@ -23,7 +23,7 @@ func.func public @main(%x: tensor<4xf32>, %y: tensor<4xi64>) -> (tensor<4xf32>, 
 
 
 def main() -> None:
-    """Compiles the program and runs it; then serializes, deserializes and runs it again."""
+    """Compiles a small program and runs it; then serializes, deserializes and runs it again."""
     import jax
     from runner import jax_devices as device_tools  # type: ignore[import-not-found]  # beside this file
     from runner import loaded_program as programs

@@ -220,7 +220,7 @@ class XlaSession(ReplicaSession):
         Steps run in the order in which they were dispatched.
 
         Returns:
-          The step, to ask for its result.
+          The step. Its method `result` waits for the step, and returns what `run` returns.
         """
         names = tuple(self._name_of(f) for f in tf.nest.flatten(fetches))
         plan = self._plans.get((names, per_replica))

@@ -324,5 +324,5 @@ def best_of(
 
 
 def _without_steps(stack: Stack) -> tuple[Any, ...]:
-    """Returns the settings of a stack except its numbers of steps, as a tuple to compare."""
+    """Returns the settings of a stack except the numbers of steps, to find stacks of one kind."""
     return stack.sums, stack.sharded_updates, stack.reducer, bool(stack.inner_steps)

@@ -116,7 +116,7 @@ def _sums_over_dimension(einsum: mtf.EinsumOperation) -> bool:
 
 
 def rules_of(layout: str) -> list[tuple[str, ...]]:
-    """Returns the rules of a layout, each as a pair: a tensor dimension and a mesh axis."""
+    """Returns the rules of a layout: "batch:x;d:y" gives [("batch", "x"), ("d", "y")]."""
     # Mesh-TF lets any of these characters end a rule.
     return [tuple(rule.split(":")) for rule in re.split("[ ,.;]", layout) if rule]
 
@@ -219,7 +219,7 @@ class _Search:
         )
 
     def _build_programs(self, group: Sequence[Candidate]) -> Iterable[_LoweredCandidate]:
-        """Builds the program of candidates that have the same mesh shape and layout.
+        """Builds the program of the candidates in `group`, which have one mesh shape and layout.
 
         Returns:
           An entry with the lowered program for each candidate. If `build` refuses the mesh, the

@@ -351,7 +351,7 @@ def _distribute_runs(
 
 
 def _with_core_numbers(found: Sequence[_Found], ordinals: Sequence[int]) -> list[Ran]:
-    """Converts runs: cores and executions get numbers in place of the profile's identifiers.
+    """Converts the runs in `found`, by numbering cores and executions.
 
     `ordinals` has, for each of this process's cores, the number by which profiles name the core's
     device. Runs on devices that are not in `ordinals` are left out. Executions, which are runs of
@@ -388,7 +388,7 @@ def leaves(ran: Sequence[Ran], inside: Mapping[str, set[str]]) -> list[Ran]:
 
 
 def until_used(ran: Sequence[Ran], users: Mapping[str, set[str]]) -> list[Ran]:
-    """Returns the runs, each cut off when the first operation that uses its result begins.
+    """Returns the runs in `ran`, each cut off when the first operation that uses its result begins.
 
     On a CPU device, one thread begins an operation and other threads compute the result. In a
     profile the run of the operation ends only when the thread that began the operation has noticed

@@ -319,9 +319,9 @@ def _packable_operand(member: _Member, stacks: bool) -> Any:
 
 
 def _unpacked_result(member: _Member, piece: Any) -> Any:
-    """Returns the value that replaces a collective's result, in this result's shape.
+    """Returns the value that replaces the result of the collective `member`, in the same shape.
 
-    `piece` is the collective's part of the combined collective's result, in the shape of the pack.
+    `piece` is a slice of the combined collective's result: the part that belongs to `member`.
     """
     if member.op.name == _GATHER:
         axis, count = member.axis, len(member.given)

@@ -94,7 +94,7 @@ class Step:
         """Reads a folder, compiles its program and puts its variables on devices.
 
         Args:
-          folder: the folder.
+          folder: the folder of an exported step.
           devices: a jax device for each core; default the first ones that jax has.
           platform: "cpu", "gpu" ("cuda", "rocm") or "tpu"; default jax's own choice.
 
