@@ -37,9 +37,9 @@ class MuonOptimizer(InnerOptimizer):
     which are outputs follows from the model's first product with the variable. Other dimensions
     number several matrices (experts), each of which is made orthogonal by itself. Vectors, scalars,
     embeddings and the last layer need another optimizer: see `ByVariable`. Arithmetic is in float32
-    at least. A matrix that the mesh splits is gathered once for all Newton-Schulz steps. Only a
-    matrix that is split along nothing but its longer side stays split, if the products x x^T of all
-    steps together have fewer bytes than the matrix.
+    at least. A matrix that the mesh splits is gathered once for all Newton-Schulz steps. There is
+    one exception: a matrix of which only the longer side is split stays split if the products x x^T
+    of all steps together have fewer bytes than the matrix.
 
     The slot of a variable is `<variable>/muon_m`, the mean m, laid out like the variable and at
     least float32 (or as `slot_dtype` says). With rounding="stochastic", if the variable or its slot

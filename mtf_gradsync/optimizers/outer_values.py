@@ -62,8 +62,8 @@ def fragments_of(
 
     No fragment is larger than an equal share, rounded up to a whole number. With `by_rows`
     variables are cut between rows, so that pieces of matrices are matrices: then a fragment may be
-    larger, by less than a row of a variable that is cut. A fragment lists variables, or
-    `VariablePiece`, in the order of `variables`.
+    larger, by less than a row of a variable that is cut. A fragment is a list of variables, and of
+    pieces of variables (`VariablePiece`), in the order of `variables`.
     """
     shapes = {v: axes.slice_shape(v.shape) for v in variables}
     sizes = {v: math.prod(shape) for v, shape in shapes.items()}
@@ -112,8 +112,8 @@ def fragments_of(
 class SameSlices(GradientOperation):
     """An operation that reshapes tensors: each processor reshapes its own slices.
 
-    Nothing is sent. The new shapes have, or no longer have, the dimensions that number islands, for
-    tensors whose values differ between islands. The slices keep their size.
+    The tensors have values that differ between islands. The dimensions that number islands are
+    added to their shapes, or removed from them. Nothing is sent, and the slices keep their size.
     """
 
     def __init__(self, tensors: Sequence[mtf.Tensor], shapes: Sequence[mtf.Shape]):

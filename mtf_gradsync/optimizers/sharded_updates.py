@@ -204,7 +204,7 @@ class ShardedUpdateOptimizer(Wrapper):
 
     The wrapper adds no variables. Slots keep the inner optimizer's names and, in checkpoints, their
     full shapes. So a run with sharded updates can continue, on any mesh, from a checkpoint of a run
-    without sharded updates, and the reverse.
+    without sharded updates, and the other way round.
 
     References:
       Xu et al., "Automatic Cross-Replica Sharding of Weight Update in Data-Parallel Training",

@@ -59,8 +59,8 @@ class skip_large_updates:
     With gradients per shard (accumulate="local") the norm is the square root of the sum of squares
     over all shards' gradients, so that only a scalar is reduced. With reduced gradients the norm is
     that of the sum over shards. The norm of the sum is at most sqrt(num_shards) times the norm over
-    all shards' gradients, and smaller if these cancel each other. Choose max_norm for the way in
-    which gradients accumulate.
+    all shards' gradients, and smaller if shards' gradients cancel each other. Choose max_norm for
+    the way in which gradients accumulate.
 
     References:
       optax.skip_large_updates
@@ -180,11 +180,11 @@ class skip_spikes:
     `of=("norm", "loss")` norms and losses have a mean each, and a step is skipped if its norm or
     its loss is a spike.
 
-    The norm is that of one microbatch step's gradients. If these are per shard, the norm is the one
-    that `skip_large_updates` uses. If a wrapper around the accumulation clips the gradients, the
-    norm is that before the clip. The loss is the one that `mtf.gradients` was given for the
-    microbatch step, or the sum if there were several: a loss of the whole batch, without a loss
-    scale.
+    The norm is that of one microbatch step's gradients. If the gradients are per shard, the norm is
+    the one that `skip_large_updates` uses. If a wrapper around the accumulation clips the
+    gradients, the norm before the clip is taken. The loss is the one that `mtf.gradients` was given
+    for the microbatch step, or the sum if there were several: a loss of the whole batch, without a
+    loss scale.
 
     Each island of `OuterOptimizer` has means of its own, and norms of its own gradients; the loss
     is that of all islands. A step that is a spike for one island is skipped by all islands.

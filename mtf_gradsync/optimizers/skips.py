@@ -186,7 +186,7 @@ class Skips:
 
         Args:
           owner: the wrapper's name.
-          words: the texts of the messages. Their names of rows and columns belong to the flags that
+          words: the texts of the messages. They name the rows and columns of the flags that
             `report` is given.
           counts: a list of one variable that counts skipped steps: a scalar, or a count for each
             shard or island. () if no line is to be logged.

@@ -246,8 +246,8 @@ def scalar_state(
       checkpointed: whether savers of global variables write it; if not, it is zero again in every
         new session.
       stacked: whether Mesh-TF's autostack may join the scalar with other variables into one.
-      start: the scalar's first value. Or the name of a variable, with whose value in a checkpoint
-        it begins if the checkpoint does not have the scalar.
+      start: a number, the scalar's first value. Or the name of a variable: if a checkpoint does not
+        have the scalar, it begins with that variable's value in the checkpoint.
 
     Raises:
       TypeError: mesh is no mesh, dtype no dtype of numbers, or start neither a number nor a name.

@@ -189,10 +189,11 @@ class GradientSet:
         variables (`VariablePiece`).
       form: the form of all gradients.
       divisor: a scalar by which the gradients are divided once they are reduced; None for 1.
-      dtypes: for each gradient, the dtype to which it is cast once it is reduced, or None for no
-        cast; None for no casts.
+      dtypes: for each gradient, the dtype to which it is cast once it is reduced, or None if it is
+        not cast. None in place of the tuple if no gradient is cast.
       already_reduced: the positions of gradients that are reduced although the form is `PER_SHARD`,
-        because shards are mixed in them; also in sums of such gradients.
+        because shards are mixed in them. Sums of such gradients over several steps count as
+        reduced, too.
       made_of_sums: for some of the gradients in `already_reduced`, by position: the sums over
         shards from which they were computed, so that a stage can compute them again without shards
         that it skips.

@@ -30,11 +30,12 @@ class VariablePiece:
 
     Attributes:
       variable: the variable.
-      number: the number of the piece, which is part of names of its other state.
+      number: the number of the piece. Names of state variables that belong to this piece alone end
+        with it.
       start: the position in a slice of the piece's first number, in row-major order.
       stop: the position after the piece's last number.
       slice_shape: the shape of a core's slice of the variable.
-      errors: by name, the state variables of the whole variable. All pieces of the variable share
+      errors: the state variables of the whole variable, by name. All pieces of the variable share
         this dictionary.
     """
 
