@@ -17,11 +17,11 @@ from mtf_gradsync._private.patches import (
     explain_mesh_tensors_to_tensorflow,
     keep_masks_finite,
     keep_summaries_in_meta_graphs,
-    note_gradients,
-    note_meshes,
     patch_when_called,
     read_only_own_flags,
     recompute_each_shard_by_itself,
+    record_gradients,
+    record_meshes,
 )
 from mtf_gradsync._private.tensorflow import checkpoint_initializers
 from mtf_gradsync.compat_v1 import MeshOptimizer
@@ -125,8 +125,8 @@ else:  # a type checker that saw `__getattr__` would take any name
     )
 find_moved({f"{__name__}.{name}": place for name, place in _ROOMS.items()})
 
-note_meshes()
-note_gradients()
+record_meshes()
+record_gradients()
 keep_masks_finite()
 check_imported_shapes()
 read_only_own_flags()

@@ -13,7 +13,7 @@ from typing import Any, Callable, NamedTuple
 from mtf_gradsync._private.libraries import mtf, tf
 
 
-def sum_made_by(lazy: mtf.LazyAllreduceSum) -> Any:
+def reduced_value(lazy: mtf.LazyAllreduceSum) -> Any:
     """Returns the `LaidOutTensor` of a pending sum that was reduced already; None if it was not."""
     return lazy._reduced
 
@@ -149,21 +149,21 @@ def set_assign_fn(operation: mtf.Assign, assign_fn: Any) -> None:
     operation._assign_fn = assign_fn
 
 
-def dims_known_by_name(optimizer: Any) -> tuple[str, ...]:
-    """Returns the names of dimensions that an optimizer treats specially.
+def stacked_dim_names(optimizer: Any) -> tuple[str, ...]:
+    """Returns the argument `stacked_dim_names` of Mesh-TF's Adafactor; () for other optimizers.
 
-    The names are the `stacked_dim_names` of Mesh-TF's Adafactor. Other optimizers have none.
+    Adafactor treats dimensions with these names specially.
     """
     return tuple(getattr(optimizer, "_stacked_dim_names", ()))
 
 
-def patterns_of(optimizer: Any) -> dict[str, str | tuple[str, ...]]:
+def variable_patterns(optimizer: Any) -> dict[str, str | tuple[str, ...]]:
     """Returns the regular expressions by which an optimizer picks variables.
 
-    The keys of the result are the names of three arguments of Mesh-TF's optimizers, and the values
-    are tuples of expressions, empty if the optimizer has none. If an argument is a string and no
-    list, the value is the string itself: Mesh-TF 0.1.21 then takes each letter of the string as an
-    expression.
+    The keys of the result are the names of three arguments of Mesh-TF's optimizers, such as
+    "exclude_from_weight_decay". The values are tuples of expressions, empty if the optimizer has
+    none. If an argument is a string and no list, the value is the string itself: Mesh-TF 0.1.21
+    then takes each letter of the string as an expression.
     """
     given = {
         name: getattr(optimizer, name, None) or ()
@@ -193,7 +193,7 @@ def scalar_of(operation: mtf.ScalarAddOperation | mtf.ScalarMultiplyOperation) -
     return operation._scalar
 
 
-def reduction(operation: mtf.ReduceOperation) -> str:
+def reduction_kind(operation: mtf.ReduceOperation) -> str:
     """Returns how a reduction combines elements: "SUM", "MAX" or "MIN"."""
     return operation._reduction_fn_string
 

@@ -364,7 +364,7 @@ def check_imported_shapes() -> None:
     patch(mtf.ImportOperation, "__init__", with_checked_shape)
 
 
-def note_meshes() -> None:
+def record_meshes() -> None:
     """Makes every TensorFlow graph record the meshes made in it, which `meshes_made` returns."""
 
     def with_note(init: Any) -> Any:
@@ -377,7 +377,7 @@ def note_meshes() -> None:
     patch(mtf.MeshImpl, "__init__", with_note)
 
 
-def note_gradients() -> None:
+def record_gradients() -> None:
     """Makes every mtf graph record its calls of `mtf.gradients`, which `gradients_calls` returns.
 
     Calls with given gradients of the losses (`grad_ys`) are not recorded.

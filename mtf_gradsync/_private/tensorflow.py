@@ -170,13 +170,13 @@ def variables_written(operation: tf.Operation) -> list[str]:
         for number in sorted(operation.get_attr("_read_only_resource_inputs"), reverse=True):
             del inputs[number]
     return [
-        variable_key(_handle_behind(x).op)
+        variable_key(_original_handle(x).op)
         for x in inputs
         if x.dtype == tf.resource or x.dtype != x.dtype.base_dtype
     ]
 
 
-def _handle_behind(handle: tf.Tensor) -> tf.Tensor:
+def _original_handle(handle: tf.Tensor) -> tf.Tensor:
     """Returns the original handle of a variable that `handle` is a copy of.
 
     Operations such as `Identity` make copies of a handle, and so do functions that capture it.
@@ -230,7 +230,7 @@ def trace_function(tf_fn: Callable[..., Any], input_specs: Sequence[Any]) -> Tra
 _NEVER_FORWARD = -2
 
 
-def write_to_own_memory(operation: tf.Operation) -> None:
+def write_to_new_memory(operation: tf.Operation) -> None:
     """Makes an operation write its output into new memory, not into that of an input.
 
     An `AddN` that writes into new memory adds up its inputs in their order. An `AddN` that reuses
@@ -343,11 +343,11 @@ def hyperparameters(optimizer: tf.train.Optimizer, call: bool = True) -> dict[st
 _MOST_INSIDE = 100
 
 
-def each_inside(optimizer: Any, names: Sequence[str], method: str = "") -> list[Any]:
+def stack_of(optimizer: Any, names: Sequence[str], method: str = "") -> list[Any]:
     """Returns an optimizer and the optimizers inside it, outermost first.
 
     `names` are names of attributes that may hold an inner optimizer. The first of them that is not
-    None counts. If `method` is given, an inner optimizer must also have a method of this name.
+    None is followed. If `method` is given, an inner optimizer must also have a method of this name.
     Raises a ValueError if an optimizer contains itself.
     """
     found: list[Any] = []
@@ -369,7 +369,7 @@ def each_inside(optimizer: Any, names: Sequence[str], method: str = "") -> list[
 
 def optimizers_inside(optimizer: Any) -> list[Any]:
     """Returns an optimizer of ``tf.compat.v1`` and all optimizers inside it, outermost first."""
-    return each_inside(optimizer, ("_opt", "_optimizer"))
+    return stack_of(optimizer, ("_opt", "_optimizer"))
 
 
 def create_slots(optimizer: tf.train.Optimizer, variables: Sequence[Any]) -> None:

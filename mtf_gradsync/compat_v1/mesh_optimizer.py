@@ -21,8 +21,8 @@ from mtf_gradsync.gradients.rounding import (
     assign,
     check_rounded,
     check_rounding,
-    make_count,
-    needs_count,
+    make_update_count,
+    rounds_by_chance,
     subtract,
     warn_if_nothing_is_rounded,
 )
@@ -200,7 +200,7 @@ class MeshOptimizer(mtf.optimize.Optimizer):
         for grad, variable in pairs:
             slots = [self._slot(state, slot, variable) for slot in rule.slots]
             update_count = None
-            if needs_count(self.rounding, variable, *slots):
+            if rounds_by_chance(self.rounding, variable, *slots):
                 count = self._count(state, variable)
                 update_count = count.value
                 operations.append(mtf.assign(count, update_count + 1))
@@ -234,7 +234,7 @@ class MeshOptimizer(mtf.optimize.Optimizer):
     def _count(self, state: _MeshState, variable: mtf.Variable) -> mtf.Variable:
         key = variable, COUNT
         if key not in state.slots:
-            state.slots[key] = make_count(variable.mesh, _free_slot_name(variable, COUNT))
+            state.slots[key] = make_update_count(variable.mesh, _free_slot_name(variable, COUNT))
         return state.slots[key]
 
 

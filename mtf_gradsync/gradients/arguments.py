@@ -141,11 +141,10 @@ def check_one_mesh(grads: MaybeGradients, what: str) -> None:
         )
 
 
-class OwnArguments(NamedTuple):
-    """The arguments of `apply_grads` after gradients and variables.
+class PassedOnArguments(NamedTuple):
+    """The arguments of `apply_grads` after gradients and variables, for the innermost optimizer.
 
-    All arguments of `apply_grads` but gradients and variables are passed on by wrappers to the
-    innermost optimizer.
+    Wrappers pass these arguments on to the innermost optimizer.
     """
 
     positional: tuple[Any, ...] = ()
@@ -169,8 +168,8 @@ class OwnArguments(NamedTuple):
                 "variables."
             ) from None
 
-    def tensors(self) -> Iterator[tuple[str, mtf.Tensor]]:
-        """Yields pairs of a name for error messages and an mtf tensor, for all mtf tensors given.
+    def named_tensors(self) -> Iterator[tuple[str, mtf.Tensor]]:
+        """Yields each mtf tensor in the arguments, after a name for it that error messages use.
 
         Tensors in arguments that are lists or dictionaries are found, too. A variable counts as the
         tensor of its value.

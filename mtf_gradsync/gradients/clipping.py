@@ -21,8 +21,8 @@ from mtf_gradsync.gradients.measures import common_shard_dims, global_norm, shar
 from mtf_gradsync.gradients.operations import (
     GradientOperation,
     MaybeGradients,
-    each_mesh,
     gradient_name,
+    map_by_mesh,
     map_present,
     on_mesh,
     reduced_values,
@@ -197,7 +197,7 @@ def clip_together(
     def scaled(mesh: mtf.Mesh, some: list[mtf.Tensor]) -> Sequence[mtf.Tensor]:
         return ScaleGradients(some, on_mesh(factor, mesh), clipping).outputs
 
-    return map_present(grads, lambda some: each_mesh(some, scaled)), norm
+    return map_present(grads, lambda some: map_by_mesh(some, scaled)), norm
 
 
 def _clip_factor(norm: tf.Tensor, limit: Any) -> tf.Tensor:

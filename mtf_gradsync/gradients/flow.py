@@ -21,7 +21,7 @@ from mtf_gradsync._private.mesh_tensorflow import (
     custom_gradient_results,
     loop_body,
     output_gradients,
-    reduction,
+    reduction_kind,
     slice_function,
 )
 from mtf_gradsync._private.tensorflow import trace_function
@@ -119,7 +119,7 @@ class Flow:
         self.forced: dict[mtf.Operation, list[mtf.Tensor]] = {}
         self.reduced: dict[mtf.Operation, Axes] = {}
         self.broadcast: set[mtf.Operation] = set()
-        self.operations = {op for t in (*targets, *sums) for op in self.before(t)}
+        self.operations = {op for t in (*targets, *sums) for op in self.operations_before(t)}
         self.operations.update(t.operation for t in sums)
         used = Counter(t for op in self.operations for t in set(op.inputs))
         in_order = flat(graph.operations)
@@ -162,7 +162,7 @@ class Flow:
             t for t in walk([target], self._sources) if not self._layout.is_split_over_shards(t)
         ]
 
-    def before(self, target: mtf.Tensor) -> list[mtf.Operation]:
+    def operations_before(self, target: mtf.Tensor) -> list[mtf.Operation]:
         """Returns the operations that a tensor is computed by, directly or indirectly.
 
         The walk back ends at tensors of which each shard holds its own part; the operations that
@@ -236,7 +236,7 @@ class Flow:
         if any(self.is_derived(t) for t in inputs) or len(pending) != len(inputs):
             return False
         if isinstance(operation, mtf.ReshapeOperation):
-            return self._layout.stays_in_place(operation)
+            return self._layout.moves_no_data(operation)
         return (
             isinstance(operation, mtf.AddOperation)
             and len(set(pending.values())) == 1
@@ -303,7 +303,7 @@ class Flow:
         use = self.uses.get(tensor.operation)
         return (use is not None and not use.reduces_results) or tensor.operation in self.broadcast
 
-    def sums_behind(self, targets: Iterable[mtf.Tensor], reduced: bool) -> list[mtf.Tensor]:
+    def sums_to_reduce(self, targets: Iterable[mtf.Tensor], reduced: bool) -> list[mtf.Tensor]:
         """Returns the pending sums that have to be reduced before `targets` can be used.
 
         Each sum is listed once. If `reduced` is true, the tensors `targets` are needed reduced. If
@@ -354,7 +354,7 @@ class Flow:
                 return Mixing(operation, cause)
         return None
 
-    def dropped_sums(
+    def missing_sums(
         self, targets: Sequence[mtf.Tensor]
     ) -> dict[mtf.Operation, tuple[Cause, mtf.Tensor]]:
         """Returns operations after which a sum over the shards may be missing.
@@ -451,7 +451,7 @@ _IN_EACH = (
 def is_product_or_sum(operation: mtf.Operation) -> bool:
     """Returns whether an operation sums over the dimensions that its outputs lack."""
     if isinstance(operation, mtf.ReduceOperation):
-        return reduction(operation) == "SUM"
+        return reduction_kind(operation) == "SUM"
     return isinstance(operation, _IN_EACH)
 
 
@@ -491,7 +491,7 @@ def linear_positions(operation: mtf.Operation, pending: Collection[int]) -> tupl
     if isinstance(operation, mtf.GenericGradOperation):
         found = range(len(inputs))[-len(output_gradients(operation)) :]
     elif isinstance(operation, mtf.ReduceOperation):
-        found = range(1 if reduction(operation) == "SUM" else 0)
+        found = range(1 if reduction_kind(operation) == "SUM" else 0)
     elif isinstance(operation, mtf.PoolBackPropOperation):
         found = range(2, 3)
     elif isinstance(operation, _JOINTLY):

@@ -83,7 +83,7 @@ class Layout(NamedTuple):
             before *= dim.size
         return found
 
-    def stays_in_place(self, operation: mtf.ReshapeOperation) -> bool:
+    def moves_no_data(self, operation: mtf.ReshapeOperation) -> bool:
         """Returns whether a reshape moves no data between processors."""
         (source,), (result,) = operation.inputs, operation.outputs
         mesh = operation.mesh
@@ -188,7 +188,7 @@ class Split(NamedTuple):
     is_of_weights: bool
 
 
-def used_axes(
+def batch_axes(
     graph: mtf.Graph,
     mesh: mtf.Mesh,
     axis_of: AxisOf,
@@ -212,7 +212,7 @@ def used_axes(
     given = list(dict.fromkeys(name for some in names for name in some or ()))
     if not given and None not in names:
         return Axes()  # the batch is not split at all
-    missing = missing_names(graph, mesh, given)
+    missing = unknown_dim_names(graph, mesh, given)
     by_name = {name: axis_of(mesh, mtf.Dimension(name, 1)) for name in given}
     resolved = Axes({by_name[name] for name in given if name not in missing} - {None})
     if resolved and not missing:
@@ -226,7 +226,7 @@ def used_axes(
     return resolved | Axes(found.dims)
 
 
-def find_axes(targets: Sequence[mtf.Tensor], names: Sequence[str]) -> ReplicaAxes | None:
+def find_replica_axes(targets: Sequence[mtf.Tensor], names: Sequence[str]) -> ReplicaAxes | None:
     """Returns the replica axes of the program's only mesh, found by the names of batch dimensions.
 
     The replica axes are the mesh axes that split the dimensions `names`. If a name is not a
@@ -243,7 +243,7 @@ def find_axes(targets: Sequence[mtf.Tensor], names: Sequence[str]) -> ReplicaAxe
         del mesh
         return layout.tensor_dimension_to_mesh_axis(dim, mesh_shape)
 
-    missing = missing_names(graph, mesh, names)
+    missing = unknown_dim_names(graph, mesh, names)
     split = {axis_of(mesh, mtf.Dimension(name, 1)) for name in names if name not in missing}
     if missing or (names and split <= {None}):
         found = split_of_inputs(graph, mesh, axis_of, targets)
@@ -261,7 +261,7 @@ def _warn_of_missing(
     graph: mtf.Graph, given: Sequence[str], missing: Sequence[str], others: dict[int, str]
 ) -> None:
     # Names for another mesh are no mistake.
-    nowhere = missing_names(graph, None, missing)
+    nowhere = unknown_dim_names(graph, None, missing)
     if nowhere and others:
         warn_once(
             f"batch dims {nowhere}",
@@ -281,7 +281,7 @@ def check_batch_dims(targets: Sequence[mtf.Tensor], axes: ReplicaAxes) -> None:
     one of the names `axes.batch_dims` is not a dimension of any tensor.
     """
     graph, mesh = targets[0].graph, targets[0].mesh
-    missing = missing_names(graph, mesh, axes.batch_dims)
+    missing = unknown_dim_names(graph, mesh, axes.batch_dims)
     if not missing:
         return
     found = split_of_inputs(graph, mesh, Layout.of(axes, mesh).axis_of, targets)
@@ -295,14 +295,14 @@ def check_batch_dims(targets: Sequence[mtf.Tensor], axes: ReplicaAxes) -> None:
         )
 
 
-def names_of_batch(targets: Sequence[mtf.Tensor], axes: ReplicaAxes) -> set[str]:
+def batch_dim_names(targets: Sequence[mtf.Tensor], axes: ReplicaAxes) -> set[str]:
     """Returns the names of the dimensions that the batch is split along.
 
     The names are those in `axes.batch_dims`. If one of them is not a dimension of any tensor, the
     dimensions are added along which the inputs of `targets` (gradients of one mesh) are split.
     """
     graph, mesh = targets[0].graph, targets[0].mesh
-    if not missing_names(graph, mesh, axes.batch_dims):
+    if not unknown_dim_names(graph, mesh, axes.batch_dims):
         return set(axes.batch_dims)
     found = split_of_inputs(graph, mesh, Layout.of(axes, mesh).axis_of, targets)
     return {*axes.batch_dims, *(() if found.is_of_weights else found.dims.values())}
@@ -314,7 +314,7 @@ def _better(
     return (*(name for name in names if name not in missing), *sorted(others.values()))
 
 
-def missing_names(graph: mtf.Graph, mesh: mtf.Mesh | None, names: Sequence[str]) -> list[str]:
+def unknown_dim_names(graph: mtf.Graph, mesh: mtf.Mesh | None, names: Sequence[str]) -> list[str]:
     """Returns those of `names` that are not a dimension of any tensor on `mesh`.
 
     If `mesh` is None, the names are looked for among the dimensions of the tensors of all meshes.

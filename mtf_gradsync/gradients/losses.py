@@ -246,10 +246,10 @@ def _seeds_of(graph: mtf.Graph) -> dict[mtf.Tensor, list[Seed]]:
 def _scale_in(
     grad: mtf.Tensor, scaled: ScaledLosses, computed: dict[mtf.Tensor, list[Seed]]
 ) -> _ScaleInGradient:
-    """Returns which losses' scale is in a gradient, and an operation that is not linear, if any.
+    """Returns which losses' scale is in a gradient, and an operation that keeps it there, if any.
 
-    `scaled` is the record of the gradient's graph. `computed` has the gradients that
-    `mtf.gradients` made, with their seeds.
+    Such an operation is not linear: after it, the scale cannot be taken out. `scaled` is the record
+    of the gradient's graph. `computed` is the result of `_seeds_of` for this graph.
     """
     before = list(_walk_back([grad], scaled.unscaled, computed))
     owners = {scaled.unscaled[t] for t in before if t in scaled.unscaled}

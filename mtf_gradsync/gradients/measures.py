@@ -12,7 +12,7 @@ from mtf_gradsync.gradients.operations import (
     GradientOperation,
     MaybeGradients,
     PartialSum,
-    each_mesh,
+    map_by_mesh,
     on_mesh,
     partial_sum,
     reduce_partial_sums,
@@ -120,7 +120,7 @@ def _flat(x: tf.Tensor) -> tf.Tensor:
 
 
 class SumOverGradients(GradientOperation):
-    """A sum of a measure, such as squares, over all gradients of a mesh; per shard if wanted."""
+    """A sum of a measure, such as squares, over all gradients of a mesh, or over each shard's."""
 
     def __init__(
         self,
@@ -388,7 +388,7 @@ def which_not_finite(
         found = mtf.anonymize(NotFinite(some, None, strategy, of_shards_only, shared).outputs[0])
         return mtf.unstack(on_mesh(found, home), found.shape.dims[0])
 
-    return mtf.anonymize(mtf.stack(each_mesh(grads, of_mesh), "gradients"))
+    return mtf.anonymize(mtf.stack(map_by_mesh(grads, of_mesh), "gradients"))
 
 
 def shards_not_finite(

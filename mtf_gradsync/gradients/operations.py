@@ -20,8 +20,8 @@ from mtf_gradsync._private.mesh_tensorflow import (
     gradients_calls,
     loop_body,
     lowered_on,
+    reduced_value,
     set_operation_outputs,
-    sum_made_by,
 )
 from mtf_gradsync._private.tensorflow import control_flow_context
 from mtf_gradsync.mesh.axes import ProcessorGroups
@@ -129,7 +129,9 @@ def reduced_values(lowering: mtf.Lowering, tensors: Sequence[mtf.Tensor]) -> lis
 
 
 @contextlib.contextmanager
-def in_place_of(lowering: mtf.Lowering, values: Mapping[mtf.Tensor, Any]) -> Iterator[None]:
+def replace_lowered_values(
+    lowering: mtf.Lowering, values: Mapping[mtf.Tensor, Any]
+) -> Iterator[None]:
     """Returns a context in which tensors have the lowered values that `values` maps them to.
 
     When the context ends, the tensors have their earlier lowered values again.
@@ -162,7 +164,7 @@ def map_present(
     return [None if g is None else next(results) for g in grads]
 
 
-def each_mesh(
+def map_by_mesh(
     grads: Sequence[mtf.Tensor],
     make: Callable[[mtf.Mesh, list[mtf.Tensor]], Sequence[mtf.Tensor]],
 ) -> list[mtf.Tensor]:
@@ -280,7 +282,7 @@ class PendingSum(mtf.LazyAllreduceSum):
 def _sends_nothing(lowered: Any) -> bool:
     if isinstance(lowered, PendingSum):
         return lowered.sends_nothing
-    return not isinstance(lowered, mtf.LazyAllreduceSum) or sum_made_by(lowered) is not None
+    return not isinstance(lowered, mtf.LazyAllreduceSum) or reduced_value(lowered) is not None
 
 
 def current_context() -> Any:
@@ -396,12 +398,12 @@ def terms_of_processors(
     # Along an axis where a gradient is reduced already every processor takes an equal share, so
     # that the sum over the axis is the gradient.
     return [
-        share(mesh_impl, value, set(axes).difference(s.mesh_axes))
+        equal_shares(mesh_impl, value, set(axes).difference(s.mesh_axes))
         for value, s, axes in zip(values, sums, replica_axes)
     ]
 
 
-def share(mesh_impl: Any, value: Any, mesh_axes: Collection[int]) -> Any:
+def equal_shares(mesh_impl: Any, value: Any, mesh_axes: Collection[int]) -> Any:
     """Returns equal shares of a tensor that is the same on all processors along `mesh_axes`.
 
     `value` is the `LaidOutTensor` of the tensor, and so is the result for the shares. Each share is

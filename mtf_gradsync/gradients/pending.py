@@ -30,16 +30,16 @@ from mtf_gradsync.gradients.flow import (
     Use,
     sums_before_broadcast,
 )
-from mtf_gradsync.gradients.layout import Axes, Layout, used_axes
+from mtf_gradsync.gradients.layout import Axes, Layout, batch_axes
 from mtf_gradsync.gradients.operations import (
     GradientOperation,
     PartialSum,
     PendingSum,
     current_context,
+    equal_shares,
     gradient_name,
-    in_place_of,
     reduce_partial_sums,
-    share,
+    replace_lowered_values,
 )
 from mtf_gradsync.reduce import Strategy
 from mtf_gradsync.step import ExtensionLowering, PlanExtension, StepPlan
@@ -69,7 +69,7 @@ class MissingSumWarnings:
     def __init__(self, found: Mapping[mtf.Operation, tuple[Cause, mtf.Tensor]]):
         """Sets the operations to watch, which are the keys of `found`.
 
-        `found` is the result of `Flow.dropped_sums`. The value of each operation is a pair: the
+        `found` is the result of `Flow.missing_sums`. The value of each operation is a pair: the
         cause, and a gradient that is computed by the operation and needs the sum.
         """
         self._found = found
@@ -195,7 +195,7 @@ class PendingLowering(ExtensionLowering):
         but when the operation was lowered, it summed over one of these axes. The result is None if
         there is no such operation.
         """
-        for operation in self.flow.before(tensor) if self._differs else ():
+        for operation in self.flow.operations_before(tensor) if self._differs else ():
             if self._differs.get(operation, Axes()).intersection(mesh_axes):
                 return operation
         return None
@@ -230,7 +230,7 @@ class PendingLowering(ExtensionLowering):
             for t in pending
             if self._must_be_reduced(operation, t)
         }
-        with in_place_of(self._lowering, reduced):
+        with replace_lowered_values(self._lowering, reduced):
             operation.lower_itself(self._lowering)
         self._keep_pending(operation)
 
@@ -280,7 +280,7 @@ class PendingLowering(ExtensionLowering):
             for tensor, lowered in self._tensors.items()
             if isinstance(lowered, PendingSum) and not lowered.is_complete
         }
-        return in_place_of(self._lowering, copies)
+        return replace_lowered_values(self._lowering, copies)
 
     @property
     def _tensors(self) -> dict[mtf.Tensor, Any]:
@@ -390,7 +390,7 @@ class PendingLowering(ExtensionLowering):
             if isinstance(value, mtf.LazyAllreduceSum):
                 axes, value = Axes(value.mesh_axes), value.laid_out_input.to_laid_out_tensor()
             self._note_summed(operation, use.summed_axes - axes)
-            return share(mesh_impl, value, use.summed_axes - axes)
+            return equal_shares(mesh_impl, value, use.summed_axes - axes)
 
         def lower_on_sums() -> list[Any]:
             sums = {t: self._tensors[t].to_laid_out_tensor() for t in operation.inputs}
@@ -449,7 +449,7 @@ class PendingLowering(ExtensionLowering):
                 first = sorted(axes - use.axes)
                 if first:
                     value = mesh_impl.allreduce(value.to_laid_out_tensor(), first, "SUM")
-            found[tensor] = share(mesh_impl, value, use.axes - axes)
+            found[tensor] = equal_shares(mesh_impl, value, use.axes - axes)
         return found
 
     def _lowered(self, operation: mtf.Operation, inputs: dict[mtf.Tensor, Any]) -> list[Any]:
@@ -460,7 +460,7 @@ class PendingLowering(ExtensionLowering):
         outputs = operation.outputs
         before = {t: self._tensors.get(t) for t in outputs}
         lowered = StepPlan.of(operation.graph).lowering_state(self._lowering)
-        with in_place_of(self._lowering, inputs), lowered.name_scope(operation.name):
+        with replace_lowered_values(self._lowering, inputs), lowered.name_scope(operation.name):
             operation.lower_itself(self._lowering)
         values = [self._tensors[t] for t in outputs]
         for tensor, old in before.items():
@@ -536,10 +536,10 @@ class PendingSums(PlanExtension):
         def replica_axes(mesh: mtf.Mesh) -> Axes:
             own = [use for use in self._declared if use.tensors[0].mesh is mesh]
             names = [use.batch_dims for use in own or self._declared]
-            return used_axes(graph, mesh, axis_of, [*targets, *sums], names)
+            return batch_axes(graph, mesh, axis_of, [*targets, *sums], names)
 
         flow = Flow(graph, targets, Layout(axis_of, replica_axes), sums)
-        dropped = flow.dropped_sums(targets)
+        dropped = flow.missing_sums(targets)
         missing = MissingSumWarnings(dropped) if dropped else None
         return PendingLowering(lowering, flow, self._buckets(flow), missing)
 
@@ -551,7 +551,7 @@ class PendingSums(PlanExtension):
         """
         found: dict[mtf.Tensor, Bucket] = {}
         for use in self._declared:
-            for tensor in flow.sums_behind(use.tensors, use.reduced):
+            for tensor in flow.sums_to_reduce(use.tensors, use.reduced):
                 found.setdefault(tensor, Bucket(use.strategy, by_program=False))
         if self._declared:
             # Sums that only the program itself needs reduced (for a norm that it logs, for example)
@@ -562,6 +562,6 @@ class PendingSums(PlanExtension):
                 if not isinstance(operation, GradientOperation)
                 for t in tensors
             ]
-            for tensor in flow.sums_behind(own, True):
+            for tensor in flow.sums_to_reduce(own, True):
                 found.setdefault(tensor, Bucket(self._declared[0].strategy, by_program=True))
         return found

@@ -16,10 +16,10 @@ from mtf_gradsync.gradients.operations import (
     GradientOperation,
     PendingSum,
     dims_to_sum,
-    in_place_of,
     partial_sum,
     reduce_partial_sums,
     reduced_values,
+    replace_lowered_values,
     reshaped,
     terms_of_processors,
 )
@@ -275,7 +275,7 @@ class TakePart(GradientOperation):
 
 
 class GatherParts(GradientOperation):
-    """An all-gather: from each processor's parts of tensors to the whole tensors everywhere.
+    """An all-gather: each processor gives its parts of tensors, and gets the whole tensors.
 
     All tensors are gathered together, in buckets.
     """
@@ -346,7 +346,7 @@ class _ComputeAgain(GradientOperation):
     def lower(self, lowering: mtf.Lowering) -> None:
         made = {t: lowering.tensors[t] for op in self._operations for t in op.outputs}
         values = dict(zip(self._replaced, reduced_values(lowering, self.inputs)))
-        with in_place_of(lowering, {**made, **values}):
+        with replace_lowered_values(lowering, {**made, **values}):
             for operation in self._operations:
                 operation.lower_itself(lowering)
             result = lowering.tensors[self._result].to_laid_out_tensor()

@@ -65,7 +65,7 @@ def is_rounded(variable: mtf.Variable) -> bool:
     return variable.slice_dtype == tf.bfloat16
 
 
-def needs_count(rounding: str, *variables: mtf.Variable) -> bool:
+def rounds_by_chance(rounding: str, *variables: mtf.Variable) -> bool:
     """Returns whether new values of one of the variables are rounded by chance.
 
     New values are rounded by chance if `rounding` is "stochastic" and a variable is stored in
@@ -74,7 +74,7 @@ def needs_count(rounding: str, *variables: mtf.Variable) -> bool:
     return rounding == STOCHASTIC and any(map(is_rounded, variables))
 
 
-def make_count(mesh: mtf.Mesh, name: str) -> mtf.Variable:
+def make_update_count(mesh: mtf.Mesh, name: str) -> mtf.Variable:
     """Makes an int32 scalar variable for the number of updates, which begins at 0.
 
     The variable is for optimizers that keep no count of updates. `name` is the variable's name.
@@ -119,7 +119,7 @@ class _RoundByChance(GradientOperation):
     """A rounding by chance of float32 values of a variable, or of its part, to bfloat16."""
 
     def __init__(self, value: mtf.Tensor, variable: mtf.Variable, count: mtf.Tensor):
-        self._key = key_of(variable.name)
+        self._key = hash_of_name(variable.name)
         super().__init__([value, count], [value.shape], "round_by_chance", [tf.bfloat16])
 
     def lower(self, lowering: mtf.Lowering) -> None:
@@ -130,7 +130,7 @@ class _RoundByChance(GradientOperation):
         strides = [mtf.list_product(shape.to_integer_list[i + 1 :]) for i in range(shape.ndims)]
 
         def round_slice(x: tf.Tensor, count: tf.Tensor, first: Any) -> tf.Tensor:
-            bits = _bits(x.shape.as_list(), strides, first, count, self._key)
+            bits = _random_bits(x.shape.as_list(), strides, first, count, self._key)
             return round_by_bits(x, bits)
 
         self.set_outputs(lowering, [mesh_impl.slicewise(round_slice, value, count, first)])
@@ -160,12 +160,12 @@ def _first_elements(mesh_impl: Any, shape: mtf.Shape) -> Any:
     return mesh_impl.LaidOutTensor([same[first] for first in firsts])
 
 
-def key_of(name: str) -> int:
+def hash_of_name(name: str) -> int:
     """Returns a 64-bit hash of a variable's name."""
     return mixed(zlib.crc32(name.encode()), len(name))
 
 
-def _bits(
+def _random_bits(
     sizes: Sequence[int], strides: Sequence[int], first: Any, count: tf.Tensor, key: int
 ) -> tf.Tensor:
     """Returns 16 random bits for each element of a slice, as uint32.
@@ -176,7 +176,7 @@ def _bits(
         from one position to the next.
       first: the number of the slice's first element.
       count: the number of the update.
-      key: the hash of the variable's name (see `key_of`).
+      key: the hash of the variable's name (see `hash_of_name`).
     """
     seed = _hashed(tf.cast(count, tf.uint32) + _word(key))
     second_seed = _hashed(seed + _word(key >> 32))

@@ -15,9 +15,9 @@ from mtf_gradsync.gradients.flow import Cause, Flow, Mixing
 from mtf_gradsync.gradients.layout import (
     Axes,
     Layout,
+    batch_dim_names,
     check_batch_dims,
     find_own_data_axes,
-    names_of_batch,
 )
 from mtf_gradsync.gradients.operations import (
     GradientOperation,
@@ -109,7 +109,7 @@ class Recoverability:
         if not present:
             return
         graph, layout = present[0].graph, Layout.of(axes, present[0].mesh)
-        own = find_own_data_axes(graph, layout, names_of_batch(present, axes))
+        own = find_own_data_axes(graph, layout, batch_dim_names(present, axes))
         layout = layout._replace(own_data_axes=own)
         flow = self._flow = Flow(graph, present, layout)
         for i, grad in enumerate(grads):
@@ -184,7 +184,9 @@ def _is_computed_by_package(flow: Flow, grad: mtf.Tensor) -> bool:
 
     If it is, the dimensions of the operations' tensors do not tell what the gradient depends on.
     """
-    return any(isinstance(op, (GradientOperation, ValuesAfter)) for op in flow.before(grad))
+    return any(
+        isinstance(op, (GradientOperation, ValuesAfter)) for op in flow.operations_before(grad)
+    )
 
 
 def _gradients_to_examine(
@@ -470,7 +472,7 @@ def per_shard(
 def split_into_shards(
     grads: MaybeGradients, axes: ReplicaAxes, strategy: Strategy, accept_summed: bool
 ) -> list[mtf.Tensor | None]:
-    """Returns one gradient per shard, as `per_shard` does, for gradients that it would accept."""
+    """Returns one gradient per shard, as `per_shard` does, without a check of the gradients."""
     pending = [None if g is None or shard_dims_in(g.shape, axes) else g for g in grads]
 
     def make(present: list[mtf.Tensor]) -> Sequence[mtf.Tensor]:

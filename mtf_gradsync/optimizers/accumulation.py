@@ -18,7 +18,7 @@ from mtf_gradsync._private.mesh_tensorflow import meshes_made
 from mtf_gradsync._private.tensorflow import optimizers_inside
 from mtf_gradsync.compat_v1 import NOT_GIVEN, OptimizerLike, given_optimizer, is_v1
 from mtf_gradsync.compat_v1.rules import refuse_with_v1
-from mtf_gradsync.gradients.arguments import OwnArguments, is_scalar
+from mtf_gradsync.gradients.arguments import PassedOnArguments, is_scalar
 from mtf_gradsync.gradients.operations import on_mesh
 from mtf_gradsync.mesh.axes import LayoutLike, MeshShapeLike, ReplicaAxes
 from mtf_gradsync.optimizers.pipeline.accumulators import (
@@ -291,7 +291,7 @@ class GradientAccumulationOptimizer(ReportsSkips):
         where, axes, why = self._given_way, place.axes, ""
         if where is None and place.program is not None:
             islands = place.islands
-            found = islands.inside if islands else place.program.find_axes(place.names)
+            found = islands.inside if islands else place.program.find_replica_axes(place.names)
             is_split = found is not None and found.num_shards > 1
             why = _why_synced(place, is_known=found is not None)
             where = LOCAL if is_split and not why else SYNCED
@@ -467,7 +467,7 @@ class _Accumulate(Stage):
         self,
         grads: Sequence[mtf.Tensor | None],
         variables: Sequence[mtf.Variable],
-        arguments: OwnArguments,
+        arguments: PassedOnArguments,
     ) -> None:
         """Logs how gradients accumulate; raises ValueError if that is not possible.
 

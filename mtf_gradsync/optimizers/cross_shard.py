@@ -13,10 +13,10 @@ from mtf_gradsync import compat_v1
 from mtf_gradsync._common import map_by_key
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.compat_v1 import NOT_GIVEN, OptimizerLike, given_optimizer, is_v1
-from mtf_gradsync.gradients.arguments import OwnArguments
+from mtf_gradsync.gradients.arguments import PassedOnArguments
 from mtf_gradsync.gradients.operations import (
     GradientOperation,
-    each_mesh,
+    map_by_mesh,
     map_present,
     reduced_values,
 )
@@ -53,7 +53,7 @@ class _ReduceOverShards(Stage):
         self,
         grads: Sequence[mtf.Tensor | None],
         variables: Sequence[mtf.Variable],
-        arguments: OwnArguments,
+        arguments: PassedOnArguments,
     ) -> None:
         del arguments
         present = [v for g, v in zip(grads, variables) if g is not None]
@@ -77,7 +77,7 @@ class _ReduceOverShards(Stage):
             dims = [wrapper._shard_dims(g.shape, place) for g in present]
             return SumCopies(present, dims, wrapper._groups, wrapper.reducer).outputs
 
-        sums = map_present(copies, lambda present: each_mesh(present, sum_copies))
+        sums = map_present(copies, lambda present: map_by_mesh(present, sum_copies))
         return gradients.with_grads([g if s is None else s for s, (g, _) in zip(sums, pairs)])
 
     def describe(self, about: About) -> list[Line]:

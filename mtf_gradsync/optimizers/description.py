@@ -14,7 +14,7 @@ from mtf_gradsync.compat_v1 import (
     GradientAccumulationOptimizer,
 )
 from mtf_gradsync.gradients.arguments import check_variables
-from mtf_gradsync.gradients.layout import find_axes
+from mtf_gradsync.gradients.layout import find_replica_axes
 from mtf_gradsync.gradients.rounding import NEAREST
 from mtf_gradsync.mesh.axes import (
     LayoutLike,
@@ -165,7 +165,7 @@ def _stage_lines(opt: Any, mesh: Any, variables: Sequence[mtf.Variable]) -> list
         variables, grads = variables or step.received[0].owners, step.received[0].present
 
     def axes_of_program(names: Sequence[str]) -> ReplicaAxes | None:
-        found = find_axes(grads, names) if grads and mesh is None else None
+        found = find_replica_axes(grads, names) if grads and mesh is None else None
         return found or axes_by_names(names, mesh)
 
     if step is None or mesh is not None:

@@ -9,7 +9,7 @@ from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._private.mesh_tensorflow import meshes_made
 from mtf_gradsync.compat_v1 import Reduction
 from mtf_gradsync.gradients import arguments
-from mtf_gradsync.gradients.arguments import OwnArguments
+from mtf_gradsync.gradients.arguments import PassedOnArguments
 from mtf_gradsync.gradients.operations import on_mesh
 from mtf_gradsync.optimizers.pipeline.weights import (
     WeightsOfGradients,
@@ -37,12 +37,12 @@ class TrainOptimizerInterface:
     # The pairs given to `apply_grad` of this wrapper, or of one around it, without a step yet.
     _to_build: tuple[_DeferredPairs, ...] = ()
     # While `minimize` computes gradients: the arguments of the step that it makes afterwards.
-    _minimizing: OwnArguments | None = None
+    _minimizing: PassedOnArguments | None = None
     apply_grads: Callable[..., list[mtf.Operation]]
     _checked: Callable[..., Any]
     _check_stack: Callable[..., Any]
     _without_scales: Callable[..., list[Any]]
-    _check_arguments: Callable[[OwnArguments], None]
+    _check_arguments: Callable[[PassedOnArguments], None]
     _wrappers: Callable[[], list[Any]]
     _stack_shard_names: Callable[[], tuple[str, ...]]
 
@@ -181,7 +181,7 @@ class TrainOptimizerInterface:
         """
         _check_loss(loss)
         self._check_step(global_step, name)
-        inner_arguments = OwnArguments((), kwargs)
+        inner_arguments = PassedOnArguments((), kwargs)
         self._check_arguments(inner_arguments)
         with StepPlan.of(loss.graph).undone_on_error():
             self._minimizing = inner_arguments
@@ -218,10 +218,10 @@ class TrainOptimizerInterface:
           A list of one mtf operation, which stands for the whole step if it is given to
           `lowering.lowered_operation`; empty if the gradient is None.
         """
-        inner_arguments = OwnArguments(args, kwargs)
+        inner_arguments = PassedOnArguments(args, kwargs)
         (grad,), (var,) = self._checked([grad], [var], inner_arguments)
         if weights is not None:
-            inner_arguments = OwnArguments(args, {**kwargs, "weights": weights})
+            inner_arguments = PassedOnArguments(args, {**kwargs, "weights": weights})
         waiting = self._waiting_pairs(var.graph)
         pairs = next((p for p in waiting if p.takes(var, inner_arguments)), None)
         if pairs is None:
@@ -388,7 +388,7 @@ class _DeferredPairs(DeferredUpdate):
     """
 
     def __init__(
-        self, wrapper: TrainOptimizerInterface, graph: mtf.Graph, inner_arguments: OwnArguments
+        self, wrapper: TrainOptimizerInterface, graph: mtf.Graph, inner_arguments: PassedOnArguments
     ):
         super().__init__(StepPlan.of(graph))
         self.wrapper = wrapper
@@ -406,7 +406,7 @@ class _DeferredPairs(DeferredUpdate):
         """Whether the step is neither built nor being built."""
         return self in self.plan.deferred
 
-    def takes(self, variable: mtf.Variable, inner_arguments: OwnArguments) -> bool:
+    def takes(self, variable: mtf.Variable, inner_arguments: PassedOnArguments) -> bool:
         """Returns whether a pair of `variable` can join this step.
 
         A pair cannot join if the step has a pair of the variable already, or if the pair comes in
@@ -454,7 +454,7 @@ class _DeferredPairs(DeferredUpdate):
         return operations
 
 
-def _comparable(inner_arguments: OwnArguments) -> dict[Any, Any]:
+def _comparable(inner_arguments: PassedOnArguments) -> dict[Any, Any]:
     """Returns a dictionary by which the arguments of two calls can be compared with ==.
 
     `inner_arguments` are the arguments of one call. The dictionaries of two calls are equal if each

@@ -10,7 +10,7 @@ import gin
 from mtf_gradsync._common import check_whole_number, is_number, walk
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.compat_v1 import NOT_GIVEN, MeshOptimizerLike
-from mtf_gradsync.gradients.arguments import OwnArguments
+from mtf_gradsync.gradients.arguments import PassedOnArguments
 from mtf_gradsync.gradients.losses import ScaledLosses, unscaled_gradients
 from mtf_gradsync.gradients.measures import NotFinite, global_norm, not_finite
 from mtf_gradsync.gradients.operations import on_mesh
@@ -310,7 +310,7 @@ class LossScaleOptimizer(ReportsSkips):
 
         return unscaled_gradients(grads, scale, self.name, [v.name for v in variables])
 
-    def _check_arguments_scaled(self, inner_arguments: OwnArguments) -> None:
+    def _check_arguments_scaled(self, inner_arguments: PassedOnArguments) -> None:
         """Raises ValueError if an argument for the innermost optimizer is computed from the scale.
 
         The innermost optimizer gets gradients without the scale. With such an argument (a factor 1
@@ -319,7 +319,7 @@ class LossScaleOptimizer(ReportsSkips):
         error is raised: a fixed scale is a number, which cannot be recognised in an argument.
         """
         scale = self.state and self.state.scale
-        for name, tensor in inner_arguments.tensors():
+        for name, tensor in inner_arguments.named_tensors():
             made_by = walk([tensor.operation], lambda op: [x.operation for x in op.inputs])
             behind = {op for op in made_by if isinstance(op, mtf.Variable)}
             if scale is not None and behind == {scale}:
@@ -385,7 +385,7 @@ class _SkipNotFinite(Stage):
         self,
         grads: Sequence[mtf.Tensor | None],
         variables: Sequence[mtf.Variable],
-        arguments: OwnArguments,
+        arguments: PassedOnArguments,
     ) -> None:
         self.wrapper._check_arguments_scaled(arguments)
 

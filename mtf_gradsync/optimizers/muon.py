@@ -11,7 +11,7 @@ from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._private.mesh_tensorflow import loop_body, meshes_made
 from mtf_gradsync._private.patches import late_configurable
 from mtf_gradsync.gradients.arguments import check_rate, rate_of_step
-from mtf_gradsync.gradients.rounding import COUNT, NEAREST, make_count, needs_count
+from mtf_gradsync.gradients.rounding import COUNT, NEAREST, make_update_count, rounds_by_chance
 from mtf_gradsync.optimizers.adamw import InnerOptimizer, wide_dtype
 
 # The coefficients of the quintic iteration: its slope at 0 is as steep as it can be, and singular
@@ -118,8 +118,8 @@ class MuonOptimizer(InnerOptimizer):
             update += mtf.cast(var.value, wide) * self.weight_decay_rate
         rate = rate_of_step(self.learning_rate, var.mesh, wide, type(self).__name__)
         draw, counting = None, []
-        if needs_count(self.rounding, var, m):
-            count = make_count(var.mesh, f"{var.name}/{COUNT}")
+        if rounds_by_chance(self.rounding, var, m):
+            count = make_update_count(var.mesh, f"{var.name}/{COUNT}")
             draw, counting = count.value, [mtf.assign(count, count.value + 1)]
         return [*self._write(var, update * rate, {m: new_m}, draw), *counting]
 

@@ -18,7 +18,7 @@ import gin
 from mtf_gradsync._common import check_flag, check_number, check_whole_number
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.compat_v1 import NOT_GIVEN, MeshOptimizerLike
-from mtf_gradsync.gradients.arguments import OwnArguments
+from mtf_gradsync.gradients.arguments import PassedOnArguments
 from mtf_gradsync.gradients.shards import check_addable, check_recoverable
 from mtf_gradsync.mesh.axes import LayoutLike, MeshShapeLike, ReplicaAxes, as_dim_names
 from mtf_gradsync.optimizers.outer_steps import OuterSettings, StepsOfIslands
@@ -71,7 +71,7 @@ class OuterSteps(OuterSettings, Stage):
         self,
         grads: Sequence[mtf.Tensor | None],
         variables: Sequence[mtf.Variable],
-        arguments: OwnArguments,
+        arguments: PassedOnArguments,
     ) -> None:
         """Raises ValueError for gradients or variables that cannot differ between islands.
 

@@ -13,9 +13,9 @@ import gin
 
 from mtf_gradsync._common import check_whole_number, counted
 from mtf_gradsync._private.libraries import mtf
-from mtf_gradsync._private.mesh_tensorflow import dims_known_by_name
+from mtf_gradsync._private.mesh_tensorflow import stacked_dim_names
 from mtf_gradsync.compat_v1 import NOT_GIVEN, MeshOptimizerLike
-from mtf_gradsync.gradients.arguments import OwnArguments
+from mtf_gradsync.gradients.arguments import PassedOnArguments
 from mtf_gradsync.mesh.axes import LayoutLike, MeshShapeLike, ReplicaAxes
 from mtf_gradsync.optimizers import sharded_variables
 from mtf_gradsync.optimizers.pipeline.builder import StepBuilder
@@ -116,7 +116,7 @@ class _UpdateParts(Stage):
         self,
         grads: Sequence[mtf.Tensor | None],
         variables: Sequence[mtf.Variable],
-        arguments: OwnArguments,
+        arguments: PassedOnArguments,
     ) -> None:
         """Raises ValueError if the update cannot be split over the replicas.
 
@@ -130,7 +130,7 @@ class _UpdateParts(Stage):
         if given:
             self.wrapper._check_parts(given, self.axes)
         parts = self._partition.shapes_of(given)
-        for name, tensor in arguments.tensors():
+        for name, tensor in arguments.named_tensors():
             for variable, part in parts.items():
                 split = [d.name for d in variable.shape.dims if d not in part.dims]
                 if set(split).intersection(d.name for d in tensor.shape.dims):
@@ -342,7 +342,7 @@ class ShardedUpdateOptimizer(Wrapper):
         dimension another name.
         """
         inner = (opt for one in self.inner_stack() for opt in optimizers_of(one))
-        return {name for opt in inner for name in dims_known_by_name(opt)}
+        return {name for opt in inner for name in stacked_dim_names(opt)}
 
     def _check_parts(self, given: Sequence[mtf.Variable], axes: ReplicaAxes) -> None:
         """Raises ValueError if no variable can be split, or if one cannot be updated a second time.

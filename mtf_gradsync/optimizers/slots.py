@@ -7,7 +7,7 @@ from typing import Any, Collection, Iterator, NamedTuple, Sequence
 
 from mtf_gradsync._common import counted, warn_of_unmatched, warn_once
 from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync._private.mesh_tensorflow import patterns_of
+from mtf_gradsync._private.mesh_tensorflow import variable_patterns
 from mtf_gradsync._private.patches import patch
 from mtf_gradsync.compat_v1 import MeshOptimizer
 from mtf_gradsync.gradients.rounding import STOCHASTIC, is_rounded
@@ -211,7 +211,7 @@ def warn_of_names_and_dtypes(optimizer: Any, variables: Sequence[mtf.Variable]) 
     Variables stored in a dtype narrower than float32 lose small updates.
     """
     names = {v.name for v in (*variables, *variables[0].graph.trainable_variables)}
-    for argument, patterns in patterns_of(optimizer).items():
+    for argument, patterns in variable_patterns(optimizer).items():
         what = f"{type(optimizer).__name__}: {argument}"
         if isinstance(patterns, str):
             text = (

@@ -13,7 +13,7 @@ from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.compat_v1 import NOT_GIVEN, OptimizerLike, given_optimizer, is_v1
 from mtf_gradsync.compat_v1.rules import refuse_with_v1
 from mtf_gradsync.gradients import arguments
-from mtf_gradsync.gradients.arguments import OwnArguments
+from mtf_gradsync.gradients.arguments import PassedOnArguments
 from mtf_gradsync.gradients.measures import NotFinite
 from mtf_gradsync.gradients.reduce_gradients import GradientFromSums
 from mtf_gradsync.gradients.shards import SumGradients, check_recoverable, split_into_shards
@@ -318,7 +318,7 @@ class _AggregateReplicas(Stage):
         self,
         grads: Sequence[mtf.Tensor | None],
         variables: Sequence[mtf.Variable],
-        arguments: OwnArguments,
+        arguments: PassedOnArguments,
     ) -> None:
         wrapper = self.wrapper
         for grad, variable in zip(grads, variables):

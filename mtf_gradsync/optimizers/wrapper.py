@@ -13,11 +13,11 @@ import numpy as np
 from mtf_gradsync._common import counted, warn_once
 from mtf_gradsync._private.libraries import TF_VALUES, mtf, tf
 from mtf_gradsync._private.mesh_tensorflow import scale_setting
-from mtf_gradsync._private.tensorflow import each_inside
+from mtf_gradsync._private.tensorflow import stack_of
 from mtf_gradsync.compat_v1 import NOT_GIVEN, given_optimizer, is_v1
 from mtf_gradsync.gradients import arguments
-from mtf_gradsync.gradients.arguments import OwnArguments
-from mtf_gradsync.gradients.layout import find_axes
+from mtf_gradsync.gradients.arguments import PassedOnArguments
+from mtf_gradsync.gradients.layout import find_replica_axes
 from mtf_gradsync.gradients.losses import record_unscaled_use
 from mtf_gradsync.mesh.axes import ReplicaAxes, as_dim_names, axes_of_pipeline, resolve_axes
 from mtf_gradsync.optimizers.interface import TrainOptimizerInterface
@@ -299,7 +299,7 @@ class Wrapper(TrainOptimizerInterface, mtf.optimize.Optimizer):
           TypeError: an argument has the wrong type, or the innermost optimizer does not take it.
           ValueError: a gradient does not fit its variable, or lengths differ.
         """
-        inner_arguments = OwnArguments(args, kwargs)
+        inner_arguments = PassedOnArguments(args, kwargs)
         grads, variables = self._checked(grads, variables, inner_arguments)
         inner = self.innermost()
         grads = without_frozen(inner, grads, variables)
@@ -336,7 +336,7 @@ class Wrapper(TrainOptimizerInterface, mtf.optimize.Optimizer):
         self,
         grads: Sequence[mtf.Tensor | None],
         variables: Sequence[mtf.Variable],
-        inner_arguments: OwnArguments,
+        inner_arguments: PassedOnArguments,
     ) -> Stack:
         """Returns the stack with all of its stages; builds nothing.
 
@@ -384,7 +384,7 @@ class Wrapper(TrainOptimizerInterface, mtf.optimize.Optimizer):
         return check_weights(weights, self._stack_shard_names())  # the stack may be another one
 
     def _checked(
-        self, grads: Any, variables: Any, inner_arguments: OwnArguments
+        self, grads: Any, variables: Any, inner_arguments: PassedOnArguments
     ) -> tuple[list[mtf.Tensor | None], list[mtf.Variable]]:
         self._check_arguments(inner_arguments)
         grads, variables = arguments.check_grads_and_variables(grads, variables)
@@ -403,7 +403,7 @@ class Wrapper(TrainOptimizerInterface, mtf.optimize.Optimizer):
                 names,
             )
 
-    def _check_arguments(self, inner_arguments: OwnArguments) -> None:
+    def _check_arguments(self, inner_arguments: PassedOnArguments) -> None:
         inner_arguments.check(self._segment()[0][-1].opt)
 
     def _place(
@@ -474,7 +474,7 @@ class Wrapper(TrainOptimizerInterface, mtf.optimize.Optimizer):
         if len({g.mesh for g in grads}) > 1:
             return None
         given = next((w.axes for w in self._wrappers() if w.axes), None)
-        return given or find_axes(grads, self._shard_names)
+        return given or find_replica_axes(grads, self._shard_names)
 
     def inner_stack(self) -> list[Any]:
         """Returns the optimizers inside this one, from the outside in.
@@ -483,7 +483,7 @@ class Wrapper(TrainOptimizerInterface, mtf.optimize.Optimizer):
         """
         # Wrappers of other libraries may have an attribute for the optimizer inside.
         names = ("opt", "optimizer", "_opt", "_optimizer")
-        return each_inside(self, names, "apply_grads")[1:]
+        return stack_of(self, names, "apply_grads")[1:]
 
     def _wrappers(self) -> list[Wrapper]:
         """Returns the wrappers of the stack, from the outside in."""

@@ -14,7 +14,7 @@ from typing import Any, Callable, Iterator, List, Literal, NamedTuple, Sequence,
 
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._private.mesh_tensorflow import bfloat16_group_size
-from mtf_gradsync._private.tensorflow import summed_together, write_to_own_memory
+from mtf_gradsync._private.tensorflow import summed_together, write_to_new_memory
 from mtf_gradsync.mesh.axes import ProcessorGroups, is_simd
 from mtf_gradsync.mesh.devices import first_alike, slicewise
 
@@ -92,7 +92,7 @@ def add_in_order(total: tf.Tensor) -> tf.Tensor:
     """
     # Two inputs give the same sum either way round.
     if total.op.type == "AddN" and len(total.op.inputs) > 2:
-        write_to_own_memory(total.op)
+        write_to_new_memory(total.op)
     return total
 
 

@@ -180,7 +180,7 @@ class Conditional(mtf.Operation):
                 stack.enter_context(plan.inside_branch(self._branch, lowering))
                 stack.enter_context(_no_summaries())
                 if in_call:
-                    stack.enter_context(_read_inside(lowering, self.updates))
+                    stack.enter_context(_read_variables_inside(lowering, self.updates))
                 plan.lower_branch(self._branch, lowering)
                 if tf.get_default_graph() is not graph:
                     check_writers(lowering.variables.values())
@@ -201,7 +201,9 @@ class Conditional(mtf.Operation):
 
 
 @contextlib.contextmanager
-def _read_inside(lowering: mtf.Lowering, updates: Sequence[mtf.Operation]) -> Iterator[None]:
+def _read_variables_inside(
+    lowering: mtf.Lowering, updates: Sequence[mtf.Operation]
+) -> Iterator[None]:
     """Returns a context for building a branch as a function that reads variables itself.
 
     The function reads the variables that `updates`, the operations of the branch, assign. If it did
@@ -230,7 +232,7 @@ def _read_inside(lowering: mtf.Lowering, updates: Sequence[mtf.Operation]) -> It
 
 @contextlib.contextmanager
 def _no_summaries() -> Iterator[None]:
-    """Returns a context; scalar summaries made inside are removed, with a warning.
+    """Returns a context; scalar summaries made inside are removed at its end, with a warning.
 
     The summaries of a branch have no value on steps that skip the branch.
     """

@@ -28,7 +28,7 @@ import weakref
 from typing import Any, Callable, ContextManager, Iterator, Mapping, Sequence, TypeVar
 
 from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync._private.mesh_tensorflow import loop_body, loop_condition, sum_made_by
+from mtf_gradsync._private.mesh_tensorflow import loop_body, loop_condition, reduced_value
 from mtf_gradsync._private.tensorflow import forget_closed_scopes
 
 ControlInputs = Callable[[mtf.Lowering], Sequence[tf.Operation]]
@@ -85,7 +85,7 @@ def flat(operations: Sequence[Any]) -> list[mtf.Operation]:
 
 
 class StandIn(mtf.Operation):
-    """An operation that callers get in place of those of an update that is built later.
+    """An operation that callers get in place of an update's operations, which are built later.
 
     The argument `update` is the `DeferredUpdate` that is built later.
     """
@@ -450,7 +450,7 @@ class StepPlan:
         return _LOWERED in vars(lowering)
 
     def end(self, lowering: mtf.Lowering) -> None:
-        """Calls `end` of all extensions, if the plan lowered operations for the lowering."""
+        """Ends a lowering: calls `end` of all extensions, if the plan lowered any operations."""
         if self.has_lowered(lowering):
             for extension in self.lowering_state(lowering).extensions:
                 extension.end()
@@ -596,7 +596,7 @@ def keep_sums_pending_outside(lowering: mtf.Lowering) -> Iterator[None]:
     before = {
         tensor: lazy
         for tensor, lazy in lowering.tensors.items()
-        if type(lazy) is mtf.LazyAllreduceSum and sum_made_by(lazy) is None
+        if type(lazy) is mtf.LazyAllreduceSum and reduced_value(lazy) is None
     }
     for tensor, lazy in before.items():
         lowering.tensors[tensor] = mtf.LazyAllreduceSum(

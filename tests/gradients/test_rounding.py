@@ -55,7 +55,9 @@ def test_numbers_near_zero_are_rounded_as_others():
 def drawn(counts, key=1, size=2**13):
     with tf.Graph().as_default(), tf.Session() as session:
         count = tf.placeholder(tf.int32, [])
-        bits = rounding._bits([size], [1], 0, count, rounding.key_of(f"variable_{key}"))
+        bits = rounding._random_bits(
+            [size], [1], 0, count, rounding.hash_of_name(f"variable_{key}")
+        )
         return np.stack([session.run(bits, {count: n}) for n in counts])
 
 
@@ -100,7 +102,7 @@ def test_slices_have_the_bits_of_the_whole(kind, layout):
     built = harness.built(kind, "rows:2;cols:2", layout, build, {"value": values}, may_race=True)
     found = built.run([{"value": values}]).variables["w"]
     with tf.Graph().as_default(), tf.Session() as session:
-        bits = rounding._bits([48], [1], 0, tf.constant(7), rounding.key_of("w"))
+        bits = rounding._random_bits([48], [1], 0, tf.constant(7), rounding.hash_of_name("w"))
         whole = session.run(rounding.round_by_bits(tf.constant(values.reshape(-1)), bits))
     np.testing.assert_array_equal(found.astype("f"), whole.reshape(4, 6, 2).astype("f"))
 

@@ -44,9 +44,9 @@ def test_a_pending_sum_keeps_what_it_has_become(mesh, x):
     total = mtf.reduce_sum(x, reduced_dim=ROWS)
     lazy = lower(mesh).tensors[total]
     assert isinstance(lazy, mtf.LazyAllreduceSum)
-    assert private.sum_made_by(lazy) is None
+    assert private.reduced_value(lazy) is None
     reduced = lazy.to_laid_out_tensor()
-    assert private.sum_made_by(lazy) is reduced
+    assert private.reduced_value(lazy) is reduced
     np.testing.assert_array_equal(run(reduced.tensor_list), [[12, 16]] * 2)
 
 
@@ -100,7 +100,7 @@ def test_scalars(x):
 def test_reductions(x, name):
     reduced = getattr(mtf, f"reduce_{name}")(x, reduced_dim=ROWS)
     assert isinstance(reduced.operation, mtf.ReduceOperation)
-    assert private.reduction(reduced.operation) == name.upper()
+    assert private.reduction_kind(reduced.operation) == name.upper()
 
 
 def test_a_generic_gradient_takes_the_gradients_of_outputs_last(mesh, x):
@@ -206,7 +206,7 @@ def test_a_graph_knows_the_meshes_that_were_made_in_it():
             assert layout.tensor_dimension_to_mesh_axis(mtf.Dimension(dim, 6), shape) == axis
         make("a:2;b:3", "x:a")
         assert len(private.meshes_made()) == 2
-        patches.note_meshes()
+        patches.record_meshes()
         make("c:1", "")
         assert [shape.to_string for shape, _ in private.meshes_made()][2:] == ["Shape[c=1]"]
         assert not tf.get_default_graph().get_all_collection_keys()
@@ -286,19 +286,19 @@ def test_an_assignment_is_made_one_to_another_variable():
 
 def test_optimizers_know_dimensions_by_name():
     adafactor = mtf.optimize.AdafactorOptimizer(learning_rate=0.1, stacked_dim_names=["layers"])
-    assert tuple(private.dims_known_by_name(adafactor)) == ("layers",)
-    assert private.dims_known_by_name(mtf.optimize.SgdOptimizer(0.1)) == ()
+    assert tuple(private.stacked_dim_names(adafactor)) == ("layers",)
+    assert private.stacked_dim_names(mtf.optimize.SgdOptimizer(0.1)) == ()
 
 
 def test_patterns_of_optimizers_by_argument():
     adam = mtf.optimize.AdamWeightDecayOptimizer
-    assert private.patterns_of(adam(0.1))["exclude_from_weight_decay"] == ()
-    excluded = private.patterns_of(adam(0.1, exclude_from_weight_decay=["a", "b"]))
+    assert private.variable_patterns(adam(0.1))["exclude_from_weight_decay"] == ()
+    excluded = private.variable_patterns(adam(0.1, exclude_from_weight_decay=["a", "b"]))
     assert excluded["exclude_from_weight_decay"] == ("a", "b")
-    letters = private.patterns_of(adam(0.1, exclude_from_weight_decay="ab"))
+    letters = private.variable_patterns(adam(0.1, exclude_from_weight_decay="ab"))
     assert letters["exclude_from_weight_decay"] == "ab"
     adafactor = mtf.optimize.AdafactorOptimizer(exclude_from_parameter_scale=["a.b"])
-    assert private.patterns_of(adafactor)["exclude_from_parameter_scale"] == (r"a\.b",)
+    assert private.variable_patterns(adafactor)["exclude_from_parameter_scale"] == (r"a\.b",)
 
 
 def test_adafactors_first_argument_is_no_learning_rate():
@@ -308,7 +308,7 @@ def test_adafactors_first_argument_is_no_learning_rate():
 
 
 def test_calls_of_gradients_are_known_with_their_losses():
-    patches.note_gradients()  # a second time changes nothing
+    patches.record_gradients()  # a second time changes nothing
     graph = mtf.Graph()
     mesh = mtf.Mesh(graph, "mesh")
     d = mtf.Dimension("d", 2)

@@ -29,7 +29,7 @@ from mtf_gradsync._private.tensorflow import (
     root_scope,
     set_attr,
     trace_function,
-    write_to_own_memory,
+    write_to_new_memory,
 )
 from mtf_gradsync.runtimes._private.tensorflow import (
     advance_step_after_reads,
@@ -233,7 +233,7 @@ def sum_whose_inputs_are_held(make_sum):
 def test_a_sum_in_memory_of_its_own_keeps_its_order():
     def marked(slices):
         total = tf.add_n(slices)
-        write_to_own_memory(total.op)
+        write_to_new_memory(total.op)
         return total
 
     assert sum_whose_inputs_are_held(marked) == 0.0

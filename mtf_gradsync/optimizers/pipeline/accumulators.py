@@ -9,7 +9,7 @@ from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._private.tensorflow import control_flow_v1
 from mtf_gradsync.gradients.operations import (
     GradientOperation,
-    each_mesh,
+    map_by_mesh,
     map_present,
     on_mesh,
     reduced_values,
@@ -230,7 +230,7 @@ def without_skipped(gradients: GradientSet, skip: mtf.Tensor) -> GradientSet:
     def of_mesh(mesh: mtf.Mesh, grads: list[mtf.Tensor]) -> Sequence[mtf.Tensor]:
         return ZerosWhere(grads, on_mesh(skip, mesh)).outputs
 
-    kept = map_present(own, lambda present: each_mesh(present, of_mesh))
+    kept = map_present(own, lambda present: map_by_mesh(present, of_mesh))
     return gradients.with_grads([k or g for k, g in zip(kept, gradients.grads)])
 
 

@@ -8,7 +8,7 @@ from typing import Any, Callable, Iterator, Mapping, Sequence
 
 from mtf_gradsync._common import counted, some_of, warn_once
 from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync.gradients.arguments import OwnArguments
+from mtf_gradsync.gradients.arguments import PassedOnArguments
 from mtf_gradsync.gradients.flow import Cause
 from mtf_gradsync.gradients.operations import dims_to_sum
 from mtf_gradsync.gradients.reduce_gradients import scatter_gradients
@@ -166,7 +166,7 @@ class StepBuilder(StepConditions):
       without_data: int32 scalar, the value of that variable after the step; None without weights.
     """
 
-    def __init__(self, stack: Stack, slots: SlotBook, arguments: OwnArguments, keeper: Any):
+    def __init__(self, stack: Stack, slots: SlotBook, arguments: PassedOnArguments, keeper: Any):
         """Sets what the step is made of. Nothing is built before `build` is called.
 
         Args:

@@ -23,8 +23,8 @@ from typing import Any, Callable, NamedTuple, Sequence
 
 from mtf_gradsync._common import some_of
 from mtf_gradsync._private.libraries import mtf
-from mtf_gradsync.gradients.arguments import OwnArguments
-from mtf_gradsync.gradients.layout import find_axes
+from mtf_gradsync.gradients.arguments import PassedOnArguments
+from mtf_gradsync.gradients.layout import find_replica_axes
 from mtf_gradsync.mesh.axes import ReplicaAxes
 from mtf_gradsync.optimizers.pipeline.forms import (
     Form,
@@ -138,7 +138,7 @@ class Stage:
         self,
         grads: Sequence[mtf.Tensor | None],
         variables: Sequence[mtf.Variable],
-        arguments: OwnArguments,
+        arguments: PassedOnArguments,
     ) -> None:
         """Raises ValueError for gradients that the stage cannot handle, before anything is built.
 
@@ -173,18 +173,18 @@ class Program(NamedTuple):
     """What is known of the program that applies gradients; a stack is completed with it.
 
     Attributes:
-      find_axes: a function of names of batch dims that returns the replica axes; None if they are
-        not known.
+      find_replica_axes: a function of names of batch dims that returns the replica axes; None if
+        they are not known.
       num_meshes: the number of meshes that gradients are on.
     """
 
-    find_axes: Callable[[Sequence[str]], ReplicaAxes | None]
+    find_replica_axes: Callable[[Sequence[str]], ReplicaAxes | None]
     num_meshes: int = 1
 
     @classmethod
     def of(cls, grads: Sequence[mtf.Tensor]) -> Program:
         """Returns what is known of the program that computed `grads`, a list without None."""
-        return cls(lambda names: find_axes(grads, names), len({g.mesh for g in grads}))
+        return cls(lambda names: find_replica_axes(grads, names), len({g.mesh for g in grads}))
 
 
 class Segment(NamedTuple):
@@ -259,7 +259,7 @@ class Stack(NamedTuple):
             return None
         reductions = [segment.reduction for segment in self.segments[number:]]
         known = next((r.axes for r in reductions if r.axes), self.others)
-        return known or find_axes(grads, reductions[0].batch_dims)
+        return known or find_replica_axes(grads, reductions[0].batch_dims)
 
     def shard_numbering(
         self, number: int, grads: Sequence[mtf.Tensor]

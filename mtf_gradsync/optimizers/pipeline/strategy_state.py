@@ -9,7 +9,7 @@ import logging
 from typing import Any, Collection, NamedTuple, Sequence, Union
 
 from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync.gradients.layout import find_axes
+from mtf_gradsync.gradients.layout import find_replica_axes
 from mtf_gradsync.gradients.operations import GradientOperation, reduced_values
 from mtf_gradsync.gradients.reduce_gradients import ReduceGradients
 from mtf_gradsync.gradients.shards import pending_over_shards
@@ -310,7 +310,7 @@ def reduce_by_strategy(
         )
     if axes is None:
         what = "the cores that gradients are reduced over"
-        axes = find_axes(gradients.present, reduction.batch_dims) or axes_of_pipeline(
+        axes = find_replica_axes(gradients.present, reduction.batch_dims) or axes_of_pipeline(
             reduction.name, what, reduction.batch_dims
         )
     result = ReducedByStrategy({}, [], [])
