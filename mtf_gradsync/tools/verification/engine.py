@@ -294,8 +294,8 @@ class Engine:
     def _until_update(self, running: Running, group: list[Batch]) -> Iterator[Batch]:
         """Yields the batches of one update, and appends them to `group`; see `_batches_by_update`.
 
-        It ends when the step that the caller has run on the last batch, in the session `running`,
-        has made an update. It raises ValueError if very many steps make no update.
+        The iterator ends when the step that the caller has run on the last batch, in the session
+        `running`, has made an update. It raises ValueError if very many steps make no update.
         """
         recorded = running.built.recorded
         first = before = running.values()

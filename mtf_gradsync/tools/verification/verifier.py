@@ -41,7 +41,7 @@ REFERENCE = "one core without wrappers"
 
 
 class Verifier:
-    """Compares divisions with the reference, and finds causes of differences.
+    """The part of `verify` that compares divisions with the reference, and explains differences.
 
     Args:
       engine: the runner of divisions, after `Engine.begin`.
