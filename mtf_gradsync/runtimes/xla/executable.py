@@ -42,7 +42,7 @@ def _checksum(key: str, content: bytes) -> bytes:
 
 
 def _why_unsafe(status: os.stat_result) -> str:
-    """Returns why other users can write a file or folder, as in "belongs to user 12"; "" if none.
+    """Returns why others can write a file or folder, as in "belongs to user 12"; "" if they cannot.
 
     `status` is what ``os.stat`` returned for the file or folder.
     """
@@ -288,7 +288,7 @@ class PreparedProgram:
         return tuple(self._compiled.values())
 
     def compiled(self, inside: tuple[str, ...]) -> CompiledCore:
-        """Returns the compiled program that fetches some tensors; compiles it at the first call.
+        """Returns the compiled program that fetches some tensors; compiles it once for them.
 
         `inside` has the names of the tensors to fetch, all of which the program computes. Raises a
         ProcessesError when another process has a different program.

@@ -114,7 +114,7 @@ class HostGraph:
         return True
 
     def source_of(self, name: str, per_replica: bool, cores: Cores) -> FetchSource:
-        """Returns where the value of a fetch comes from: outside the program, or which cores.
+        """Returns where the value of a fetch comes from: outside the program, or some of its cores.
 
         Args:
           name: the name of the tensor or operation to fetch, in the user's graph.

@@ -14,7 +14,7 @@ RANDOM_STATE = "random_state"
 
 
 def made_by() -> dict[str, str]:
-    """Returns the versions of the libraries with which a folder is written, by library's name."""
+    """Returns the versions of the libraries with which a step is exported, by library's name."""
     names = {"mtf_gradsync": "mtf-gradsync", "jax": "jax", "mesh_tensorflow": "mesh-tensorflow"}
     found = {"tensorflow": tf.__version__}
     for name, distribution in names.items():

@@ -266,7 +266,7 @@ class TpuMachine:
         self.estimate_source = "roofline"
 
     def lower(self, program: Program, fetches: Sequence[object]) -> LoweredProgram:
-        """Returns the program of a core as an HLO module, or the reason why it is refused.
+        """Returns the program of a core as StableHLO, or the reason why it is refused.
 
         `fetches` are the tensors that a step of the program returns besides the updates, such as
         the loss.

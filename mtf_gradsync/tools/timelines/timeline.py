@@ -365,9 +365,10 @@ class Timeline:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Ends the recording.
+        """Ends the recording, and writes the trace if the timeline has a path.
 
-        Raises TimelineError if no step was recorded, or if a core has no operation.
+        No trace is written if an exception ends the block. Raises TimelineError if no step was
+        recorded, or if a core has no operation.
         """
         recorder, self._running = self._running, None
         assert recorder is not None

@@ -249,10 +249,11 @@ def exchanged(row: np.ndarray, devices: tuple[Any, ...], how: str = "gather") ->
 
 @functools.lru_cache(maxsize=None)
 def _exchange(devices: tuple[Any, ...], how: str) -> tuple[list[Any], Any, Callable[[Any], Any]]:
-    """Returns what `exchanged` needs: one device of each process, a sharding, and a function.
+    """Returns one device of each process, a jax sharding, and a function that exchanges rows.
 
-    The jax sharding puts one row of an array on each of these devices. The compiled function takes
-    the array; it returns all rows (how="gather") or their sum (how="sum") on each device.
+    `devices` are the devices of all processes. The sharding puts one row of an array on each of the
+    chosen devices. The function is compiled. It takes the array, and returns all rows
+    (how="gather") or their sum (how="sum") on each of these devices.
     """
     import jax
 

@@ -47,7 +47,7 @@ def compile_for_tpu(
     update_not_split: bool = False,
     bare_fetches: Sequence[Any] = (),
 ) -> CompiledProgram:
-    """Compiles a program for a TPU, to see if it is accepted, its collectives and its memory.
+    """Compiles a program for a TPU, to find whether it is accepted, its collectives and its memory.
 
     No TPU is needed. The program is compiled as a TPU runs it, with all its updates: variables are
     arguments of a core's program, and their new values are results that are written over them.
@@ -64,8 +64,8 @@ def compile_for_tpu(
         the name "bare" in the answer.
       update_not_split: whether to compile a second time, without splitting the weight update over
         the cores, so that the bytes of collectives can be compared.
-      bare_fetches: the tensors that a step of `bare` returns, such as its loss. If it returns none,
-        it is a little cheaper than a real step.
+      bare_fetches: the tensors that a step of `bare` returns, such as its loss. Without them, the
+        bare step is a little cheaper than a real step.
 
     Returns:
       The compiler's answer, also if the compiler refuses the program.
