@@ -8,7 +8,7 @@ import numpy as np
 
 from mtf_gradsync._private.libraries import tf
 from mtf_gradsync.runtimes.starting import (
-    note_checkpoint,
+    add_to_manifest,
 )
 
 HOWS = ("gone", "emptied", "truncated", "one bit", "zeros")
@@ -55,7 +55,7 @@ def write_run(directory, steps=STEPS, value=0.0):
                 weights.load(np.full(4096, value + number, "f"), session)
                 prefix = str(directory / "model.ckpt")
                 path = saver.save(session, prefix, global_step=number, write_meta_graph=False)
-                note_checkpoint(path)
+                add_to_manifest(path)
     return directory
 
 

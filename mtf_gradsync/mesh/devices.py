@@ -89,7 +89,8 @@ def kind_of(device: str) -> str:
 def check_destinations(mesh_impl: Any, destinations: Any) -> list[str] | None:
     """Returns the devices that destinations name, or None if they are a `LaidOutTensor`.
 
-    See `Strategy.reduce` for what destinations may be.
+    Destinations are a `LaidOutTensor`, a device string, a list of device strings, or a tf variable,
+    which stands for its device.
 
     Raises:
       ValueError: destinations are of another kind, or empty, or are devices and the mesh is a SIMD
@@ -155,7 +156,7 @@ def _check_on_mesh(mesh_impl: Any, value: Any, what: str) -> None:
         )
 
 
-def copies(mesh_impl: Any, value: Any, devices: Sequence[str]) -> dict[str, tf.Tensor]:
+def copy_to_devices(mesh_impl: Any, value: Any, devices: Sequence[str]) -> dict[str, tf.Tensor]:
     """Copies a value that is the same on all processors to devices; returns copies by device.
 
     `value` is a `LaidOutTensor` on a placement mesh. Each copy is made from the nearest slice: one
@@ -174,7 +175,7 @@ def copies(mesh_impl: Any, value: Any, devices: Sequence[str]) -> dict[str, tf.T
     return result
 
 
-def spread(tensor: tf.Tensor, devices: Sequence[str]) -> list[tf.Tensor]:
+def broadcast_to_devices(tensor: tf.Tensor, devices: Sequence[str]) -> list[tf.Tensor]:
     """Returns a copy of a tensor on each of `devices`, in the same order.
 
     Each process receives the tensor only once: the first device in a process sends it to the

@@ -140,15 +140,14 @@ def _gpu_facts(
     by_process: dict[Hashable, list[int]] = {}
     for p in gpus:
         by_process.setdefault(processes[p], []).append(p)
-    joined = all(_joined([found[p] for p in members]) for members in by_process.values())
+    joined = all(_are_linked([found[p] for p in members]) for members in by_process.values())
     return joined, models
 
 
-def _joined(gpus: Sequence[Any]) -> bool:
-    """Returns whether links connect the GPUs of one process, directly or through other GPUs.
+def _are_linked(gpus: Sequence[Any]) -> bool:
+    """Returns whether links connect all GPUs of a process, directly or through other GPUs.
 
-    `gpus` are the `DeviceAttributes` of the GPUs of the process. The GPUs are connected if links
-    lead from the first GPU to each of the others.
+    `gpus` are TensorFlow's `DeviceAttributes` of the GPUs.
     """
     numbers = [tf.DeviceSpec.from_string(gpu.name).device_index for gpu in gpus]
     links = {
@@ -208,7 +207,7 @@ def choose_the_best(
       TensorFlow 1's `cross_tower_ops.choose_the_best`, which looks at kinds of devices and at
       links between GPUs.
     """
-    choice, text = _choose(mesh_impl, gradients, groups, device_attributes)
+    choice, text = _choose_and_describe(mesh_impl, gradients, groups, device_attributes)
     _logger.info(text)
     return choice.strategy
 
@@ -246,7 +245,7 @@ class BestAllReduce(Strategy):
 
     def _chosen(self, mesh_impl: Any, values: Sequence[Any], groups: ProcessorGroups) -> Strategy:
         self.check(mesh_impl, groups)
-        choice, text = _choose(mesh_impl, values, groups)
+        choice, text = _choose_and_describe(mesh_impl, values, groups)
         if has_gradient_reduction(choice.strategy):
             name = type(choice.strategy).__name__
             raise TypeError(
@@ -260,11 +259,11 @@ class BestAllReduce(Strategy):
         return choice.strategy
 
     def wire_dtype(self, mesh_impl: Any, dtype: tf.DType, groups: ProcessorGroups) -> tf.DType:
-        choice, _ = _choose(mesh_impl, None, groups)
+        choice, _ = _choose_and_describe(mesh_impl, None, groups)
         return choice.strategy.wire_dtype(mesh_impl, dtype, groups)
 
 
-def _choose(
+def _choose_and_describe(
     mesh_impl: Any,
     gradients: Sequence[Any] | None,
     groups: ProcessorGroups | None,
@@ -345,8 +344,9 @@ def _choose_for_gpus(topology: Topology, groups: ProcessorGroups) -> Choice:
 def describe_sizes(mesh_impl: Any, gradients: Sequence[Any] | None) -> str:
     """Returns text about gradients for the log: "60 gradients (float32, 72.1 MiB a processor)".
 
-    `gradients` are `LaidOutTensor`s, mtf or tf tensors; None among them are not counted. The text
-    says that sizes are unknown if `gradients` is None or has anything else. No exception is raised.
+    `gradients` are `LaidOutTensor`s, mtf or tf tensors; elements that are None are not counted. The
+    text says that sizes are unknown if `gradients` is None or has other elements. No exception is
+    raised.
     """
     try:
         known = [] if gradients is None else [x for x in gradients if x is not None]
@@ -358,7 +358,7 @@ def describe_sizes(mesh_impl: Any, gradients: Sequence[Any] | None) -> str:
     sizes, dtypes = [], set()
     for x in known:
         try:
-            size, dtype = _size(mesh_impl, x)
+            size, dtype = _size_and_dtype(mesh_impl, x)
         except Exception:  # Anything may be in the list; sizes are only for the log.
             return f"{number}, not all of known size"
         sizes.append(size * dtype.size)
@@ -366,11 +366,12 @@ def describe_sizes(mesh_impl: Any, gradients: Sequence[Any] | None) -> str:
     return f"{number} ({' and '.join(sorted(dtypes))}, {sum(sizes) / 2**20:.3g} MiB a processor)"
 
 
-def _size(mesh_impl: Any, x: Any) -> tuple[int, tf.DType]:
-    """Returns the number of elements of a gradient that a processor holds, and the dtype.
+def _size_and_dtype(mesh_impl: Any, x: Any) -> tuple[int, tf.DType]:
+    """Returns the number of elements that a processor holds of a gradient, and its dtype.
 
-    `x` is an mtf tensor, a `LaidOutTensor` (or what a mesh makes into one), or a tf tensor, which
-    counts as the slice of one processor. Raises ValueError if the tf tensor's shape is unknown.
+    The gradient `x` is an mtf tensor, a `LaidOutTensor`, another tensor of a lowered graph with a
+    method `to_laid_out_tensor`, or a tf tensor, which counts as the slice of one processor. Raises
+    ValueError if the tf tensor's shape is unknown.
     """
     if isinstance(x, mtf.Tensor):
         return mtf.list_product(mesh_impl.slice_shape(x.shape)), tf.as_dtype(x.dtype)

@@ -20,8 +20,8 @@ from mtf_gradsync.reduce.sums import (
     Packs,
     Planner,
     add_n,
-    alone,
     packs_of_groups,
+    plan_unpacked,
 )
 
 # The dtypes of TensorFlow's operation, read on 2.12 to 2.21; float16 and bfloat16 are sent as
@@ -30,9 +30,10 @@ _DTYPES = (tf.float32, tf.float64, tf.int32, tf.int64)
 
 
 def _instance_keys_of_a_client() -> Iterator[int]:
-    """Yields numbers for collectives (instance keys): consecutive ones from a random first one.
+    """Yields instance keys, which identify collectives: consecutive numbers after a random one.
 
-    Another program is unlikely to have used the same numbers on the same workers.
+    Because the first number is random, another program is unlikely to have used the same keys on
+    the same workers.
     """
     # A worker refuses a second collective with the same key, even after the client that used the
     # key has ended. The first key is random, without the program's seed, because two runs of a
@@ -121,7 +122,7 @@ class CollectiveAllReduce(OneLevel):
             groups = [numbers[i : i + step] for i in range(0, len(numbers), step)]
             return packs_of_groups(groups, sizes)
 
-        return alone if is_simd(mesh_impl) else by_number
+        return plan_unpacked if is_simd(mesh_impl) else by_number
 
     def _group_sum(self, mesh_impl: Any) -> GroupSum:
         if is_simd(mesh_impl):
@@ -138,17 +139,17 @@ class CollectiveAllReduce(OneLevel):
                 "function; sums on one device are used there instead.",
             )
             return add_n
-        return self._by_collective
+        return self._sum_by_collective
 
-    def _by_collective(
+    def _sum_by_collective(
         self, slices: Sequence[Any], devices: Sequence[str], root: int
     ) -> Sequence[Any]:
         """Returns the sum of a group's slices for each member, made by one collective.
 
-        The method is a `GroupSum`: `slices[i]` is a tf tensor on `devices[i]`, like the i-th
-        result.
-        `root` is the index of the device that waits until all members have the sum. If collectives
-        do not support the dtype, the device of `root` adds the slices up in place of a collective.
+        `slices[i]` is the slice of the i-th member, a tf tensor on `devices[i]`, and the i-th
+        result is on the same device. `root` is the index of the device that waits until all members
+        have the sum. If collectives do not support the dtype, the device of `root` adds the slices
+        up in place of a collective.
         """
         dtype = slices[0].dtype.base_dtype
         wire = tf.float32 if dtype in NARROW_FLOATS else dtype
@@ -201,11 +202,11 @@ def _check_devices(mesh_impl: Any, groups: ProcessorGroups) -> None:
 
 
 def _last_collectives() -> dict[Any, tf.Operation]:
-    """Returns the dictionary of the operation that each device's next collective has to wait for.
+    """Returns, for each device, the operation that its next collective has to wait for.
 
-    The dictionary's keys are places of devices (see `place_of`). The default graph has one such
-    dictionary for each branch and loop; the result is the dictionary of the branch or loop that is
-    being built. The caller stores each new collective's last operation in the dictionary.
+    The result is a dictionary, whose keys are devices as `place_of` returns them. The default graph
+    has one such dictionary for each branch and loop; the result is that of the branch or loop that
+    is being built. The caller stores the last operation of each new collective in it.
     """
     graph = tf.get_default_graph()
     # Kept on the graph, to be freed with it.

@@ -60,7 +60,9 @@ class GradientStrategy(Strategy):
     ) -> tuple[list[Any], State]:
         """Sums an optimizer's gradients over each group; returns the sums and the new state.
 
-        The arguments and the result are those of `Strategy.reduce_gradients`.
+        `values` are `LaidOutTensor`s of each core's terms of the gradients. `state` is the
+        structure that `gradient_state` returned, with each variable's values on the cores in place
+        of the variable; the new state has the same structure.
         """
 
     def all_reduce(
@@ -89,8 +91,8 @@ class GradientStrategy(Strategy):
         return getattr(self.reducer, "wire_dtype", super().wire_dtype)(mesh_impl, dtype, groups)
 
 
-def plus_errors(mesh_impl: Any, values: Sequence[Any], errors: Sequence[Any]) -> list[Any]:
-    """Returns values plus their compression errors, in float32.
+def add_errors(mesh_impl: Any, values: Sequence[Any], errors: Sequence[Any]) -> list[Any]:
+    """Adds their compression errors to values; returns the sums, in float32.
 
     A compression error is what earlier steps rounded away and did not send. `values` and `errors`
     are `LaidOutTensor`s, one error for each value. A value whose error is None is returned as it
@@ -106,16 +108,15 @@ def plus_errors(mesh_impl: Any, values: Sequence[Any], errors: Sequence[Any]) ->
     ]
 
 
-def no_errors(mesh_impl: Any, errors: Sequence[Any]) -> list[Any]:
-    """Returns a `LaidOutTensor` of zeros in place of each compression error.
+def zero_errors(mesh_impl: Any, errors: Sequence[Any]) -> list[Any]:
+    """Returns zeros of the shape and dtype of each compression error, as `LaidOutTensor`s.
 
-    Each result has the shape and dtype of the compression error at the same position in `errors`.
     Where `errors` has None, the result has None.
     """
     return [None if e is None else mesh_impl.slicewise(tf.zeros_like, e) for e in errors]
 
 
-def in_dtype_of(mesh_impl: Any, value: Any, other: Any) -> Any:
+def cast_like(mesh_impl: Any, value: Any, other: Any) -> Any:
     """Returns the `LaidOutTensor` `value`, cast to the dtype of the `LaidOutTensor` `other`."""
     dtype = other.tensor_list[0].dtype.base_dtype
     if value.tensor_list[0].dtype.base_dtype == dtype:
@@ -157,10 +158,11 @@ class CompressedAllReduce(Strategy):
 
     about (L + 1) * u * sum |x_i|: each value is rounded once, and each sum once at each level. A
     SIMD mesh adds up bfloat16 as bfloat16: L + 1 becomes n + 1. float16 has three more bits than
-    bfloat16 and a small range: below 2**-14 its steps are 2**-24 wide, which the second term counts
-    and a prescale > 1 reduces, and numbers beyond 65504 become infinite. bfloat16 has float32's
-    range. The bound does not hold outside of float32's range: numbers below 2**-126, before or
-    after scaling, may become 0, and those beyond 3.4e38 infinite.
+    bfloat16 and a small range. Below 2**-14 neighbouring float16 numbers are 2**-24 apart: this
+    error is the second term of the bound, and a prescale > 1 reduces it. Numbers beyond 65504
+    become infinite in float16. bfloat16 has float32's range. The bound does not hold outside of
+    float32's range: numbers below 2**-126, before or after scaling, may become 0, and those beyond
+    3.4e38 infinite.
 
     **Overflow.** If a sum of finite values becomes infinite or NaN in float16, the session prints a
     message to the standard error each time. The sum is not changed. The check reads each sum once,
@@ -189,7 +191,7 @@ class CompressedAllReduce(Strategy):
 
         Raises:
           TypeError: reducer is not a strategy.
-          ValueError: wire_dtype is anything else, or prescale is not a number from 2**-126 to
+          ValueError: wire_dtype is none of these, or prescale is not a number from 2**-126 to
             2**127.
         """
         self.reducer = check_strategy(FusedAllReduce() if reducer is None else reducer)
@@ -205,9 +207,9 @@ class CompressedAllReduce(Strategy):
     def all_reduce(
         self, mesh_impl: Any, values: Sequence[Any], groups: ProcessorGroups
     ) -> list[Any]:
-        narrow = self._compressed(mesh_impl, values, groups)
+        narrow = self._compress(mesh_impl, values, groups)
         sums = self.reducer.all_reduce(mesh_impl, narrow, groups)
-        return self._restored(mesh_impl, values, narrow, sums, groups)
+        return self._restore(mesh_impl, values, narrow, sums, groups)
 
     def reduce_scatter(
         self,
@@ -218,12 +220,12 @@ class CompressedAllReduce(Strategy):
     ) -> list[Any]:
         """Sums each tensor over each group, and gives each processor its part of the sum.
 
-        Messages are in the wire dtype. The arguments are those of `Strategy.reduce_scatter`: `cuts`
-        says how each tensor is cut into parts. The parts have the dtypes of `values`.
+        Messages are in the wire dtype. The arguments are those of `Strategy.reduce_scatter`, and
+        the returned parts have the dtypes of `values`.
         """
-        narrow = self._compressed(mesh_impl, values, groups)
+        narrow = self._compress(mesh_impl, values, groups)
         parts = reduce_scatter_by(self.reducer, mesh_impl, narrow, groups, cuts)
-        return self._restored(mesh_impl, values, narrow, parts, groups, in_parts=True)
+        return self._restore(mesh_impl, values, narrow, parts, groups, in_parts=True)
 
     @property
     def has_gradient_reduction(self) -> bool:
@@ -231,7 +233,7 @@ class CompressedAllReduce(Strategy):
         return has_gradient_reduction(self.reducer)
 
     def gradient_state(self, gradients: Sequence[GradientOfCores], maker: StateMaker) -> State:
-        """Makes the variables in which `reducer` keeps its state; see `Strategy.gradient_state`."""
+        """Makes, by `maker`, the variables in which `reducer` keeps its state for `gradients`."""
         return self.reducer.gradient_state(gradients, maker)
 
     def reduce_gradients(
@@ -242,19 +244,19 @@ class CompressedAllReduce(Strategy):
         `reducer` is a strategy with a `reduce_gradients` of its own, and `state` is its state. The
         sums have the dtypes of `values`.
         """
-        narrow = self._compressed(mesh_impl, values, groups)
+        narrow = self._compress(mesh_impl, values, groups)
         sums, state = self.reducer.reduce_gradients(mesh_impl, narrow, groups, state)
-        return self._restored(mesh_impl, values, narrow, sums, groups), state
+        return self._restore(mesh_impl, values, narrow, sums, groups), state
 
-    def _compressed(
+    def _compress(
         self, mesh_impl: Any, values: Sequence[Any], groups: ProcessorGroups
     ) -> list[Any]:
         """Returns `values` (`LaidOutTensor`s) as they are sent: scaled, and cast to the wire dtype.
 
-        A value that would not be sent in fewer bits is returned itself, so that the caller can find
-        the compressed ones by `is not`: values of other dtypes than float32 and float64, empty
-        ones, and all values if groups have one processor or `reducer` would not send the wire
-        dtype.
+        A value that would not become smaller is returned as the same object, by which the caller
+        can tell which values are compressed. Not compressed are values of other dtypes than float32
+        and float64, and values without elements. No value is compressed if groups have one
+        processor, or if `reducer` would not send the wire dtype.
         """
         self.check(mesh_impl, groups)
         values = list(values)
@@ -275,7 +277,7 @@ class CompressedAllReduce(Strategy):
             values[index] = mesh_impl.slicewise(compress, values[index])
         return values
 
-    def _restored(
+    def _restore(
         self,
         mesh_impl: Any,
         values: Sequence[Any],
@@ -286,7 +288,7 @@ class CompressedAllReduce(Strategy):
     ) -> list[Any]:
         """Returns `sums` cast back to the dtypes of `values` and divided by `prescale`.
 
-        `narrow` is the result of `_compressed(values)`, and `sums` are the sums of `narrow` over
+        `narrow` is the result of `_compress(values)`, and `sums` are the sums of `narrow` over
         `groups`. Sums of values that were not compressed stay as they are. If `in_parts` is true,
         each processor has only its part of every sum. If sums are in float16, a check for overflows
         is added.

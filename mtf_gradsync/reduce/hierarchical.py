@@ -22,9 +22,9 @@ from mtf_gradsync.reduce.sums import (
     check_algorithm,
     check_values,
     group_sum_dtype,
-    in_turns,
     packed_all_reduce,
-    positions,
+    placement_sum_fn,
+    positions_in_groups,
     simd_all_reduce,
     simd_wire_dtype,
 )
@@ -71,7 +71,7 @@ def inner_groups(
     axes have the slowest links. If the group extends over a single axis, it stays one inner group.
     Each inner group keeps the order of `group`.
     """
-    key = _place(mesh_impl, group, outer_axes)
+    key = _inner_group_key(mesh_impl, group, outer_axes)
     inner: dict[Any, list[int]] = {}
     for processor in group:
         inner.setdefault(key(processor), []).append(processor)
@@ -93,19 +93,19 @@ def level_groups(
     inner = [inner for inners in split for inner in inners]
     outer = [list(members) for inners in split for members in zip(*inners)]
     return (
-        _with_axes(mesh_impl, inner, groups.mesh_axes),
-        _with_axes(mesh_impl, outer, groups.mesh_axes),
+        _as_processor_groups(mesh_impl, inner, groups.mesh_axes),
+        _as_processor_groups(mesh_impl, outer, groups.mesh_axes),
     )
 
 
-def _with_axes(
+def _as_processor_groups(
     mesh_impl: Any, level: list[list[int]], axes: Sequence[int] | None
 ) -> ProcessorGroups:
-    """Returns the groups of one level, which are lists of processors, as `ProcessorGroups`.
+    """Returns groups of processors as `ProcessorGroups`, with the mesh axes they run along.
 
-    If the groups of `level` are all processors that differ only along some of the mesh axes `axes`
-    (numbers), the result names these mesh axes. Otherwise, or if `axes` is None, the result names
-    no mesh axes.
+    `level` has the groups of one level, as lists of processor numbers. If these are the groups of
+    all processors that differ only along some of the mesh axes `axes` (numbers), the result names
+    these mesh axes. Otherwise, or if `axes` is None, the result names no mesh axes.
     """
     if axes is not None:
         coordinates = [mtf.pnum_to_processor_coordinates(mesh_impl.shape, p) for p in level[0]]
@@ -116,13 +116,13 @@ def _with_axes(
     return ProcessorGroups(level)
 
 
-def _place(
+def _inner_group_key(
     mesh_impl: Any, group: Sequence[int], outer_axes: Sequence[Axis] | None
 ) -> Callable[[int], Any]:
-    """Returns a function that gives each processor of `group` the key of its inner group.
+    """Returns a function from a processor of `group` to a key that identifies its inner group.
 
-    Two processors are in one inner group exactly if their keys, which are hashable, are equal; see
-    `inner_groups`.
+    Two processors are in one inner group exactly if their keys, which are hashable, are equal. The
+    arguments are those of `inner_groups`.
     """
     shape = mesh_impl.shape
 
@@ -144,12 +144,12 @@ def _place(
 def placement_two_levels(
     mesh_impl: Any, inner_sum: GroupSum, outer_sum: GroupSum, outer_axes: Sequence[Axis] | None
 ) -> SumFn:
-    """Returns a function that sums in two levels on a placement mesh.
+    """Returns a function (values, groups, turns) that sums in two levels on a placement mesh.
 
-    The returned function sums within each inner group by `inner_sum`, and adds up these sums over
-    the inner groups by `outer_sum`. Only one member of each inner group takes part in the outer
-    sum. All other members read the outer sum from this member. `outer_axes` sets the inner groups,
-    as in `inner_groups`.
+    The function is a `SumFn`. It sums within each inner group by `inner_sum`, and adds up these
+    sums over the inner groups by `outer_sum`. Only one member of each inner group takes part in the
+    outer sum. All other members read the outer sum from this member. `outer_axes` sets the inner
+    groups, as in `inner_groups`.
     """
 
     def sum_group(value: Any, group: list[int], turn: int) -> list[Any]:
@@ -165,20 +165,20 @@ def placement_two_levels(
             devices = [mesh_impl.devices[inner[root]] for inner, root in zip(inners, roots)]
             totals = outer_sum(partial, devices, turn % len(inners))
             sums = [
-                _hand_out(total, device, len(inner))
+                _copy_to_members(total, device, len(inner))
                 for total, device, inner in zip(totals, devices, inners)
             ]
         total_of = {p: x for inner, xs in zip(inners, sums) for p, x in zip(inner, xs)}
         return [total_of[p] for p in group]
 
-    return in_turns(mesh_impl, sum_group)
+    return placement_sum_fn(mesh_impl, sum_group)
 
 
-def _hand_out(total: tf.Tensor, device: str, size: int) -> list[tf.Tensor]:
-    """Returns a list with `size` times the same tensor: the tensor `total`, copied to `device`.
+def _copy_to_members(total: tf.Tensor, device: str, size: int) -> list[tf.Tensor]:
+    """Copies a sum to a device; returns the copy once for each of the `size` members of a group.
 
-    The list has one entry for each member of an inner group. All members read the same copy of
-    `total`, so that `total` crosses the slow link once. If `size` is 1, no copy is made.
+    The members are those of an inner group. All of them read this copy of `total`, so that `total`
+    crosses the slow link once. If `size` is 1, `total` itself is returned, in a list.
     """
     if size > 1:
         with tf.device(device):
@@ -189,9 +189,10 @@ def _hand_out(total: tf.Tensor, device: str, size: int) -> list[tf.Tensor]:
 def simd_two_levels(
     mesh_impl: Any, outer_axes: Sequence[Axis] | None, scatter: bool, one_group: bool
 ) -> SumFn:
-    """Returns a function that sums in two levels on a SIMD mesh: along inner axes, then outer ones.
+    """Returns a function (values, groups, turns) that sums in two levels on a SIMD mesh.
 
-    All values are summed at one level before the next level begins.
+    The function is a `SumFn`. It sums along the inner axes and then along the outer ones; all
+    values are summed at one level before the next level begins.
 
     Args:
       mesh_impl: the SIMD mesh.
@@ -223,24 +224,24 @@ def simd_two_levels(
             for i, shape in enumerate(shapes)
             if scatter and mtf.list_product(shape) >= inner.group_size
         ]
-        at = positions(mesh_impl, inner) if cut else None
+        at = positions_in_groups(mesh_impl, inner) if cut else None
         for i in cut:
-            sums[i] = _part(mesh_impl, sums[i], inner.group_size, at)
+            sums[i] = _take_part_of_core(mesh_impl, sums[i], inner.group_size, at)
         sums = simd_all_reduce(mesh_impl, sums, outer, one_group)
-        alone = [_among_zeros(mesh_impl, sums[i], inner.group_size, at) for i in cut]
-        for i, x in zip(cut, simd_all_reduce(mesh_impl, alone, inner, one_group)):
+        placed = [_put_among_zeros(mesh_impl, sums[i], inner.group_size, at) for i in cut]
+        for i, x in zip(cut, simd_all_reduce(mesh_impl, placed, inner, one_group)):
             sums[i] = _joined(mesh_impl, x, shapes[i])
         return sums
 
     return sum_fn
 
 
-def _part(mesh_impl: Any, value: Any, parts: int, at: Any) -> Any:
+def _take_part_of_core(mesh_impl: Any, value: Any, parts: int, at: Any) -> Any:
     """Returns each core's part of a value, as a vector.
 
-    The value's elements are cut into `parts` parts of equal length, the last one padded with zeros.
-    `at` holds each core's position in its group, an int32 scalar, which is the number of its part.
-    `value`, `at` and the result are `LaidOutTensor`s.
+    The value's elements are split into `parts` parts of equal length, the last one padded with
+    zeros. A core takes the part whose number is the core's position in its group. `at` holds this
+    position, an int32 scalar. `value`, `at` and the result are `LaidOutTensor`s.
     """
     size = mtf.list_product(value.slice_shape)
     part = -(-size // parts)
@@ -252,11 +253,12 @@ def _part(mesh_impl: Any, value: Any, parts: int, at: Any) -> Any:
     return mesh_impl.slicewise(take, value, at)
 
 
-def _among_zeros(mesh_impl: Any, value: Any, parts: int, at: Any) -> Any:
-    """Returns on each core a matrix of `parts` rows: row `at` is the core's part, others are 0.
+def _put_among_zeros(mesh_impl: Any, value: Any, parts: int, at: Any) -> Any:
+    """Returns a matrix on each core: one of its `parts` rows is the core's part, all others are 0.
 
-    `value` is the core's part, a vector, and `at` the core's position in its group. The sum of
-    these matrices over the group is a matrix with all parts as its rows.
+    `value` is the core's part, a vector. `at` is the core's position in its group, which is also
+    the number of the row. The sum of the matrices over the group has all parts as its rows.
+    `value`, `at` and the result are `LaidOutTensor`s.
     """
 
     def put(x: tf.Tensor, position: tf.Tensor) -> tf.Tensor:
@@ -444,8 +446,9 @@ class HierarchicalAllReduce(Strategy):
 def check_spec(spec: Any) -> tuple[AllReduceSpec, ...]:
     """Returns the entries of `HierarchicalAllReduce`'s `spec`, one for each range of sizes.
 
-    Missing shards become 1, and a missing limit or None becomes -1. Raises ValueError if an entry
-    is invalid, or if the limits do not rise from entry to entry and end with -1.
+    In the result each entry has all three fields: where `spec` does not give the number of shards,
+    it is 1; where `spec` gives no limit, or the limit None, the limit is -1. Raises ValueError if
+    an entry is invalid, or if the limits do not rise from entry to entry and end with -1.
     """
     entries = spec if isinstance(spec, list) else [spec]
     if not entries:

@@ -13,7 +13,7 @@ from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._private.patches import late_configurable
 from mtf_gradsync._private.tensorflow import control_flow_v1
 from mtf_gradsync.mesh.axes import ProcessorGroups, is_simd
-from mtf_gradsync.reduce.compressed import GradientStrategy, in_dtype_of, no_errors, plus_errors
+from mtf_gradsync.reduce.compressed import GradientStrategy, add_errors, cast_like, zero_errors
 from mtf_gradsync.reduce.strategy import Compression, GradientOfCores, State, StateMaker, Strategy
 from mtf_gradsync.reduce.sums import check_values
 
@@ -24,15 +24,14 @@ _ROUNDING = 2.0**-22
 _SMALLEST = 2.0**-100
 
 
-def split_of(shape: Sequence[int]) -> int:
-    """Returns how many leading dimensions of a shape make the rows of a nearly square matrix.
+def num_row_dims(shape: Sequence[int]) -> int:
+    """Returns how many of the first dimensions of a shape should make the rows of a matrix.
 
-    All dimensions after the leading ones make the columns. Of all ways to split the shape, the
-    result gives the smallest sum of the numbers of rows and columns; low-rank factors send numbers
-    in proportion to this sum.
+    All other dimensions make the columns. The result is chosen so that the sum of the numbers of
+    rows and columns is smallest: low-rank factors have as many numbers as this sum, times the rank.
 
     Examples:
-      >>> split_of([3, 3, 64, 128])  # a matrix of 576 rows and 128 columns
+      >>> num_row_dims([3, 3, 64, 128])  # a matrix of 576 rows and 128 columns
       3
     """
 
@@ -62,7 +61,7 @@ def random_factors(
     return tuple(made)
 
 
-def without_dead_columns(factor: tf.Tensor, other: tf.Tensor) -> tf.Tensor:
+def replace_zero_columns(factor: tf.Tensor, other: tf.Tensor) -> tf.Tensor:
     """Returns `factor`, each of whose columns of zeros is replaced by that column of `other`.
 
     `factor` and `other` are matrices of one shape.
@@ -87,9 +86,9 @@ def orthonormal(matrices: Sequence[tf.Tensor]) -> tuple[tf.Tensor, ...]:
 
 
 def _orthonormal(x: tf.Tensor) -> tf.Tensor:
-    """Returns what `orthonormal` returns for matrices of one shape, stacked in one tensor.
+    """Makes the columns of matrices of one shape orthonormal; see `orthonormal`.
 
-    `x` and the result are float32 tensors ``[matrices, rows, rank]``.
+    The matrices are stacked: `x` and the result are float32 tensors ``[matrices, rows, rank]``.
     """
     finite = tf.reduce_all(tf.math.is_finite(x), [1, 2], keepdims=True)
     top = tf.reduce_max(tf.abs(x), [1, 2], keepdims=True)
@@ -168,7 +167,7 @@ class _Matrix(NamedTuple):
     rank: int
 
     @property
-    def sent(self) -> int:
+    def num_sent(self) -> int:
         """The number of elements of both factors together."""
         return self.rank * (self.rows + self.columns)
 
@@ -201,9 +200,10 @@ class LowRankAllReduce(GradientStrategy):
     gradient is NaN, and cores keep no error of this gradient.
 
     **Not compressed.** Vectors, and matrices that factors make less than `min_compression_rate`
-    times smaller, are reduced by `reducer`. `reported` has the compression rate that is reached,
-    and the log has the names of the gradients that are not compressed. `ShardedUpdateOptimizer`
-    cuts each replica's part from the sums.
+    times smaller, are reduced by `reducer`. `mtf_gradsync.reported(optimizer)` gives the
+    compression rate that is reached, and the log names the gradients that are not compressed.
+
+    In a `ShardedUpdateOptimizer` each replica receives the whole sums and takes its parts of them.
 
     The state is kept in these variables: `<variable>/low_rank_error`, with a value for each core;
     `<variable>/low_rank_factor` (Q), which begins anew if the mesh changes and has other slices;
@@ -211,8 +211,8 @@ class LowRankAllReduce(GradientStrategy):
 
     References:
       PowerSGD (Vogels et al. 2019), algorithms 1 and 2. Unlike in the paper, Q is orthonormal, too,
-      so that small directions of a matrix of almost full rank are not lost. Columns of Q that have
-      become zero are replaced by random ones.
+      so that directions with small singular values are not lost if the rank is almost full. Columns
+      of Q that have become zero are replaced by random ones.
     """
 
     def __init__(
@@ -253,9 +253,9 @@ class LowRankAllReduce(GradientStrategy):
 
     def gradient_state(self, gradients: Sequence[GradientOfCores], maker: StateMaker) -> State:
         maker.report(self._compression(gradients))
-        matrices = [self._matrix(g.dtype, g.slice_shape) for g in gradients]
+        matrices = [self._matrix_of(g.dtype, g.slice_shape) for g in gradients]
         # Slices on another mesh may be compressed.
-        whole = [self._matrix(g.dtype, g.shape.to_integer_list) for g in gradients]
+        whole = [self._matrix_of(g.dtype, g.shape.to_integer_list) for g in gradients]
         errors = tuple(
             maker.variable(f"{g.name}/low_rank_error", g.shape, shard_dims=g.shard_dims)
             if self.error_feedback and (here or elsewhere)
@@ -278,10 +278,10 @@ class LowRankAllReduce(GradientStrategy):
     ) -> tuple[list[Any], State]:
         self.check(mesh_impl, groups)
         check_values(values)
-        wanted = plus_errors(mesh_impl, values, state.errors)
+        wanted = add_errors(mesh_impl, values, state.errors)
         matrices = {}
         for i, x in enumerate(values):
-            matrix = self._matrix(x.tensor_list[0].dtype, x.slice_shape)
+            matrix = self._matrix_of(x.tensor_list[0].dtype, x.slice_shape)
             if matrix is not None:
                 matrices[i] = matrix
 
@@ -289,12 +289,14 @@ class LowRankAllReduce(GradientStrategy):
             return [*sums, *(x for x in [*errors, *factors] if x is not None)]
 
         def as_they_are() -> list[Any]:
-            given = [in_dtype_of(mesh_impl, x, value) for x, value in zip(wanted, values)]
+            given = [cast_like(mesh_impl, x, value) for x, value in zip(wanted, values)]
             sums = self.reducer.all_reduce(mesh_impl, given, groups)
-            return flat_of(sums, no_errors(mesh_impl, state.errors), state.factors)
+            return flat_of(sums, zero_errors(mesh_impl, state.errors), state.factors)
 
         def as_factors() -> list[Any]:
-            return flat_of(*self._by_factors(mesh_impl, values, wanted, groups, state, matrices))
+            return flat_of(
+                *self._reduce_as_factors(mesh_impl, values, wanted, groups, state, matrices)
+            )
 
         if groups.group_size == 1 or not matrices:
             flat = as_they_are()
@@ -311,7 +313,7 @@ class LowRankAllReduce(GradientStrategy):
         step = None if state.step is None else mesh_impl.slicewise(lambda x: x + 1, state.step)
         return list(flat[: len(values)]), LowRankState(step, errors, factors)
 
-    def _by_factors(
+    def _reduce_as_factors(
         self,
         mesh_impl: Any,
         values: Sequence[Any],
@@ -320,7 +322,7 @@ class LowRankAllReduce(GradientStrategy):
         state: LowRankState,
         matrices: dict[int, _Matrix],
     ) -> tuple[list[Any], list[Any], list[Any]]:
-        """Returns the sums of gradients, reduced as factors, and the new errors and factors.
+        """Sums gradients as low-rank factors; returns the sums, and the new errors and factors.
 
         Args:
           mesh_impl: the mesh.
@@ -338,11 +340,11 @@ class LowRankAllReduce(GradientStrategy):
         made = list(matrices.values())
         whole = [i for i in range(len(values)) if i not in matrices]
 
-        def right(*factors: tf.Tensor) -> tuple[tf.Tensor, ...]:
-            """Returns the Q with which each matrix begins this step, with orthonormal columns.
+        def initial_factors(*factors: tf.Tensor) -> tuple[tf.Tensor, ...]:
+            """Returns the Q of each matrix at the start of this step; its columns are orthonormal.
 
-            With a warm start, `factors` are slices of the last step's Qs. Without a warm start,
-            they are the number of the step.
+            With a warm start, `factors` are the Qs of the last step, one for each matrix. Without a
+            warm start, `factors` has one element, the number of the step, which seeds random Qs.
             """
             step = 0 if self.warm_start else factors[0]
 
@@ -352,7 +354,7 @@ class LowRankAllReduce(GradientStrategy):
             drawn = map_by_key([m.rank for m in made], of_one_rank)
             if self.warm_start:
                 last = [tf.reshape(q, [m.rank, m.columns]) for q, m in zip(factors, made)]
-                drawn = [without_dead_columns(tf.transpose(q), new) for q, new in zip(last, drawn)]
+                drawn = [replace_zero_columns(tf.transpose(q), new) for q, new in zip(last, drawn)]
             return orthonormal(drawn)
 
         def times(*xs: tf.Tensor, transposed: bool = False) -> tuple[tf.Tensor, ...]:
@@ -379,22 +381,22 @@ class LowRankAllReduce(GradientStrategy):
 
         start = [state.factors[i] for i in matrices] if self.warm_start else [state.step]
         grads = [wanted[i] for i in matrices]
-        first = mesh_impl.slicewise(times, *grads, *mesh_impl.slicewise(right, *start))
-        as_given = [in_dtype_of(mesh_impl, wanted[i], values[i]) for i in whole]
+        first = mesh_impl.slicewise(times, *grads, *mesh_impl.slicewise(initial_factors, *start))
+        as_given = [cast_like(mesh_impl, wanted[i], values[i]) for i in whole]
         # Gradients that are not compressed share the reduction of the first factors.
         reduced = self.reducer.all_reduce(mesh_impl, [*as_given, *first], groups)
         ps = mesh_impl.slicewise(lambda *xs: orthonormal(xs), *reduced[len(whole) :])
         own = mesh_impl.slicewise(functools.partial(times, transposed=True), *grads, *ps)
         qs = self.reducer.all_reduce(mesh_impl, list(own), groups)
         sums: list[Any] = list(values)
-        errors = no_errors(mesh_impl, state.errors)
+        errors = zero_errors(mesh_impl, state.errors)
         factors: list[Any] = list(state.factors)
         for i, x in zip(whole, reduced):
             sums[i] = x
         for i, p, mine, q in zip(matrices, ps, own, qs):
             shape = values[i].slice_shape
             total = mesh_impl.slicewise(lambda p, q, to=shape: product(p, q, to), p, q)
-            sums[i] = in_dtype_of(mesh_impl, total, values[i])
+            sums[i] = cast_like(mesh_impl, total, values[i])
             if errors[i] is not None:
                 errors[i] = mesh_impl.slicewise(left, wanted[i], p, mine)
             if factors[i] is not None:
@@ -402,17 +404,17 @@ class LowRankAllReduce(GradientStrategy):
                 factors[i] = mesh_impl.slicewise(lambda q, to=to: tf.reshape(kept(q), to), q)
         return sums, errors, factors
 
-    def _matrix(self, dtype: tf.DType, shape: Sequence[int]) -> _Matrix | None:
-        """Returns the sizes of a gradient's matrix and factors; None if it is not compressed.
+    def _matrix_of(self, dtype: tf.DType, shape: Sequence[int]) -> _Matrix | None:
+        """Returns the sizes of a gradient's matrix and factors; None if it is reduced whole.
 
-        `shape` is the shape of a core's slice of the gradient.
+        `dtype` is the gradient's dtype, and `shape` is the shape of a core's slice of the gradient.
         """
         if not dtype.is_floating or math.prod(shape) == 0:
             return None
-        split = split_of(shape)
+        split = num_row_dims(shape)
         rows, columns = math.prod(shape[:split]), math.prod(shape[split:])
         matrix = _Matrix(split, rows, columns, min(self.rank, rows, columns))
-        pays = rows * columns >= self.min_compression_rate * matrix.sent
+        pays = rows * columns >= self.min_compression_rate * matrix.num_sent
         return matrix if pays and min(rows, columns) > 1 else None
 
     def _compression(self, gradients: Sequence[GradientOfCores]) -> Compression:
@@ -420,9 +422,9 @@ class LowRankAllReduce(GradientStrategy):
         whole = []
         for gradient in gradients:
             size = mtf.list_product(gradient.slice_shape) * gradient.dtype.size
-            matrix = self._matrix(gradient.dtype, gradient.slice_shape)
+            matrix = self._matrix_of(gradient.dtype, gradient.slice_shape)
             given += size
-            sent += size if matrix is None else 4 * matrix.sent
+            sent += size if matrix is None else 4 * matrix.num_sent
             if matrix is None:
                 whole.append(gradient.name)
         return Compression(given, sent, tuple(whole))

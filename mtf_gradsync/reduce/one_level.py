@@ -19,9 +19,9 @@ from mtf_gradsync.reduce.sums import (
     Piece,
     Planner,
     add_n,
-    alone,
     check_algorithm,
     packs_of_groups,
+    plan_unpacked,
     ring,
     sum_on_one_device,
 )
@@ -74,7 +74,7 @@ class AllReduce(OneLevel):
         return add_n if self.algorithm is None else ALGORITHMS[self.algorithm]
 
     def _planner(self, mesh_impl: Any) -> Planner:
-        return self.packer if self.packer.packs_tensors else alone
+        return self.packer if self.packer.packs_tensors else plan_unpacked
 
 
 def warn_algorithm_on_simd(algorithm: str) -> None:
@@ -201,7 +201,7 @@ def plan_small_groups(num_bytes: Sequence[int], max_bytes: int, max_group: int) 
 
 
 def plan_packs(sizes: Sequence[int], num_packs: int) -> Packs:
-    """Returns a plan that cuts all tensors, laid end to end, into `num_packs` equal packs.
+    """Returns a plan that splits all tensors, laid end to end, into `num_packs` equal packs.
 
     `sizes` has the number of elements of each tensor. The last pack takes the elements that are
     left over. If there are fewer elements than packs, there is one pack.
@@ -210,9 +210,9 @@ def plan_packs(sizes: Sequence[int], num_packs: int) -> Packs:
 
 
 def split_pack(pack: Sequence[Piece], parts: int) -> Packs:
-    """Returns the pack `pack` as several packs of equal numbers of elements, `parts` at most.
+    """Splits a pack into `parts` packs of equal numbers of elements; returns the new packs.
 
-    The pieces of `pack` are laid end to end and cut where necessary. The last of the new packs
+    The pieces of `pack` are laid end to end and split where necessary. The last of the new packs
     takes the elements that are left over. A pack of fewer elements than `parts` stays whole, as in
     TensorFlow 1.
     """
@@ -244,7 +244,7 @@ class Packer:
         agg_small_grads_max_bytes: int = 0,
         agg_small_grads_max_group: int = 10,
     ):
-        """Sets the way to pack; the arguments mean what they mean for `AllReduce`."""
+        """Sets how tensors are packed; see `AllReduce.__init__` for the arguments."""
         max_bytes, max_group = agg_small_grads_max_bytes, agg_small_grads_max_group
         self.num_packs = check_whole_number("num_packs", num_packs, 0)
         self.max_bytes = check_whole_number("agg_small_grads_max_bytes", max_bytes, 0, most=None)
@@ -256,7 +256,7 @@ class Packer:
         return self.num_packs > 0 or (self.max_bytes > 0 and self.max_group > 0)
 
     def __call__(self, sizes: Sequence[int], itemsize: int) -> Packs:
-        """Returns a plan that packs tensors of one dtype.
+        """Returns a plan that packs tensors of one dtype: a list of packs, each a list of `Piece`s.
 
         `sizes` has the number of elements of each tensor, and `itemsize` is the number of bytes of
         an element.

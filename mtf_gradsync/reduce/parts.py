@@ -27,7 +27,10 @@ from mtf_gradsync.reduce.sums import (
 
 
 class Cut(NamedTuple):
-    """A cut of a tensor: the number of one of its axes, and of the mesh axis that splits it."""
+    """An axis of a tensor that is split into equal parts, and the mesh axis that it is split over.
+
+    Both axes are given by their numbers.
+    """
 
     mesh_axis: int
     tensor_axis: int
@@ -38,14 +41,15 @@ Cuts = Sequence[Cut]
 
 
 def mesh_axes_of(cuts: Cuts) -> tuple[int, ...]:
-    """Returns the sorted numbers of the mesh axes of all cuts."""
+    """Returns the sorted numbers of the mesh axes over which `cuts` split a tensor."""
     return tuple(sorted(cut.mesh_axis for cut in cuts))
 
 
 def part_shape(mesh_impl: Any, shape: Sequence[int], cuts: Cuts) -> list[int]:
-    """Returns the shape of one part of a slice that has the shape `shape` and is cut by `cuts`.
+    """Returns the shape of each part of a slice that has the shape `shape`.
 
-    The size of each axis of the slice that is cut is divided by the size of the cut's mesh axis.
+    `cuts` says which axes of the slice are split, and over which mesh axes. The size of a split
+    axis is divided by the size of its mesh axis.
     """
     result = list(shape)
     for axis, tensor_axis in cuts:
@@ -56,8 +60,9 @@ def part_shape(mesh_impl: Any, shape: Sequence[int], cuts: Cuts) -> list[int]:
 def take_parts(mesh_impl: Any, value: Any, cuts: Cuts) -> Any:
     """Returns a `LaidOutTensor` of each processor's part of its slice of `value`.
 
-    `value` is a `LaidOutTensor`; processors that differ only along the mesh axes of the cuts must
-    hold equal slices. `cuts` says how a slice is cut. Without cuts, `value` itself is returned.
+    `value` is a `LaidOutTensor`. `cuts` says which axes of its slices are split, and over which
+    mesh axes; processors that differ only along these mesh axes must hold equal slices. If `cuts`
+    is empty, `value` itself is returned.
     """
     if not cuts:
         return value
@@ -74,19 +79,19 @@ def take_parts(mesh_impl: Any, value: Any, cuts: Cuts) -> Any:
     for processors in holders.values():
         wanted = {p: part_number(mesh_impl, cuts, p) for p in processors}
         if len(set(wanted.values())) == 1:
-            parts = {next(iter(wanted.values())): _slice(mesh_impl, value, cuts, processors[0])}
+            parts = {next(iter(wanted.values())): _take_part(mesh_impl, value, cuts, processors[0])}
         else:
             with tf.device(slices[processors[0]].device):
-                parts = dict(enumerate(all_parts(mesh_impl, slices[processors[0]], cuts)))
+                parts = dict(enumerate(split_into_parts(mesh_impl, slices[processors[0]], cuts)))
         for p in processors:
             result[p] = parts[wanted[p]]
     return mesh_impl.LaidOutTensor(result)
 
 
-def all_parts(mesh_impl: Any, tensor: tf.Tensor, cuts: Cuts) -> list[tf.Tensor]:
+def split_into_parts(mesh_impl: Any, tensor: tf.Tensor, cuts: Cuts) -> list[tf.Tensor]:
     """Returns all parts of one slice, in the order of `part_number`.
 
-    `tensor` is the whole slice, and `cuts` says how it is cut.
+    `tensor` is the whole slice. `cuts` says which axes of it are split, and over which mesh axes.
     """
     parts = [tensor]
     for mesh_axis, tensor_axis in sorted(cuts):
@@ -95,8 +100,8 @@ def all_parts(mesh_impl: Any, tensor: tf.Tensor, cuts: Cuts) -> list[tf.Tensor]:
     return parts
 
 
-def joined(mesh_impl: Any, parts: Sequence[tf.Tensor], cuts: Cuts) -> tf.Tensor:
-    """Returns the whole slice, given the parts that `all_parts` returned for the same `cuts`."""
+def join_parts(mesh_impl: Any, parts: Sequence[tf.Tensor], cuts: Cuts) -> tf.Tensor:
+    """Returns the slice that `split_into_parts` has split into `parts`, with the same `cuts`."""
     pieces = list(parts)
     for mesh_axis, tensor_axis in sorted(cuts, reverse=True):
         size = mesh_impl.shape.dims[mesh_axis].size
@@ -105,10 +110,11 @@ def joined(mesh_impl: Any, parts: Sequence[tf.Tensor], cuts: Cuts) -> tf.Tensor:
 
 
 def part_number(mesh_impl: Any, cuts: Cuts, processor: int) -> int:
-    """Returns the number, from 0 on, of the part of a slice that a processor holds.
+    """Returns the number, from 0 on, of the part of a slice that the processor `processor` holds.
 
-    Parts are numbered by the coordinates of processors along the sorted mesh axes of the cuts, and
-    the coordinate along the last of these axes counts fastest.
+    `cuts` says over which mesh axes the slice is split. A processor's coordinates along these axes
+    give the number in row-major order: if the axes have the sizes 4 and 2, the processor with the
+    coordinates (1, 0) holds part 2.
     """
     coordinates = mtf.pnum_to_processor_coordinates(mesh_impl.shape, processor)
     number = 0
@@ -120,18 +126,22 @@ def part_number(mesh_impl: Any, cuts: Cuts, processor: int) -> int:
 def slice_groups(mesh_impl: Any, cuts: Cuts) -> ProcessorGroups:
     """Returns the groups of processors that together hold all parts of one slice.
 
-    The members of a group are in the order of `part_number`.
+    `cuts` says over which mesh axes slices are split. The members of a group are in the order of
+    `part_number`.
     """
     return ProcessorGroups.along(mesh_impl, mesh_axes_of(cuts))
 
 
-def one_memory(mesh_impl: Any) -> bool:
+def share_one_memory(mesh_impl: Any) -> bool:
     """Returns whether all devices of a placement mesh share a memory."""
     return len(memories(mesh_impl.devices)) == 1
 
 
-def _slice(mesh_impl: Any, value: Any, cuts: Cuts, processor: int) -> tf.Tensor:
-    """Returns a tf tensor: one processor's part of its slice of the `LaidOutTensor` `value`."""
+def _take_part(mesh_impl: Any, value: Any, cuts: Cuts, processor: int) -> tf.Tensor:
+    """Returns one processor's part of its slice of the `LaidOutTensor` `value`, as a tf tensor.
+
+    `cuts` says which axes of slices are split, and over which mesh axes.
+    """
     x = value.tensor_list[processor]
     coordinates = mtf.pnum_to_processor_coordinates(mesh_impl.shape, processor)
     size = part_shape(mesh_impl, x.shape.as_list(), cuts)
@@ -145,9 +155,14 @@ def _slice(mesh_impl: Any, value: Any, cuts: Cuts, processor: int) -> tf.Tensor:
 def buckets(tensors: Sequence[Any], cuts: Sequence[Cuts], bucket_bytes: int) -> list[list[int]]:
     """Returns a list for each bucket: the positions in `tensors` of the bucket's tensors.
 
-    `tensors` are `LaidOutTensor`s, and `cuts` has the cuts of each tensor. The tensors of a bucket
-    have one dtype, and are cut along the same mesh axes. A bucket of several tensors has at most
-    `bucket_bytes` on each processor; a `bucket_bytes` of 0 makes a bucket for each tensor.
+    The tensors of a bucket are sent in one message. They have one dtype, and are split over the
+    same mesh axes.
+
+    Args:
+      tensors: `LaidOutTensor`s.
+      cuts: for each tensor, which of its axes are split, and over which mesh axes.
+      bucket_bytes: the largest size of a bucket of several tensors, in bytes per processor; 0 makes
+        a bucket for each tensor.
     """
     alike: dict[tuple[Any, ...], list[int]] = {}
     for index, tensor in enumerate(tensors):
@@ -161,11 +176,12 @@ def buckets(tensors: Sequence[Any], cuts: Sequence[Cuts], bucket_bytes: int) -> 
     return found
 
 
-def from_rows(mesh_impl: Any, rows: tf.Tensor, shape: Sequence[int], cuts: Cuts) -> tf.Tensor:
-    """Returns a slice of the shape `shape`, put together from its parts.
+def join_rows(mesh_impl: Any, rows: tf.Tensor, shape: Sequence[int], cuts: Cuts) -> tf.Tensor:
+    """Returns a slice of the shape `shape`, put together from parts that are the rows of a matrix.
 
-    `rows` is a matrix that has a row for each part, in the order of `part_number`: the part's
-    elements in row-major order. `cuts` says how the slice is cut.
+    `rows` is the matrix: each row has the elements of a part in row-major order, and the rows are
+    in the order of `part_number`. `cuts` says which axes of the slice are split, and over which
+    mesh axes.
     """
     split, order = _split_axes(mesh_impl, shape, cuts)
     x = tf.reshape(rows, [split[i] for i in order])
@@ -173,11 +189,12 @@ def from_rows(mesh_impl: Any, rows: tf.Tensor, shape: Sequence[int], cuts: Cuts)
 
 
 def _split_axes(mesh_impl: Any, shape: Sequence[int], cuts: Cuts) -> tuple[list[int], list[int]]:
-    """Returns a longer form of a slice's `shape`, and an order of the axes in it.
+    """Returns `shape` with two axes in place of each split axis, and an order of the new axes.
 
-    In the longer form two axes stand for each axis that is cut: the first one has a place for each
-    part, and the second one has the size of a part. The order is a list of all axes of the longer
-    form: first the axes with a place for each part, sorted by mesh axis, and then all other axes.
+    `cuts` says which axes are split, and over which mesh axes. The first of the two axes numbers
+    the parts, and the second one has the size of a part. The order is a list of all new axes:
+    first those that number parts, sorted by mesh axis, and then all others. If axis 1 of the shape
+    [4, 6] is split over a mesh axis of size 2, the result is ([4, 2, 3], [1, 0, 2]).
     """
     mesh_axis = {cut.tensor_axis: cut.mesh_axis for cut in cuts}
     split: list[int] = []
@@ -217,15 +234,17 @@ _WRITTEN_IN_PLACE = 64 * 1024
 _SCATTERED_AT_ONCE = 8
 
 
-class _Level(NamedTuple):
-    """One of several reduce-scatters that together give each core its part of a sum.
+class _ReduceScatter(NamedTuple):
+    """A reduce-scatter: it sums tensors over groups of cores, and splits the sums among them.
 
-    The reduce-scatters of a sum run one after the other, each on the results of the one before.
+    A core gets its part of a sum by one reduce-scatter or by several, which run one after the
+    other, each on the results of the one before.
 
     Attributes:
-      groups: the cores that sum with each other.
-      axis: the axis of the tensor that is cut.
-      blocks: the number of equal blocks of that axis, each of which is cut.
+      groups: the groups of cores that sum with each other.
+      axis: the axis of the tensor that is split among the cores of a group.
+      blocks: the number of equal blocks into which the axis is divided first. Each block is then
+        split among the cores.
     """
 
     groups: ProcessorGroups
@@ -233,51 +252,56 @@ class _Level(NamedTuple):
     blocks: int = 1
 
 
-def _levels(mesh_impl: Any, cuts: Cuts) -> list[_Level]:
-    """Returns the reduce-scatters that sum and cut a tensor along all mesh axes of its cuts.
+def _plan_reduce_scatters(mesh_impl: Any, cuts: Cuts) -> list[_ReduceScatter]:
+    """Returns the reduce-scatters that give each core its part of a sum, in their order.
 
-    The reduce-scatters are in the order in which they have to run. There is one for each cut; a
-    single cut over more than `_SCATTERED_AT_ONCE` cores has two, which send less on TPUs than one.
+    `cuts` says which axes of the tensor are split, and over which mesh axes: there is one
+    reduce-scatter for each pair of axes. But if there is one pair, and its mesh axis has all cores
+    of the mesh, an even number above `_SCATTERED_AT_ONCE`, there are two reduce-scatters: on TPUs,
+    these send fewer bytes than one.
     """
     if len(cuts) > 1:
-        each = [_Level(slice_groups(mesh_impl, [cut]), cut.tensor_axis) for cut in reversed(cuts)]
+        each = [
+            _ReduceScatter(slice_groups(mesh_impl, [cut]), cut.tensor_axis)
+            for cut in reversed(cuts)
+        ]
         # What the first of them cuts, the others need not send.
-        return sorted(each, key=lambda level: -level.groups.group_size)
+        return sorted(each, key=lambda one: -one.groups.group_size)
     along, axis = slice_groups(mesh_impl, cuts), cuts[0].tensor_axis
     half, is_odd = divmod(along.group_size, 2)
     if len(along.groups) > 1 or is_odd or along.group_size <= _SCATTERED_AT_ONCE:
-        return [_Level(along, axis)]
+        return [_ReduceScatter(along, axis)]
     # Within each half of the cores, both halves of the sum; then between the halves.
     (cores,) = along.groups
     pairs = ProcessorGroups(list(zip(cores[:half], cores[half:])))
     return [
-        _Level(ProcessorGroups([cores[:half], cores[half:]]), axis, blocks=2),
-        _Level(pairs, axis),
+        _ReduceScatter(ProcessorGroups([cores[:half], cores[half:]]), axis, blocks=2),
+        _ReduceScatter(pairs, axis),
     ]
 
 
-def scatter_together(
+def simd_reduce_scatter(
     mesh_impl: Any, values: Sequence[Any], groups: ProcessorGroups, cuts: Sequence[Cuts]
 ) -> list[Any]:
     """Returns each core's part of the sums of `values` over `groups` on a SIMD mesh.
 
-    The arguments and the result are those of `Strategy.reduce_scatter`; `cuts` has the cuts of each
-    value. Sums that do not depend on each other are marked as one group, which the compiler may
-    combine.
+    `values` and the results are `LaidOutTensor`s. `cuts` says, for each value, which axes are
+    split, and over which mesh axes. Sums that do not depend on each other are marked as one group,
+    which the compiler may combine.
     """
     shapes = [part_shape(mesh_impl, v.slice_shape, c) for v, c in zip(values, cuts)]
-    sharing = _sharing(mesh_impl, values, shapes, cuts, _SCATTERED_ALONE)
-    levels = [_levels(mesh_impl, cuts[members[0]]) for members in sharing]
+    sharing = _group_by_collective(mesh_impl, values, shapes, cuts, _SCATTERED_ALONE)
+    planned = [_plan_reduce_scatters(mesh_impl, cuts[members[0]]) for members in sharing]
     scattered = [
-        _to_be_sent(mesh_impl, [values[i] for i in members], cuts[members[0]])
+        _stack_to_send(mesh_impl, [values[i] for i in members], cuts[members[0]])
         for members in sharing
     ]
-    for turn in range(max(map(len, levels), default=0)):
+    for turn in range(max(map(len, planned), default=0)):
         with summed_together():
-            for number, one in enumerate(levels):
+            for number, one in enumerate(planned):
                 if turn < len(one):
                     is_stacked = len(sharing[number]) > 1
-                    scattered[number] = _scattered(
+                    scattered[number] = _run_reduce_scatter(
                         mesh_impl, scattered[number], one[turn], is_stacked
                     )
     assert groups.mesh_axes is not None  # the groups run along axes
@@ -305,42 +329,42 @@ def scatter_together(
     return results
 
 
-def gather_together(mesh_impl: Any, parts: Sequence[Any], cuts: Sequence[Cuts]) -> list[Any]:
+def simd_all_gather(mesh_impl: Any, parts: Sequence[Any], cuts: Sequence[Cuts]) -> list[Any]:
     """Returns whole slices on each core of a SIMD mesh, gathered from the parts on all cores.
 
-    `parts` are `LaidOutTensor`s of each core's part, and `cuts` has, for each of them, the cuts by
-    which its slice was divided. The gathers are marked as one group, which the compiler may
-    combine.
+    `parts` are `LaidOutTensor`s of each core's part. `cuts` says, for each of them, which axes of
+    the whole slice are split, and over which mesh axes. The all-gathers are marked as one group,
+    which the compiler may combine.
     """
     results: list[Any] = [None] * len(parts)
     with summed_together():
         part_shapes = [p.slice_shape for p in parts]
-        for members in _sharing(mesh_impl, parts, part_shapes, cuts, _TILE):
+        for members in _group_by_collective(mesh_impl, parts, part_shapes, cuts, _TILE):
             slices = _gathered(mesh_impl, [parts[i] for i in members], cuts[members[0]])
             for index, full in zip(members, slices):
                 results[index] = full
     return results
 
 
-def _sharing(
+def _group_by_collective(
     mesh_impl: Any,
     tensors: Sequence[Any],
     part_shapes: Sequence[Sequence[int]],
     cuts: Sequence[Cuts],
     least: int,
 ) -> list[list[int]]:
-    """Returns lists of positions of tensors; the tensors of a list share one collective.
+    """Returns, for each collective, the list of positions in `tensors` of the tensors it sends.
 
-    Small tensors share a collective if they have one dtype, one shape of parts and the same cuts.
-    Each larger tensor has its own list.
+    Small tensors share a collective if they have the same dtype, shape of parts and `cuts`. Each
+    large tensor has its own collective.
 
     Args:
       mesh_impl: the SIMD mesh.
       tensors: `LaidOutTensor`s.
       part_shapes: the shape of a core's part of each tensor.
-      cuts: the cuts of each tensor.
-      least: the number of elements from which on a part counts as large. If parts are on more than
-        `_SCATTERED_AT_ONCE` cores, `_ALONE_AMONG_MANY` is used in place of `least`.
+      cuts: for each tensor, which of its axes are split, and over which mesh axes.
+      least: the number of elements from which on a part counts as large. If a tensor is split among
+        more than `_SCATTERED_AT_ONCE` cores, `_ALONE_AMONG_MANY` is used in place of `least`.
     """
     sharing: dict[tuple[Any, ...], list[int]] = collections.defaultdict(list)
     for index, (tensor, shape) in enumerate(zip(tensors, part_shapes)):
@@ -353,11 +377,12 @@ def _sharing(
     return list(sharing.values())
 
 
-def _to_be_sent(mesh_impl: Any, values: Sequence[Any], cuts: Cuts) -> Any:
-    """Returns one `LaidOutTensor` for values of one shape and the same `cuts`, ready to be sent.
+def _stack_to_send(mesh_impl: Any, values: Sequence[Any], cuts: Cuts) -> Any:
+    """Returns `values` as one `LaidOutTensor`, in the dtype in which the SIMD mesh sends them.
 
-    Several values are stacked along a new first axis; a single value is not. The result has the
-    dtype in which the mesh sends values (see `simd_wire_dtype`).
+    `values` are `LaidOutTensor`s of one shape. Several values are stacked along a new first axis;
+    a single value is not. `cuts` says which axes of each value are split, and over which mesh axes;
+    the dtype depends on the mesh axes (see `simd_wire_dtype`).
     """
     dtype = values[0].tensor_list[0].dtype
     if len(values) == 1:
@@ -374,22 +399,24 @@ def _cast(mesh_impl: Any, value: Any, dtype: tf.DType) -> Any:
     return mesh_impl.slicewise(lambda x: tf.cast(x, dtype), value)
 
 
-def _scattered(mesh_impl: Any, value: Any, level: _Level, is_stacked: bool) -> Any:
-    """Returns each core's part of the sum of `value` over the groups of a level.
+def _run_reduce_scatter(
+    mesh_impl: Any, value: Any, planned: _ReduceScatter, is_stacked: bool
+) -> Any:
+    """Runs the reduce-scatter `planned` on `value`; returns each core's part of the sum.
 
-    If `is_stacked` is true, `value` is a stack of tensors along a new first axis, which the number
-    `level.axis` does not count.
+    `value` and the result are `LaidOutTensor`s. If `is_stacked` is true, the slices of `value` are
+    stacks of tensors along a new first axis, which the number `planned.axis` does not count.
     """
-    physical, axis = physical_groups(mesh_impl, level.groups), level.axis + is_stacked
+    physical, axis = physical_groups(mesh_impl, planned.groups), planned.axis + is_stacked
 
     def scatter(x: tf.Tensor) -> tf.Tensor:
-        if level.blocks == 1:
+        if planned.blocks == 1:
             return cross_replica_scatter(x, physical, axis)
         shape = x.shape.as_list()
-        before, size, after = shape[:axis], shape[axis] // level.blocks, shape[axis + 1 :]
-        blocks = tf.reshape(x, [*before, level.blocks, size, *after])
+        before, size, after = shape[:axis], shape[axis] // planned.blocks, shape[axis + 1 :]
+        blocks = tf.reshape(x, [*before, planned.blocks, size, *after])
         parts = cross_replica_scatter(blocks, physical, axis + 1)
-        return tf.reshape(parts, [*before, shape[axis] // level.groups.group_size, *after])
+        return tf.reshape(parts, [*before, shape[axis] // planned.groups.group_size, *after])
 
     return mesh_impl.slicewise(scatter, value)
 
@@ -409,7 +436,7 @@ def _gathered(mesh_impl: Any, parts: Sequence[Any], cuts: Cuts) -> Sequence[Any]
         full = cross_replica_gather(x, physical, axis)
         pieces = tf.unstack(full) if len(xs) > 1 else [full]
         if by_rows:
-            pieces = [from_rows(mesh_impl, p, shape, cuts) for p in pieces]
+            pieces = [join_rows(mesh_impl, p, shape, cuts) for p in pieces]
         if mtf.list_product(shape) >= _WRITTEN_IN_PLACE:
             # Always so, but the compiler does not know it.
             is_processor = number >= 0
@@ -434,12 +461,13 @@ def reduce_scatter(
 ) -> list[Any]:
     """Returns each processor's part of the sums of `values` over `groups`.
 
-    The arguments and the result are those of `Strategy.reduce_scatter`; `cuts` has the cuts of each
-    value. On a placement mesh values are packed into buckets of at most `bucket_bytes` per
-    processor (0 packs nothing), and each processor adds up its part of every bucket.
+    `values` and the results are `LaidOutTensor`s. `cuts` says, for each value, which axes are
+    split, and over which mesh axes. On a placement mesh values are packed into buckets of at most
+    `bucket_bytes` per processor (0 packs nothing), and each processor adds up its part of every
+    bucket.
     """
     if is_simd(mesh_impl):
-        return scatter_together(mesh_impl, values, groups, cuts)
+        return simd_reduce_scatter(mesh_impl, values, groups, cuts)
     results: list[Any] = [None] * len(values)
     for turn, members in enumerate(buckets(values, cuts, bucket_bytes)):
         bucket_values, bucket_cuts = [values[i] for i in members], [cuts[i] for i in members]
@@ -464,7 +492,8 @@ def _scatter_on_devices(
             # Each value is cut on the device that holds it, so that only parts are sent.
             with tf.device(mesh_impl.devices[processor]):
                 pieces = [
-                    all_parts(mesh_impl, v.tensor_list[processor], c) for v, c in zip(values, cuts)
+                    split_into_parts(mesh_impl, v.tensor_list[processor], c)
+                    for v, c in zip(values, cuts)
                 ]
                 packs[processor] = [
                     pack(parts) if len(parts) > 1 else parts[0] for parts in zip(*pieces)
@@ -488,15 +517,15 @@ def all_gather(
 ) -> list[Any]:
     """Returns whole slices on each processor, gathered from the parts on all processors.
 
-    `parts` are `LaidOutTensor`s of each processor's part, and `cuts` has, for each of them, the
-    cuts by which its slice was divided. On a placement mesh each slice is joined once in every
-    memory. If there are several memories, small parts are sent between them in buckets of at most
-    `bucket_bytes` per processor.
+    `parts` are `LaidOutTensor`s of each processor's part. `cuts` says, for each of them, which axes
+    of the whole slice are split, and over which mesh axes. On a placement mesh each slice is put
+    together once in every memory. If there are several memories, small parts are sent between them
+    in buckets of at most `bucket_bytes` per processor.
     """
     if is_simd(mesh_impl):
-        return gather_together(mesh_impl, parts, cuts)
+        return simd_all_gather(mesh_impl, parts, cuts)
     results: list[Any] = [None] * len(parts)
-    packs = not one_memory(mesh_impl)
+    packs = not share_one_memory(mesh_impl)
     for turn, members in enumerate(buckets(parts, cuts, bucket_bytes if packs else 0)):
         bucket_parts, bucket_cuts = [parts[i] for i in members], [cuts[i] for i in members]
         full_slices = _gather_on_devices(mesh_impl, bucket_parts, bucket_cuts, turn)
@@ -529,7 +558,7 @@ def _gather_on_devices(
                         else [[packed[0][p]] for p in group]
                     )
                     made[key] = [
-                        joined(mesh_impl, [one[i] for one in by_member], c)
+                        join_parts(mesh_impl, [one[i] for one in by_member], c)
                         for i, c in enumerate(cuts)
                     ]
             for processor in members:

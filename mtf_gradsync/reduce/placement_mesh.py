@@ -65,8 +65,8 @@ class PlacementMeshImpl(mtf.placement_mesh_impl.PlacementMeshImpl):
     one process share a memory, in which this mesh computes a result once for all of these devices.
 
     - Sums are made by the strategy. This package's strategies sum bfloat16 and float16 in float32.
-    - MAX, MIN and allconcat are computed once in each memory; the devices that share it take turns.
-      Groups of devices that share no memory keep Mesh-TF's ring.
+    - MAX, MIN and allconcat are computed once in each memory; the devices that share the memory
+      take turns. If no two devices of a group share a memory, Mesh-TF's ring is used.
     - alltoall sends directly from each processor to each other one.
     - Coordinates of processors are Python numbers.
     - If `share_copies` is true, processors share copies of equal slices.
@@ -172,7 +172,7 @@ class PlacementMeshImpl(mtf.placement_mesh_impl.PlacementMeshImpl):
             firsts = [partial[members[0]] for members in sharing]
             return self._once_per_memory(devices, lambda members: combine(firsts))
 
-        return self._in_groups(extreme, x, mesh_axes)
+        return self._run_in_groups(extreme, x, mesh_axes)
 
     def allconcat(self, x: Any, mesh_axis: int, concat_axis: int) -> Any:
         """Gives each processor the concatenated slices of all processors of its group.
@@ -193,18 +193,19 @@ class PlacementMeshImpl(mtf.placement_mesh_impl.PlacementMeshImpl):
                 return mtf.placement_mesh_impl.allconcat_ring(xs, devices, concat_axis)
             return self._once_per_memory(devices, lambda members: tf.concat(xs, concat_axis))
 
-        return self._in_groups(concat, x, [mesh_axis])
+        return self._run_in_groups(concat, x, [mesh_axis])
 
     def alltoall(self, x: Any, mesh_axis: int, split_axis: int, concat_axis: int) -> Any:
         """Sends each processor of a group a part of every slice; concatenates what it receives.
 
-        A group is all processors that differ only along `mesh_axis`. Each of them cuts its slice
-        into as many parts as the group has processors, and the i-th processor gets the i-th parts.
+        A group is all processors that differ only along `mesh_axis`. Each of them splits its slice
+        into as many parts as the group has processors. The i-th processor of the group gets the
+        i-th part of each slice.
 
         Args:
           x: a LaidOutTensor, or a pending sum.
           mesh_axis: number of the mesh axis.
-          split_axis: the axis along which slices are cut.
+          split_axis: the axis along which slices are split.
           concat_axis: the axis along which received parts are concatenated.
 
         Returns:
@@ -216,7 +217,7 @@ class PlacementMeshImpl(mtf.placement_mesh_impl.PlacementMeshImpl):
             split_axis=split_axis,
             concat_axis=concat_axis,
         )
-        return self._in_groups(straight, x, [mesh_axis])
+        return self._run_in_groups(straight, x, [mesh_axis])
 
     def laid_out_pcoord(self, mesh_axis: int) -> Any:
         """Returns each processor's coordinate along the mesh axis with the number `mesh_axis`.
@@ -229,17 +230,16 @@ class PlacementMeshImpl(mtf.placement_mesh_impl.PlacementMeshImpl):
         ]
         return self.LaidOutTensor(coordinates)
 
-    def _in_groups(
+    def _run_in_groups(
         self,
         collective: Callable[[list[tf.Tensor], list[str]], list[tf.Tensor]],
         x: Any,
         mesh_axes: Sequence[int],
     ) -> Any:
-        """Returns the results of `collective` for all processors, as a LaidOutTensor.
+        """Calls `collective` for each group of processors; returns a LaidOutTensor of the results.
 
-        `collective` is called once for each group of processors that differ only along `mesh_axes`
-        (numbers). It gets the members' slices of `x` and their devices, and returns a tensor for
-        each member.
+        A group is all processors that differ only along `mesh_axes` (numbers). `collective` gets
+        the members' slices of `x` and their devices, and returns a tensor for each member.
         """
         slices = x.to_laid_out_tensor().tensor_list
         result: list[Any] = [None] * self.size
@@ -267,6 +267,6 @@ class PlacementMeshImpl(mtf.placement_mesh_impl.PlacementMeshImpl):
         return result
 
     def next_turn(self) -> int:
-        """Returns a number that counts up, by which devices take turns to compute for a group."""
+        """Returns a number that is one higher at each call, by which devices take turns to work."""
         self._turn += 1
         return self._turn - 1

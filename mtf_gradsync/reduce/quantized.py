@@ -13,13 +13,13 @@ from mtf_gradsync._private.patches import late_configurable
 from mtf_gradsync._private.tensorflow import cross_replica_gather, cross_replica_rows
 from mtf_gradsync.mesh.axes import ProcessorGroups, is_simd
 from mtf_gradsync.mesh.devices import memories
-from mtf_gradsync.reduce.compressed import GradientStrategy, in_dtype_of, no_errors, plus_errors
+from mtf_gradsync.reduce.compressed import GradientStrategy, add_errors, cast_like, zero_errors
 from mtf_gradsync.reduce.strategy import Compression, GradientOfCores, State, StateMaker, Strategy
 from mtf_gradsync.reduce.sums import (
     check_values,
-    in_groups,
+    map_groups,
     physical_groups,
-    positions,
+    positions_in_groups,
 )
 
 SCALE_BYTES = 2  # bfloat16
@@ -40,7 +40,7 @@ class Blocks(NamedTuple):
         return self.size * self.bits // 8 + SCALE_BYTES
 
     @property
-    def largest(self) -> int:
+    def largest_integer(self) -> int:
         """The largest integer that is sent."""
         return 2 ** (self.bits - 1) - 1
 
@@ -48,8 +48,8 @@ class Blocks(NamedTuple):
         """Returns how many blocks hold `size` numbers; the last block may be partly filled."""
         return -(-size // self.size)
 
-    def pay(self, size: int) -> bool:
-        """Returns whether `size` numbers in blocks take at most half of the bytes of float32."""
+    def halve_bytes(self, size: int) -> bool:
+        """Returns whether blocks need at most half as many bytes for `size` numbers as float32."""
         return 2 * self.count(size) * self.bytes <= 4 * size
 
 
@@ -63,27 +63,28 @@ def encode(x: tf.Tensor, blocks: Blocks) -> tuple[tf.Tensor, tf.Tensor, tf.Tenso
     """
     finite = tf.reduce_all(tf.math.is_finite(x), -1, keepdims=True)
     top = tf.reduce_max(tf.abs(x), -1, keepdims=True)
-    scale = _to_eight_bits(top * np.float32(1 / blocks.largest))
-    scale = tf.minimum(scale, _largest_scale(blocks.largest))
+    scale = _to_eight_bits(top * np.float32(1 / blocks.largest_integer))
+    scale = tf.minimum(scale, _largest_scale(blocks.largest_integer))
     scale = tf.where_v2(tf.logical_and(finite, top >= SMALLEST), scale, 0.0)
     inverse = 1 / tf.where_v2(scale > 0, scale, 1.0)
     rounded = tf.round(tf.where_v2(finite, x, 0.0) * inverse)
-    rounded = tf.clip_by_value(rounded, -blocks.largest, blocks.largest)
+    rounded = tf.clip_by_value(rounded, -blocks.largest_integer, blocks.largest_integer)
     rounded = tf.where_v2(scale > 0, rounded, 0.0)
     left = tf.where_v2(finite, x - rounded * scale, 0.0)
     scales = tf.cast(tf.where_v2(finite, scale, math.nan), tf.bfloat16)
-    return tf.cast(_packed(rounded, blocks.bits), tf.int8), scales, left
+    return tf.cast(_pack_integers(rounded, blocks.bits), tf.int8), scales, left
 
 
 def decode(numbers: tf.Tensor, scales: tf.Tensor, blocks: Blocks) -> tf.Tensor:
-    """Returns the float32 numbers that blocks from `encode` stand for, as blocks.
+    """Undoes `encode`, up to rounding; returns a float32 tensor of blocks of numbers.
 
-    `numbers` and `scales` are the first two results of `encode`.
+    `numbers` and `scales` are the first two results of `encode`. The result has the shape of the
+    tensor that `encode` has quantized.
     """
-    return _unpacked(tf.cast(numbers, tf.float32), blocks.bits) * tf.cast(scales, tf.float32)
+    return _unpack_integers(tf.cast(numbers, tf.float32), blocks.bits) * tf.cast(scales, tf.float32)
 
 
-def in_blocks(values: Sequence[tf.Tensor], blocks: Blocks, parts: int) -> tf.Tensor:
+def split_into_blocks(values: Sequence[tf.Tensor], blocks: Blocks, parts: int) -> tf.Tensor:
     """Returns one tensor with the numbers of all `values`, which have one dtype, in blocks.
 
     The result has the shape ``[parts, blocks of a part, numbers of a block]``: the blocks are
@@ -96,17 +97,17 @@ def in_blocks(values: Sequence[tf.Tensor], blocks: Blocks, parts: int) -> tf.Ten
         own = blocks.count(size)
         pieces.append(tf.pad(tf.reshape(x, [-1]), [[0, own * blocks.size - size]]))
         count += own
-    rows = rows_of_part(count, parts)
+    rows = blocks_per_part(count, parts)
     filling = (rows * parts - count) * blocks.size
     if filling:
         pieces.append(tf.zeros([filling], pieces[0].dtype))
     return tf.reshape(tf.concat(pieces, 0), [parts, rows, blocks.size])
 
 
-def out_of_blocks(
+def join_blocks(
     x: tf.Tensor, shapes: Sequence[Sequence[int]], blocks: Blocks
 ) -> tuple[tf.Tensor, ...]:
-    """Returns the tensors that `in_blocks` turned into the tensor `x` of blocks.
+    """Returns the tensors whose numbers are in the blocks `x`; the inverse of `split_into_blocks`.
 
     `shapes` are the shapes of the returned tensors, in the same order.
     """
@@ -118,8 +119,11 @@ def out_of_blocks(
     return tuple(values)
 
 
-def rows_of_part(count: int, parts: int) -> int:
-    """Returns how many blocks each part has if `count` blocks are divided into `parts` parts."""
+def blocks_per_part(count: int, parts: int) -> int:
+    """Returns how many blocks each part has if `count` blocks are divided into `parts` parts.
+
+    All parts have the same number of blocks; the last parts may contain empty blocks.
+    """
     return -(-count // parts)
 
 
@@ -133,17 +137,17 @@ def _to_eight_bits(x: tf.Tensor) -> tf.Tensor:
 def _largest_scale(largest: int) -> np.float32:
     """Returns the largest scale of 8 significant bits whose product with `largest` is finite.
 
-    `largest` is the largest integer that is sent; see `Blocks.largest`.
+    `largest` is the largest integer that is sent; see `Blocks.largest_integer`.
     """
     mantissa, exponent = math.frexp(float(np.finfo(np.float32).max) / largest)
     return np.float32(math.ldexp(math.floor(mantissa * 2**8), exponent - 8))
 
 
-def _packed(rounded: tf.Tensor, bits: int) -> tf.Tensor:
-    """Returns integers for int8: those of 8 bits as they are, those of 4 bits as pairs.
+def _pack_integers(rounded: tf.Tensor, bits: int) -> tf.Tensor:
+    """Returns numbers of 8 bits unchanged, and packs each two numbers of 4 bits into one of 8 bits.
 
-    `rounded` and the result are float tensors of whole numbers. With 4 bits, neighbours in the last
-    axis become one number, so that this axis has half the size.
+    `rounded` and the result are float tensors of whole numbers. The two numbers are neighbours in
+    the last axis, so that packing halves the size of this axis.
     """
     if bits == 8:
         return rounded
@@ -152,7 +156,7 @@ def _packed(rounded: tf.Tensor, bits: int) -> tf.Tensor:
     return (low + 8) + 16 * (high + 8) - 128
 
 
-def _unpacked(numbers: tf.Tensor, bits: int) -> tf.Tensor:
+def _unpack_integers(numbers: tf.Tensor, bits: int) -> tf.Tensor:
     if bits == 8:
         return numbers
     both = numbers + 128
@@ -186,7 +190,7 @@ def all_to_all(mesh_impl: Any, value: Any, groups: ProcessorGroups) -> Any:
                 received.append(tf.stack([sent[position] for sent in rows]))
         return received
 
-    return in_groups(mesh_impl, value, groups, exchange)
+    return map_groups(mesh_impl, value, groups, exchange)
 
 
 def gather_groups(mesh_impl: Any, value: Any, groups: ProcessorGroups) -> Any:
@@ -215,7 +219,7 @@ def gather_groups(mesh_impl: Any, value: Any, groups: ProcessorGroups) -> Any:
                 received[member] = rows
         return received
 
-    return in_groups(mesh_impl, value, groups, stacked)
+    return map_groups(mesh_impl, value, groups, stacked)
 
 
 _BITS = (4, 8)
@@ -224,8 +228,8 @@ _BITS = (4, 8)
 class QuantizationErrors(NamedTuple):
     """The state of `QuantizedAllReduce`: the quantization errors of gradients.
 
-    `of` has, for each gradient, a tensor of what each core has rounded away and not sent; None for
-    gradients that are not quantized.
+    The field `of` is a tuple with an element for each gradient: the differences between what cores
+    had to send and what they have sent. The element is None if the gradient is not quantized.
     """
 
     of: tuple[Any, ...]
@@ -252,13 +256,13 @@ class QuantizedAllReduce(GradientStrategy):
 
     **Not quantized.** Gradients that blocks would not make half as large, such as vectors of up to
     `block_size` / 2 numbers, and gradients that are not floats, are reduced by `reducer`. The size
-    that counts is that of a core's slice. `reported` has the compression rate that is reached, and
-    the log has the names of the gradients that are not quantized.
+    that counts is that of a core's slice. `mtf_gradsync.reported(optimizer)` gives the compression
+    rate that is reached, and the log names the gradients that are not quantized.
 
     On XLA devices the messages are an all-to-all and an all-gather of int8 and bfloat16. Programs
     that TensorFlow itself makes for TPUs have no all-gather, and send the same bytes by a second
-    all-to-all. `ShardedUpdateOptimizer` cuts each replica's part from the sums. float64 is sent
-    with float32's precision.
+    all-to-all. In a `ShardedUpdateOptimizer` each replica receives the whole sums and takes its
+    parts of them. float64 is sent with float32's precision.
 
     The state is kept in variables `<variable>/quantization_error`, with a value for each core.
 
@@ -292,7 +296,8 @@ class QuantizedAllReduce(GradientStrategy):
 
         Raises:
           TypeError: reducer is not a strategy, or error_feedback is not a bool.
-          ValueError: bits or block_size is anything else.
+          ValueError: bits is neither 8 nor 4, or block_size is not a whole number of 1 or more, or
+            is odd with 4 bits.
         """
         super().__init__(reducer)
         if not is_whole_number(bits) or bits not in _BITS:
@@ -311,7 +316,9 @@ class QuantizedAllReduce(GradientStrategy):
 
         def error(gradient: GradientOfCores) -> mtf.Variable | None:
             # Decided by the whole gradient, as slices on any mesh are smaller.
-            if not (self.error_feedback and self._sends(gradient.dtype, gradient.shape.size)):
+            if not (
+                self.error_feedback and self._is_quantized(gradient.dtype, gradient.shape.size)
+            ):
                 return None
             name = f"{gradient.name}/quantization_error"
             return maker.variable(name, gradient.shape, shard_dims=gradient.shard_dims)
@@ -323,46 +330,49 @@ class QuantizedAllReduce(GradientStrategy):
     ) -> tuple[list[Any], State]:
         self.check(mesh_impl, groups)
         check_values(values)
-        wanted = plus_errors(mesh_impl, values, state.of)
-        errors = no_errors(mesh_impl, state.of)
+        wanted = add_errors(mesh_impl, values, state.of)
+        errors = zero_errors(mesh_impl, state.of)
         sent = [
             i
             for i, x in enumerate(values)
             if groups.group_size > 1
-            and self._sends(x.tensor_list[0].dtype, mtf.list_product(x.slice_shape))
+            and self._is_quantized(x.tensor_list[0].dtype, mtf.list_product(x.slice_shape))
         ]
         whole = [i for i in range(len(values)) if i not in sent]
         sums = list(values)
-        as_given = [in_dtype_of(mesh_impl, wanted[i], values[i]) for i in whole]
+        as_given = [cast_like(mesh_impl, wanted[i], values[i]) for i in whole]
         for i, total in zip(whole, self.reducer.all_reduce(mesh_impl, as_given, groups)):
             sums[i] = total
         if sent:
-            totals, left = self._exchange(mesh_impl, [wanted[i] for i in sent], groups)
+            totals, left = self._sum_quantized(mesh_impl, [wanted[i] for i in sent], groups)
             for i, total, error in zip(sent, totals, left):
-                sums[i] = in_dtype_of(mesh_impl, total, values[i])
+                sums[i] = cast_like(mesh_impl, total, values[i])
                 if errors[i] is not None:
                     errors[i] = error
         return sums, QuantizationErrors(tuple(errors))
 
-    def _exchange(
+    def _sum_quantized(
         self, mesh_impl: Any, values: Sequence[Any], groups: ProcessorGroups
     ) -> tuple[Sequence[Any], Sequence[Any]]:
-        """Returns the sums of values over groups, sent as quantized blocks, and each core's errors.
+        """Sums values over groups by quantized messages; returns the sums and each core's errors.
 
-        Sums and quantization errors are `LaidOutTensor`s of float32, one for each value. Without
-        `error_feedback`, the errors are None.
+        Sums and errors are `LaidOutTensor`s of float32, one of each for each value. A core's error
+        is what quantization has taken from its value, and from its part of the sum. Without
+        `error_feedback`, each error is None.
         """
         blocks, parts = self._blocks, groups.group_size
         shapes = [x.slice_shape for x in values]
 
         def pack_and_encode(*xs: tf.Tensor) -> tuple[tf.Tensor, ...]:
-            return encode(in_blocks([tf.cast(x, tf.float32) for x in xs], blocks, parts), blocks)
+            return encode(
+                split_into_blocks([tf.cast(x, tf.float32) for x in xs], blocks, parts), blocks
+            )
 
         def add_and_encode(numbers: tf.Tensor, scales: tf.Tensor) -> tuple[tf.Tensor, ...]:
             return encode(tf.reduce_sum(decode(numbers, scales, blocks), 0), blocks)
 
         def unpack(x: tf.Tensor) -> tuple[tf.Tensor, ...]:
-            return out_of_blocks(x, shapes, blocks)
+            return join_blocks(x, shapes, blocks)
 
         def decode_and_unpack(numbers: tf.Tensor, scales: tf.Tensor) -> tuple[tf.Tensor, ...]:
             return unpack(decode(numbers, scales, blocks))
@@ -379,16 +389,16 @@ class QuantizedAllReduce(GradientStrategy):
         totals = mesh_impl.slicewise(decode_and_unpack, *gathered)
         if not self.error_feedback:
             return totals, [None] * len(values)
-        at = positions(mesh_impl, groups)
+        at = positions_in_groups(mesh_impl, groups)
         return totals, mesh_impl.slicewise(plus_own, left, of_sum, at)
 
     @property
     def _blocks(self) -> Blocks:
         return Blocks(self.bits, self.block_size)
 
-    def _sends(self, dtype: tf.DType, size: int) -> bool:
+    def _is_quantized(self, dtype: tf.DType, size: int) -> bool:
         """Returns whether gradients of a dtype, with `size` numbers on a core, are quantized."""
-        return dtype.is_floating and size > 0 and self._blocks.pay(size)
+        return dtype.is_floating and size > 0 and self._blocks.halve_bytes(size)
 
     def _compression(self, gradients: Sequence[GradientOfCores]) -> Compression:
         blocks = self._blocks
@@ -398,10 +408,10 @@ class QuantizedAllReduce(GradientStrategy):
         for gradient in gradients:
             size = mtf.list_product(gradient.slice_shape)
             given += size * gradient.dtype.size
-            if self._sends(gradient.dtype, size):
+            if self._is_quantized(gradient.dtype, size):
                 count += blocks.count(size)
             else:
                 as_they_are += size * gradient.dtype.size
                 whole.append(gradient.name)
-        in_parts = parts * rows_of_part(count, parts) * blocks.bytes
+        in_parts = parts * blocks_per_part(count, parts) * blocks.bytes
         return Compression(given, in_parts + as_they_are, tuple(whole))

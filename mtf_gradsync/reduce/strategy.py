@@ -11,16 +11,16 @@ from mtf_gradsync._common import check_whole_number
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.mesh.axes import ProcessorGroups, check_groups, check_mesh, is_simd
 from mtf_gradsync.mesh.devices import (
+    broadcast_to_devices,
     check_destinations,
     check_value,
-    copies,
-    spread,
+    copy_to_devices,
 )
 from mtf_gradsync.reduce.parts import (
     SIMD_BUCKET_BYTES,
     Cuts,
-    one_memory,
     reduce_scatter,
+    share_one_memory,
     take_parts,
 )
 from mtf_gradsync.reduce.sums import (
@@ -29,7 +29,6 @@ from mtf_gradsync.reduce.sums import (
     Planner,
     add_n,
     all_reduce_fn,
-    alone,
     check_divisible,
     check_values,
     divide,
@@ -37,6 +36,7 @@ from mtf_gradsync.reduce.sums import (
     packed_all_reduce,
     packs_of_groups,
     plan_buckets,
+    plan_unpacked,
     simd_wire_dtype,
 )
 
@@ -122,7 +122,7 @@ class StateMaker(abc.ABC):
 
     @abc.abstractmethod
     def report(self, compression: Compression) -> None:
-        """Records how many bytes the strategy sends, for the log and for `reported`.
+        """Records how many bytes the strategy sends, for the log and for `mtf_gradsync.reported`.
 
         A strategy that compresses calls this method once for each optimizer, in `gradient_state`.
         """
@@ -173,7 +173,9 @@ class Strategy(abc.ABC):
           mesh_impl: as for `all_reduce`.
           values: as for `all_reduce`.
           groups: the processors that sum with each other, along mesh axes.
-          cuts: for each value, the cuts into parts, along some of the mesh axes of the groups.
+          cuts: for each value, the axes of its slices that are split into parts. Each `Cut` has the
+            number of such an axis, and of the mesh axis over which it is split; this mesh axis is
+            one of those along which the groups run.
 
         Returns:
           `LaidOutTensor`s of the dtypes of `values`, in the same order.
@@ -196,7 +198,7 @@ class Strategy(abc.ABC):
 
     @property
     def has_gradient_reduction(self) -> bool:
-        """Whether an optimizer's gradients are reduced by `reduce_gradients`, not `all_reduce`."""
+        """Whether wrappers reduce gradients by `reduce_gradients`; if False, by `all_reduce`."""
         return False
 
     def gradient_state(self, gradients: Sequence[GradientOfCores], maker: StateMaker) -> State:
@@ -215,7 +217,7 @@ class Strategy(abc.ABC):
     def reduce_gradients(
         self, mesh_impl: Any, values: Sequence[Any], groups: ProcessorGroups, state: State
     ) -> tuple[list[Any], State]:
-        """Reduces an optimizer's gradients; called if `has_gradient_reduction`.
+        """Reduces an optimizer's gradients; called if `has_gradient_reduction` is True.
 
         The new state is written when all gradients exist and all variables have been read, and only
         on steps that use the sums.
@@ -249,7 +251,9 @@ class Strategy(abc.ABC):
         check_groups(mesh_impl, groups)
 
     def wire_dtype(self, mesh_impl: Any, dtype: tf.DType, groups: ProcessorGroups) -> tf.DType:
-        """Returns the dtype in which values are sent: the narrowest one if levels differ.
+        """Returns the dtype in which values of a dtype are sent between processors.
+
+        A strategy that sends values several times, in different dtypes, returns the narrowest one.
 
         Args:
           mesh_impl: the mesh.
@@ -289,8 +293,8 @@ class Strategy(abc.ABC):
 
         Raises:
           TypeError: mesh_impl is not a mesh, or groups is not a `ProcessorGroups`.
-          ValueError: an argument is anything else, or a value is not a dense numeric tensor of
-            known shape.
+          ValueError: another argument is not as described, or a value is not a dense numeric tensor
+            of known shape.
 
         References:
           TensorFlow 1's `CrossTowerOps.reduce`.
@@ -321,7 +325,7 @@ class Strategy(abc.ABC):
           ValueError: as for `reduce`, or value_destination_pairs is not such a list.
         """
         check_mesh(mesh_impl)
-        pairs = as_pairs(value_destination_pairs)
+        pairs = check_pairs(value_destination_pairs)
         if aggregation not in (tf.VariableAggregation.MEAN, tf.VariableAggregation.SUM):
             raise ValueError(
                 "aggregation must be tf.VariableAggregation.SUM or tf.VariableAggregation.MEAN, "
@@ -345,7 +349,7 @@ class Strategy(abc.ABC):
         if is_mean:
             sums = [divide(mesh_impl, x, groups.group_size) for x in sums]
         return [
-            x if devices is None else copies(mesh_impl, x, devices)
+            x if devices is None else copy_to_devices(mesh_impl, x, devices)
             for x, devices in zip(sums, places)
         ]
 
@@ -362,7 +366,7 @@ class Strategy(abc.ABC):
 
         Raises:
           TypeError: mesh_impl is not a mesh.
-          ValueError: an argument is anything else.
+          ValueError: tensor or destinations is not as described.
         """
         check_mesh(mesh_impl)
         if not isinstance(tensor, tf.Tensor):
@@ -371,8 +375,8 @@ class Strategy(abc.ABC):
         if is_simd(mesh_impl):
             return mesh_impl.slicewise(tf.identity, mesh_impl.LaidOutTensor([tensor]))
         if devices is None:
-            return mesh_impl.LaidOutTensor(spread(tensor, mesh_impl.devices))
-        return dict(zip(devices, spread(tensor, devices)))
+            return mesh_impl.LaidOutTensor(broadcast_to_devices(tensor, mesh_impl.devices))
+        return dict(zip(devices, broadcast_to_devices(tensor, devices)))
 
 
 def reduce_scatter_by(
@@ -382,10 +386,11 @@ def reduce_scatter_by(
     groups: ProcessorGroups,
     cuts: Sequence[Cuts],
 ) -> list[Any]:
-    """Returns what `strategy.reduce_scatter` returns for the same arguments.
+    """Sums each tensor over each group, and gives each processor only its part of the sum.
 
-    If `strategy` has no method `reduce_scatter`, because it is not a `Strategy`, its `all_reduce`
-    makes the sums, and each processor then takes its part of them.
+    The arguments after `strategy`, and the result, are those of `Strategy.reduce_scatter`, which
+    does the work. An object that counts as a strategy but is no `Strategy` may lack this method:
+    then its `all_reduce` makes the sums, and each processor takes its part of them.
     """
     scatter = getattr(strategy, "reduce_scatter", None)
     if scatter is not None:
@@ -416,11 +421,10 @@ def check_strategy(reducer: Any) -> Any:
     return reducer
 
 
-def as_pairs(pairs: Any) -> list[tuple[Any, Any]]:
-    """Returns a list or tuple of pairs (value, destinations) as a list.
+def check_pairs(pairs: Any) -> list[tuple[Any, Any]]:
+    """Returns `pairs` as a list; raises ValueError if it is no list or tuple of pairs.
 
-    Raises ValueError if `pairs` is no list or tuple of tuples of two elements. The elements of a
-    pair are not checked.
+    A pair is a tuple (value, destinations). Its elements are not checked.
     """
     if not isinstance(pairs, (list, tuple)):
         raise ValueError(
@@ -448,7 +452,9 @@ class OneLevel(Strategy):
     ) -> list[Any]:
         self.check(mesh_impl, groups)
         planner = self._planner(mesh_impl)
-        sum_fn = all_reduce_fn(mesh_impl, self._group_sum(mesh_impl), one_group=planner is alone)
+        sum_fn = all_reduce_fn(
+            mesh_impl, self._group_sum(mesh_impl), one_group=planner is plan_unpacked
+        )
         return packed_all_reduce(mesh_impl, values, groups, sum_fn, planner)
 
     def wire_dtype(self, mesh_impl: Any, dtype: tf.DType, groups: ProcessorGroups) -> tf.DType:
@@ -464,10 +470,11 @@ class OneLevel(Strategy):
     def _planner(self, mesh_impl: Any) -> Planner:
         """Returns the function that plans which tensors are packed together.
 
-        If `alone` is true, nothing is packed, and a SIMD mesh marks all sums as one group.
+        In this base class the function is `plan_unpacked`: nothing is packed. A SIMD mesh then
+        marks all sums of a call as one group.
         """
         del mesh_impl
-        return alone
+        return plan_unpacked
 
 
 # Measured by `python -m benchmarks.bucket_size` and `benchmarks.reductions`: between CPU devices of
@@ -512,7 +519,7 @@ class FusedAllReduce(OneLevel):
     def _planner(self, mesh_impl: Any) -> Planner:
         bucket_bytes, packed_bytes = self.bucket_bytes, self.packed_bytes
         if is_simd(mesh_impl) and bucket_bytes is None and packed_bytes is None:
-            return alone
+            return plan_unpacked
         if bucket_bytes is None:
             bucket_bytes = SIMD_BUCKET_BYTES if is_simd(mesh_impl) else PLACEMENT_BUCKET_BYTES
             if packed_bytes is None and not is_simd(mesh_impl):
@@ -534,13 +541,13 @@ class FusedAllReduce(OneLevel):
         """Sums each tensor over each group, and gives each processor only its part of the sum.
 
         The arguments and the result are those of `Strategy.reduce_scatter`. If all devices of a
-        placement mesh share one memory, one device makes the whole sum and cuts it. Otherwise each
-        device adds up its own part of each bucket. The buckets then hold up to `bucket_bytes`, and
-        `packed_bytes` does not limit the tensors in them.
+        placement mesh share one memory, one device makes the whole sum and splits it. Otherwise
+        each device adds up its own part of each bucket. The buckets then hold up to `bucket_bytes`,
+        and `packed_bytes` does not limit the tensors in them.
         """
         self.check(mesh_impl, groups)
         check_values(values)
-        if is_simd(mesh_impl) or one_memory(mesh_impl):
+        if is_simd(mesh_impl) or share_one_memory(mesh_impl):
             return super().reduce_scatter(mesh_impl, values, groups, cuts)
         bucket_bytes = PLACEMENT_BUCKET_BYTES if self.bucket_bytes is None else self.bucket_bytes
         return reduce_scatter(mesh_impl, values, groups, cuts, bucket_bytes)

@@ -85,10 +85,10 @@ def ordered_add_n(inputs: Sequence[tf.Tensor]) -> tf.Tensor:
 
 
 def add_in_order(total: tf.Tensor) -> tf.Tensor:
-    """Returns a tensor unchanged; if it is an AddN, makes it add its inputs in their order.
+    """Makes the operation of a tensor add its inputs in their order; returns the same tensor.
 
-    An AddN that is left unchanged may add its inputs in another order in each run (see
-    `docs/races.md`).
+    This concerns only an AddN, which otherwise may add its inputs in another order in each run (see
+    `docs/races.md`). If another operation has made the tensor, nothing is changed.
     """
     # Two inputs give the same sum either way round.
     if total.op.type == "AddN" and len(total.op.inputs) > 2:
@@ -115,8 +115,8 @@ def sum_on_one_device(
 def add_n(slices: Sequence[Any], devices: Sequence[str], root: int) -> list[Any]:
     """Returns the sum of a group's slices for each member, added up on one member's device.
 
-    `slices[i]` is on `devices[i]`, and `root` is the index of the device that adds up. The result
-    lists the same tensor once for each member. The function is a `GroupSum`.
+    `slices[i]` is the slice of the i-th member, which is on `devices[i]`. `root` is the index of
+    the device that adds up. The result lists the same tensor once for each member.
     """
     return [sum_on_one_device(slices, devices[root])] * len(slices)
 
@@ -124,8 +124,8 @@ def add_n(slices: Sequence[Any], devices: Sequence[str], root: int) -> list[Any]
 def ring(slices: Sequence[Any], devices: Sequence[str], root: int) -> list[Any]:
     """Returns the sum of a group's slices for each member, made by Mesh-TF's ring.
 
-    `slices[i]` is on `devices[i]`, and so is the i-th result. `root` is not used. bfloat16 and
-    float16 are summed as float32. The function is a `GroupSum`.
+    `slices[i]` is the slice of the i-th member. It is on `devices[i]`, and so is the i-th result.
+    `root` is not used. bfloat16 and float16 are summed as float32.
     """
     del root  # every member adds
     dtype = slices[0].dtype
@@ -202,33 +202,35 @@ def simd_all_reduce(
         return [mesh_impl.slicewise(cross_replica_sum, x) for x in values]
 
 
-def in_turns(mesh_impl: Any, sum_group: Callable[[Any, list[int], int], Sequence[Any]]) -> SumFn:
-    """Returns a function that sums values over groups on a placement mesh.
+def placement_sum_fn(
+    mesh_impl: Any, sum_group: Callable[[Any, list[int], int], Sequence[Any]]
+) -> SumFn:
+    """Returns a function (values, groups, turns) that sums values over groups on a placement mesh.
 
-    `sum_group` sums one value over one group. `sum_group` gets the value (a `LaidOutTensor`), the
-    processor numbers of the group's members, and a number that counts up from group to group, by
-    which it chooses the device that adds up. It returns the sum for each member, as a list of tf
-    tensors.
+    The function is a `SumFn`. It calls `sum_group` for each value and group, with the value (a
+    `LaidOutTensor`), the processor numbers of the group's members, and a number that counts up from
+    group to group. By this number `sum_group` chooses the device that adds up, so that the devices
+    take turns. `sum_group` returns the sum for each member, as a list of tf tensors.
     """
 
     def sum_one(value: Any, groups: ProcessorGroups, turn: int) -> Any:
         def compute(number: int, group: list[int]) -> Sequence[Any]:
             return sum_group(value, group, turn + number)
 
-        return in_groups(mesh_impl, value, groups, compute)
+        return map_groups(mesh_impl, value, groups, compute)
 
     return lambda values, groups, turns: [
         sum_one(x, groups, turn) for x, turn in zip(values, turns)
     ]
 
 
-def in_groups(
+def map_groups(
     mesh_impl: Any,
     value: Any,
     groups: ProcessorGroups,
     compute: Callable[[int, list[int]], Sequence[Any]],
 ) -> Any:
-    """Returns a `LaidOutTensor` of the slices that `compute` returns for the members of each group.
+    """Calls `compute` for each group; returns a `LaidOutTensor` of the slices that it returns.
 
     `compute` gets the group's number and its members (processor numbers), reads their slices of
     `value`, and returns a slice for each member. `compute` is called only once for groups whose
@@ -247,11 +249,11 @@ def in_groups(
 
 
 def physical_groups(mesh_impl: Any, groups: ProcessorGroups) -> list[list[int]]:
-    """Returns groups as lists of physical core numbers, as collectives of a SIMD mesh take them."""
+    """Returns groups as lists of physical core numbers, for the collectives of a SIMD mesh."""
     return [[mesh_impl.l2p(p) for p in group] for group in groups.groups]
 
 
-def positions(mesh_impl: Any, groups: ProcessorGroups) -> Any:
+def positions_in_groups(mesh_impl: Any, groups: ProcessorGroups) -> Any:
     """Returns each processor's position in its group as a `LaidOutTensor` of scalars.
 
     Positions are Python integers on a placement mesh, and int32 tensors on a SIMD mesh.
@@ -266,10 +268,12 @@ def positions(mesh_impl: Any, groups: ProcessorGroups) -> Any:
 
 
 def all_reduce_fn(mesh_impl: Any, group_sum: GroupSum = add_n, one_group: bool = True) -> SumFn:
-    """Returns the function that sums values over groups on a mesh.
+    """Returns a function (values, groups, turns) that sums values over groups on a mesh.
 
-    A placement mesh sums each group by `group_sum`. A SIMD mesh sums by `simd_all_reduce`, which
-    gets `one_group`: whether all sums of one call are marked as one group of sums.
+    The function is a `SumFn`. On a placement mesh it sums each group by `group_sum`, and by the
+    number in `turns` chooses a device that adds up. On a SIMD mesh it sums by
+    `simd_all_reduce`, with the argument `one_group`: whether all sums of one call are marked as one
+    group of sums.
     """
     if is_simd(mesh_impl):
         return lambda values, groups, turns: simd_all_reduce(mesh_impl, values, groups, one_group)
@@ -278,7 +282,7 @@ def all_reduce_fn(mesh_impl: Any, group_sum: GroupSum = add_n, one_group: bool =
         devices = [mesh_impl.devices[p] for p in group]
         return group_sum([value.tensor_list[p] for p in group], devices, turn % len(group))
 
-    return in_turns(mesh_impl, sum_group)
+    return placement_sum_fn(mesh_impl, sum_group)
 
 
 def check_divisible(values: Sequence[Any]) -> None:
@@ -361,8 +365,9 @@ def plan_buckets(
 def packs_of_groups(groups: Sequence[Sequence[int]], sizes: Sequence[int]) -> Packs:
     """Returns a plan with one pack for each group of tensors.
 
-    Each group is a list of tensors' indices, and the group's pack has all elements of these
-    tensors. `sizes` has the number of elements of each tensor.
+    A plan is a list of packs, and a pack is a list of `Piece`s. Each group is a list of tensors'
+    indices, and the group's pack has all elements of these tensors. `sizes` has the number of
+    elements of each tensor.
     """
     return [[Piece(i, 0, sizes[i]) for i in group] for group in groups]
 
@@ -400,11 +405,11 @@ def _one_shape(shapes: Sequence[Sequence[int]]) -> bool:
 MESSAGE_BYTES = 32 * 1024
 
 
-def alone(sizes: Sequence[int], itemsize: int) -> Packs:
-    """Returns a plan in which each tensor is alone in its pack.
+def plan_unpacked(sizes: Sequence[int], itemsize: int) -> Packs:
+    """Returns a plan (a list of packs) in which each tensor has its own pack.
 
     `sizes` has the number of elements of each tensor; `itemsize` is not used. The function is a
-    `Planner`.
+    `Planner`: it can be given to `packed_all_reduce`.
     """
     del itemsize
     return packs_of_groups([[i] for i in range(len(sizes))], sizes)
@@ -415,7 +420,7 @@ def packed_all_reduce(
     values: Sequence[Any],
     groups: ProcessorGroups,
     sum_fn: SumFn,
-    planner: Planner = alone,
+    planner: Planner = plan_unpacked,
     turns: Iterator[int] | None = None,
 ) -> list[Any]:
     """Returns the sums of values over groups, made in packs of tensors of one dtype.
@@ -464,8 +469,9 @@ def _sum_packs(
 ) -> list[Any]:
     """Returns the sums of values over groups, made in the packs of a plan.
 
-    `packs` is the plan, whose pieces refer to positions in `values`. Values that are in no pack are
-    returned as they are. `sum_fn` gets all packs, with a number of `turns` for each.
+    `packs` is the plan: a list of packs, each a list of `Piece`s of `values`. Values that are in no
+    pack are returned as they are. `sum_fn` is called once, with all packs and a number of `turns`
+    for each pack.
     """
     pieces: dict[int, list[Piece]] = collections.defaultdict(list)
     for piece in itertools.chain.from_iterable(packs):
@@ -478,7 +484,7 @@ def _sum_packs(
         shapes = [parts[p].slice_shape for p in pack]
         several = len(shapes) > 1
         fn = functools.partial(unpack, shapes=shapes)
-        own = _on_sums(mesh_impl, fn, [total], len(shapes)) if several else [total]
+        own = _map_sums(mesh_impl, fn, [total], len(shapes)) if several else [total]
         parts.update(zip(pack, own))
     results = list(values)
     for index, some in pieces.items():
@@ -507,20 +513,20 @@ def _join(mesh_impl: Any, parts: Sequence[Any], shape: Sequence[int]) -> Any:
     def join(*flat: tf.Tensor) -> tuple[tf.Tensor]:
         return (tf.reshape(tf.concat(flat, 0), shape),)
 
-    return _on_sums(mesh_impl, join, parts, 1)[0]
+    return _map_sums(mesh_impl, join, parts, 1)[0]
 
 
-def _on_sums(
+def _map_sums(
     mesh_impl: Any,
     fn: Callable[..., tuple[tf.Tensor, ...]],
     sums: Sequence[Any],
     num_results: int,
 ) -> Sequence[Any]:
-    """Returns the results of `fn` for each processor's slices of `sums`, as `LaidOutTensor`s.
+    """Calls `fn` with each processor's slices of `sums`; returns `LaidOutTensor`s of the results.
 
-    `fn` only moves elements, to unpack a pack for example, and returns `num_results` tensors. If
-    the sums are small, each processor calls `fn`. If they are large, processors that hold the same
-    slices share one call and its results.
+    `fn` returns a tuple of `num_results` tensors, and does no arithmetic: it unpacks a pack, for
+    example. If the sums are small, `fn` is called for each processor. If they are large, it is
+    called once for all processors that hold the same slices, which share the results.
     """
     itemsize = sums[0].tensor_list[0].dtype.size
     num_bytes = itemsize * sum(mtf.list_product(x.slice_shape) for x in sums)

@@ -35,7 +35,7 @@ class StopSignal:
         # Python only lets the main thread set handlers; elsewhere nobody can press Ctrl-C.
         if threading.current_thread() is threading.main_thread():
             for number in _SIGNALS:
-                self._undo.enter_context(handler_kept(number))
+                self._undo.enter_context(preserve_handler(number))
                 before = signal.signal(number, self._handle)  # None if it is no handler of Python's
                 self._undo.callback(signal.signal, number, before or signal.SIG_DFL)
         return self
@@ -72,13 +72,14 @@ class Interruption(StopSignal):
 def signal_of(error: KeyboardInterrupt) -> int:
     """Returns the number of the signal that caused a KeyboardInterrupt.
 
-    The result is SIGINT if the exception does not hold a signal's number.
+    `StopSignal` and `Interruption` put this number into the exception. If it is not there, the
+    result is SIGINT.
     """
     return error.args[0] if error.args else signal.SIGINT
 
 
 @contextlib.contextmanager
-def handler_kept(number: int) -> Iterator[None]:
+def preserve_handler(number: int) -> Iterator[None]:
     """Restores a signal's handler at the end of the block, even a handler that C code had set.
 
     `number` is the signal's number. Python itself can restore only handlers that Python code has

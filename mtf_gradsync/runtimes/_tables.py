@@ -26,7 +26,7 @@ def terminal_width() -> int:
 
 
 def wrapped(lines: Sequence[str], width: int | None = None) -> list[str]:
-    """Returns lines of text, of which those longer than `width` are broken between words.
+    """Breaks lines that are longer than `width` between words; returns all lines of text.
 
     A line that continues a broken line has the same indentation as the broken line. `width` is the
     largest number of characters in a line; None takes `terminal_width()`.
@@ -51,7 +51,7 @@ def text_table(
     keys: int = 1,
     width: int | None = None,
 ) -> list[str]:
-    """Returns the lines of a table that fits into the terminal. Figures are never cut.
+    """Returns the lines of a table that fits into the terminal. Figures are always shown whole.
 
     If a table is too wide, the words of its headers are written below each other. If the table is
     still too wide, its widest columns of text are broken into several lines. If that is not enough,
@@ -72,8 +72,12 @@ def text_table(
     if _width(columns) > width:
         columns = [column.with_narrow_header() for column in columns]
     lines: list[str] = []
-    for band in _bands(columns, keys, width):
-        lines += ["", *_lines(_fitted(band, width))] if lines else _lines(_fitted(band, width))
+    for band in _split_into_tables(columns, keys, width):
+        lines += (
+            ["", *_lines(_narrow_columns(band, width))]
+            if lines
+            else _lines(_narrow_columns(band, width))
+        )
     return lines
 
 
@@ -93,13 +97,13 @@ class _Column(NamedTuple):
     def with_narrow_header(self) -> _Column:
         words = [word for line in self.header for word in line.split(" ")]
         room = max([*map(len, words), *(len(line) for cell in self.cells for line in cell)])
-        return self._replace(header=_broken(self.header, room, indent=""))
+        return self._replace(header=_break_lines(self.header, room, indent=""))
 
     def within(self, width: int) -> _Column:
-        return self._replace(cells=[_broken(cell, width) for cell in self.cells])
+        return self._replace(cells=[_break_lines(cell, width) for cell in self.cells])
 
 
-def _broken(lines: Sequence[str], width: int, indent: str = " ") -> list[str]:
+def _break_lines(lines: Sequence[str], width: int, indent: str = " ") -> list[str]:
     """Returns the lines of a cell, broken into lines of at most `width` characters.
 
     `indent` is the text at the beginning of each line that continues a broken line.
@@ -129,7 +133,7 @@ def _narrowest(column: _Column) -> _Column:
     return column.within(max(_LEAST, *map(len, column.header))) if column.is_text else column
 
 
-def _bands(columns: list[_Column], keys: int, width: int) -> list[list[_Column]]:
+def _split_into_tables(columns: list[_Column], keys: int, width: int) -> list[list[_Column]]:
     """Splits columns into as few tables of at most `width` characters as possible.
 
     The result has a list of columns for each table. Each table begins with the first `keys`
@@ -145,8 +149,8 @@ def _bands(columns: list[_Column], keys: int, width: int) -> list[list[_Column]]
     return bands
 
 
-def _fitted(columns: Sequence[_Column], width: int) -> list[_Column]:
-    """Returns `columns`, with the widest columns of text narrowed until all fit into `width`.
+def _narrow_columns(columns: Sequence[_Column], width: int) -> list[_Column]:
+    """Narrows the widest columns of text until all fit into `width`; returns all columns.
 
     If the columns do not fit even at their smallest widths, they are returned with these widths.
     """

@@ -40,7 +40,7 @@ _COPIES = {"Fill": 1, "BroadcastTo": 0, "Cast": 0, "Identity": 0}
 
 
 def reshard(value: np.ndarray, num_shard_dims: int, new_shape: Sequence[int]) -> np.ndarray:
-    """Returns values of S shards, distributed over T shards so that their sum stays the same.
+    """Distributes the values of S shards over T shards, so that their sum stays the same.
 
     The number of old shards is S, and the number of new shards is T. Shards are numbered in
     row-major order over the shard dims. The value of old shard j goes to new shard j * T // S. A
@@ -77,7 +77,7 @@ def reshard(value: np.ndarray, num_shard_dims: int, new_shape: Sequence[int]) ->
 
 
 class Change(NamedTuple):
-    """A wrapper's variable that a checkpoint has in another form, or not at all.
+    """A difference: a graph's variable that a checkpoint has in another form, or not at all.
 
     Attributes:
       saved_name: the variable's name in the checkpoint; None if the checkpoint does not have the
@@ -87,7 +87,7 @@ class Change(NamedTuple):
         None if the shapes differ in more than shards and islands.
       shape: the variable's shape in the graph.
       dtype: the variable's dtype in the graph.
-      note: the graph's note on how to read the variable.
+      note: the note with which the wrapper has said how the variable's value is to be converted.
       looks_alike: whether name, shape and dtype are the same in the checkpoint and in the graph,
         although the value means something else, so that a plain saver would restore a wrong value
         without an error.
@@ -107,8 +107,8 @@ class Change(NamedTuple):
         return self.saved_name is None or self.num_shard_dims is not None
 
 
-class Saved:
-    """A checkpoint, with its differences from a graph's variables.
+class SavedCheckpoint:
+    """A checkpoint that is compared with a graph; it converts the values that differ.
 
     Attributes:
       path: the path of the checkpoint.
@@ -121,7 +121,7 @@ class Saved:
     """
 
     def __init__(self, path: str, graph: tf.Graph | None = None):
-        """Opens a checkpoint, to compare it with `graph`; None for the default graph."""
+        """Opens the checkpoint `path`, to compare it with `graph`; None for the default graph."""
         self.path, self._graph = path, graph or tf.get_default_graph()
         self._reader = tf.train.load_checkpoint(path)
         self.shapes = {n: tuple(s) for n, s in self._reader.get_variable_to_shape_map().items()}
@@ -143,11 +143,11 @@ class Saved:
         names = [name, f"{name}/{ISLAND}"]
         return next((n for n in names[:: -1 if of_islands else 1] if n in self.shapes), None)
 
-    def unlike(self, variable: Any) -> str:
-        """Returns a sentence on how the checkpoint's variable of the same name differs.
+    def describe_difference(self, variable: Any) -> str:
+        """Returns a sentence on how a variable's shape or dtype differs in the checkpoint.
 
         `variable` is a tf variable of the graph; the checkpoint must have a variable of the same
-        name. The result is "" if shape and dtype are the same in the checkpoint and in the graph.
+        name. The result is "" if shape and dtype are the same.
         """
         name, shape, dtype = variable.op.name, variable.shape.as_list(), variable.dtype.base_dtype
         if list(self.shapes[name]) != shape:
@@ -183,12 +183,12 @@ class Saved:
 
     @functools.cached_property
     def _new_slots(self) -> dict[str, Change]:
-        """The graph's slots that the checkpoint lacks, by name; {} if the checkpoint has no slots.
+        """The slots of the graph that begin as in a new run, by name.
 
         A checkpoint that has only some of the graph's slots is from a run in which other
-        optimizers, or none, updated some variables. The result has the slots of those variables of
-        which the checkpoint has no slot at all: if it has one slot of a variable, the variable's
-        other slots must not begin anew beside that slot.
+        optimizers, or none, updated some variables. All slots of these variables begin as in a new
+        run. A variable is one of them if the checkpoint has none of its slots. Slots whose elements
+        have different initial values are left out. The result is {} if the checkpoint has no slots.
         """
         own: list[StateNote] = self._graph.get_collection(STATE_COLLECTION)
         state, held = {note.name for note in own}, {n.name: n.held for n in own if n.held}
@@ -202,15 +202,18 @@ class Saved:
             name, shape = variable.op.name, tuple(variable.shape.as_list())
             if held.get(name, name) not in slots:
                 continue
-            start = _begins_with(variable)
+            start = _initial_number(variable)
             if start is not None:
                 dtype = variable.dtype.base_dtype
                 found[name] = Change(None, (), None, shape, dtype, StateNote(name, start=start))
         return found
 
     @functools.cached_property
-    def slots_anew(self) -> set[str]:
-        """The names in `changes` of slots, and of counts of slots, that begin as in a new run."""
+    def restarted_slots(self) -> set[str]:
+        """The names of slots, and of counters of their updates, that begin as in a new run.
+
+        All of them are keys of `changes`.
+        """
         counts = {
             name
             for name, change in self.changes.items()
@@ -220,10 +223,10 @@ class Saved:
         return {*self._new_slots, *counts}
 
     def _change(self, variable: Any, note: StateNote) -> Change | None:
-        """Returns how the checkpoint's variable differs from the graph's; None if it does not.
+        """Returns how a variable differs in the checkpoint; None if it does not.
 
-        `variable` is the graph's tf variable, and `note` says how the variable's value is to be
-        read.
+        `variable` is the graph's tf variable, and `note` is the note with which a wrapper has said
+        how its value is to be converted.
         """
         name, shape = variable.op.name, tuple(variable.shape.as_list())
         dtype = variable.dtype.base_dtype
@@ -241,8 +244,8 @@ class Saved:
         fits = dims >= 0 and saved_shape[len(islands) + dims :] == rest
         fits = fits and not (note.one_shape and dims)
         is_alike = source == name and saved_shape == shape and self.dtypes[source] == dtype
-        is_empty = note.counter is not None and not self._total(note.counter)
-        is_same_kind = is_empty or self._had_weights(note) == note.is_total
+        is_empty = note.counter is not None and not self._sum_over_islands(note.counter)
+        is_same_kind = is_empty or self._adds_up_islands(note) == note.is_total
         if is_alike and islands == shape[: note.num_island_dims] and is_same_kind:
             return None
         looks_alike = is_alike and not is_empty
@@ -251,15 +254,15 @@ class Saved:
     def _find_noted(self, name: str, note: StateNote) -> str | None:
         return self.find(name, of_islands=note.held is not None)
 
-    def _of_ring(self, name: str, change: Change) -> np.ndarray:
-        """Returns the value for the graph's variable `name`, which belongs to a ring of values.
+    def _ring_value(self, name: str, change: Change) -> np.ndarray:
+        """Returns the value to restore for a variable `name` that belongs to a ring of values.
 
-        A ring of values consists of two variables: one holds the newest values of a series, and the
-        other counts the values that have been written. The ring in the checkpoint has another size
-        than the graph's ring, or belongs to other islands. The result holds the newest values that
-        the graph's ring has room for, from the oldest to the newest; or the number of these values,
-        if `name` is the name of the counter. If the islands differ, the result is all zeros,
-        because values of other islands mean something else.
+        A ring of values is two variables of the graph: one holds the newest values of a series, and
+        the other counts how many values have been written. `change` says how the variable differs:
+        the ring in the checkpoint has another size, or belongs to other islands. The result holds
+        the newest values, as many as the graph's ring can hold, from the oldest to the newest. If
+        `name` is the name of the counter, the result is the number of these values. If the islands
+        differ, the result is zeros.
         """
         note, ring = change.note, change.note.ring
         assert ring is not None
@@ -277,7 +280,7 @@ class Saved:
         return np.reshape(found, change.shape).astype(change.dtype.as_numpy_dtype)
 
     def _islands_of(self, name: str, note: StateNote | None = None) -> tuple[int, ...]:
-        """Returns the sizes of those first dims of a saved variable that number islands.
+        """Returns the sizes of those dims of a variable in the checkpoint that number islands.
 
         `name` is the variable's name in the checkpoint. `note` is the graph's note on the variable,
         if there is one. The result is () if no dims of the variable number islands.
@@ -285,22 +288,22 @@ class Saved:
         is_own = note is not None and note.held is None and note.num_island_dims > 0
         return self.islands if is_own or name.endswith(f"/{ISLAND}") else ()
 
-    def _had_weights(self, note: StateNote) -> bool:
-        """Returns whether the saved values of islands are to be added up, not averaged.
+    def _adds_up_islands(self, note: StateNote) -> bool:
+        """Returns True if the saved values of islands are added up, and False if they are averaged.
 
-        If the checkpoint has weights of gradients, sums of gradients are sums of gradients times
-        weights, and are added up. Without weights in the checkpoint they are averaged. For other
-        values, `note`, which is the graph's note on the variable, says what is done.
+        `note` is the graph's note on the variable. Sums of gradients are added up if the checkpoint
+        has the weights of the gradients, because they are then sums of gradients times weights. For
+        other values, the note says whether they are added up.
         """
         return note.is_total if note.weight is None else self.find(note.weight) is not None
 
-    def _total(self, name: str | None) -> float:
-        """Returns the sum over the islands of a saved scalar; 0.0 if it is missing."""
+    def _sum_over_islands(self, name: str | None) -> float:
+        """Returns the sum over the islands of the saved scalar `name`; 0.0 if it is missing."""
         found = name and self.find(name)
         return float(np.sum(self.read(found), dtype=np.float64)) if found else 0.0
 
-    def _weights(self, name: str | None, islands: int) -> np.ndarray | None:
-        """Returns the saved weights of islands as a float64 vector with one weight for each island.
+    def _weights_of_islands(self, name: str | None, islands: int) -> np.ndarray | None:
+        """Returns the weights of islands in the checkpoint: a float64 vector, one for each island.
 
         `name` is the name of the weights' variable, and `islands` is the number of islands. The
         result is None if the checkpoint does not have one weight for each island, or if all weights
@@ -311,23 +314,23 @@ class Saved:
         weights = self.read(name).reshape(islands).astype(np.float64)
         return weights if weights.sum() > 0 else None
 
-    def _updates(self) -> int | None:
-        """Returns how many updates the innermost optimizer had made; None if it is unknown."""
+    def _count_updates(self) -> int | None:
+        """Returns how many updates the innermost optimizer had made; None if it was not saved."""
         for last in ("update_step", "inner_step"):
             ends = (f"/{last}", f"/{last}/{ISLAND}")
             counts = [int(np.max(self.read(n))) for n in self.shapes if n.endswith(ends)]
             if counts:  # the innermost counter counts fewest
                 return min(counts)
-        return int(self._total("global_step")) if "global_step" in self.shapes else None
+        return int(self._sum_over_islands("global_step")) if "global_step" in self.shapes else None
 
     def value(self, name: str) -> np.ndarray:
-        """Returns the value to restore for a variable in `changes`."""
+        """Returns the value to restore for the variable `name`, which is a key of `changes`."""
         change = self.changes[name]
         note = change.note
         if note.ring and change.saved_name is not None:
-            return self._of_ring(note.held or name, change)
+            return self._ring_value(note.held or name, change)
         if change.saved_name is not None and note.fill is None:
-            return self._moved(change)
+            return self._converted(change)
         value: Any = note.start if change.saved_name is None else note.fill
         if isinstance(value, str):
             value = self._value_of(value)
@@ -340,14 +343,14 @@ class Saved:
         return np.broadcast_to(np.asarray(value).astype(change.dtype.as_numpy_dtype), change.shape)
 
     def _value_of(self, name: str) -> Any:
-        """Returns the value, converted for the graph, of a variable that a note names.
+        """Returns the value in the checkpoint of the variable `name`, converted for the graph.
 
         If the variable has a value for each island, the result is the mean over islands. If the
         checkpoint does not have the variable, the result is 0. For the name "global_step" the
         result is the number of updates that were made, or None if no variable counts updates.
         """
         if name == "global_step":
-            return self._updates()
+            return self._count_updates()
         if name in self.changes:
             return self.value(name)
         held = f"{name}/{ISLAND}"
@@ -359,8 +362,11 @@ class Saved:
             islands = len(self._islands_of(found)) if found else 0
         return np.mean(value, tuple(range(islands)), np.float64) if islands else value
 
-    def _moved(self, change: Change) -> np.ndarray:
-        """Returns a saved value, converted to the islands, shards and weights of the graph."""
+    def _converted(self, change: Change) -> np.ndarray:
+        """Returns a saved value, converted to the islands, shards and weights of the graph.
+
+        `change` describes how the variable differs in the checkpoint.
+        """
         note, name, dims = change.note, change.saved_name, change.num_shard_dims
         assert name is not None
         assert dims is not None, "it does not fit"
@@ -371,16 +377,19 @@ class Saved:
         new_shards = math.prod(of_island[: note.num_shard_dims])
         # First to values that add up to the value of the batch, then to those of the graph.
         times, by = (new_shards, old_shards) if note.is_mean else (1.0, 1.0)
-        if not self._had_weights(note):
+        if not self._adds_up_islands(note):
             times, by = times * (old_shards if note.is_share else 1), by * old
         elif not note.is_total:  # the weighted mean, times the number of additions
-            weight = self._total(note.weight)
-            times, by = times * (self._total(note.counter) if weight else 1), by * (weight or 1)
+            weight = self._sum_over_islands(note.weight)
+            times, by = (
+                times * (self._sum_over_islands(note.counter) if weight else 1),
+                by * (weight or 1),
+            )
         if not note.is_total:
             times, by = times * new, by * (new_shards if note.is_share else 1)
         value = self.read(name)
         values = value.reshape((old, *value.shape[len(islands) :]))
-        weights = self._weights(note.mean_weight, old)
+        weights = self._weights_of_islands(note.mean_weight, old)
         if old != new and weights is not None:
             mean = np.tensordot(weights / weights.sum(), values.astype(np.float64), 1)
             values, times, by = mean[None], 1.0, 1.0
@@ -392,12 +401,12 @@ class Saved:
         values = values.astype(change.dtype.as_numpy_dtype, copy=False)
         return np.broadcast_to(values, (new, *of_island)).reshape(change.shape)
 
-    def sums_lost(self) -> dict[str, tuple[int, str]]:
-        """Returns the sums of gradients in the checkpoint for which the graph has no accumulators.
+    def lost_sums(self) -> dict[str, tuple[int, str]]:
+        """Finds sums of gradients in the checkpoint for which the graph has no accumulators.
 
-        The result's keys are the names of the variables that count microbatch steps. The value for
-        each is the number of microbatch steps in the sums, and a sentence that names a remedy.
-        Counters that are 0 are left out.
+        Returns a dictionary. Each key is the name of a variable that counts the microbatch steps in
+        such sums. Its value is this number, and a sentence on how to keep the sums. Counters that
+        are 0 are left out.
         """
         noted = self._graph.get_collection(SUMS_NOT_KEPT)
         counts = {c: (int(self.read(c)), remedy) for c, remedy in noted if c in self.shapes}
@@ -405,7 +414,7 @@ class Saved:
 
     def check_sums_kept(self) -> None:
         """Raises ValueError if restoring into the graph would lose sums of gradients."""
-        for counter, (count, remedy) in self.sums_lost().items():
+        for counter, (count, remedy) in self.lost_sums().items():
             raise ValueError(
                 f"The checkpoint {self.path} has the sums of {count} microbatch steps without an "
                 f"update ({counter}), which this graph would lose. {remedy} To lose them, restore "
@@ -462,11 +471,11 @@ class Saved:
             )
 
 
-def _begins_with(variable: Any) -> float | None:
-    """Returns the number that all elements of a variable begin with.
+def _initial_number(variable: Any) -> float | None:
+    """Returns the initial value of all elements of a variable.
 
-    The result is None if the variable's elements begin with different numbers, or if the graph does
-    not say with which number they begin.
+    The result is None if the elements have different initial values, or if the graph does not show
+    these values.
     """
     value = variable.initial_value
     while value.op.type in _COPIES:
@@ -518,10 +527,10 @@ def adapt_checkpoint(path: str, directory: str, drop_sums: bool = False) -> str:
         shape without an error); or the checkpoint has sums of microbatch steps, but the graph has
         no accumulators, because its backward_passes_per_step is 1.
     """
-    saved = Saved(path)
+    saved = SavedCheckpoint(path)
     if not drop_sums:
         saved.check_sums_kept()
-    changed, lost = saved.changes, saved.sums_lost()
+    changed, lost = saved.changes, saved.lost_sums()
     if not changed and not lost:
         return path
     for name, change in sorted(changed.items()):
@@ -624,7 +633,7 @@ def averaged_checkpoint(path: str, variables: Sequence[Any]) -> Iterator[str]:
     Raises:
       NoAveragesError: the checkpoint has no average of any of the variables.
     """
-    saved = Saved(path)
+    saved = SavedCheckpoint(path)
     names = [variable.op.name for variable in variables if variable.op.name in saved.shapes]
     averages = {name: f"{name}/{AVERAGE}" for name in names if f"{name}/{AVERAGE}" in saved.shapes}
     if not averages:

@@ -247,7 +247,7 @@ class Cluster(Membership):
             flush=True,
         )
 
-    def _may_be_a_loss(self, error: BaseException | None) -> bool:
+    def _may_be_caused_by_loss(self, error: BaseException | None) -> bool:
         while error is not None:
             if isinstance(error, _LOSSES):
                 return True

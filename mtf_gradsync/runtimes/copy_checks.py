@@ -73,7 +73,7 @@ def watch_copies(every: int = 100) -> CopiesHook:
 
 
 class CopiesHook(tf.train.SessionRunHook):
-    """A hook that compares copies of variables between steps; `watch_copies` makes it."""
+    """A session hook that compares copies of variables between steps; `watch_copies` makes it."""
 
     def __init__(self, every: int):
         self.every = every
@@ -118,7 +118,7 @@ class CopiesHook(tf.train.SessionRunHook):
                 "variable, because processors with one memory share variables.",
             )
         graph.add_to_collection(_COLLECTION, self)
-        patch(tf.train.Saver, "save", _check_and_save)
+        patch(tf.train.Saver, "save", _save_checked_copies)
 
     def after_create_session(self, session: Any, coord: Any) -> None:
         del coord
@@ -154,12 +154,18 @@ class CopiesHook(tf.train.SessionRunHook):
         Args:
           session: the session that runs the steps, a ``tf.Session`` or a session of this package.
         """
-        parted = {copies: sums for copies, sums in self._compared(session) if len(set(sums)) > 1}
+        parted = {
+            copies: sums
+            for copies, sums in self._copies_with_checksums(session)
+            if len(set(sums)) > 1
+        }
         if not parted:
             return
         first, sums = next(iter(parted.items()))
         apart, alike = _minority(sums)
-        name, numbers = _different(first, self._values(session, first), apart[0], alike[0])
+        name, numbers = _describe_first_difference(
+            first, self._values(session, first), apart[0], alike[0]
+        )
         others = list(dict.fromkeys(copies.name for copies in parted if copies.name != first.name))
         if self._step is None:
             step, when = self._runs, f"after run {self._runs} of the session"
@@ -182,10 +188,11 @@ class CopiesHook(tf.train.SessionRunHook):
             f"the newest checkpoint ({_DOCS}).",
         )
 
-    def _compared(self, session: Any) -> Iterator[tuple[_Copies, Sequence[bytes]]]:
+    def _copies_with_checksums(self, session: Any) -> Iterator[tuple[_Copies, Sequence[bytes]]]:
         """Yields, for each slice that several cores hold, its copies and the checksum of each copy.
 
-        The checksums are `bytes` objects, in the order of the copies.
+        The slices are those of all variables. The checksums, which are computed now, are `bytes`
+        objects, in the order of the copies.
         """
         on_cores = _replica_session(session)
         checksums = None if on_cores is None else on_cores.checksums()
@@ -226,7 +233,8 @@ class _Copies(NamedTuple):
       name: the name of the Mesh-TF variable.
       cores: the numbers of the cores that hold a copy.
       keys: the names of the tf variables that hold the copies, one per core.
-      stacked: if the variable is a stack, the names of the variables stacked in it; else None.
+      stacked: the names of the variables that Mesh-TF has stacked in this variable; None if it is a
+        single variable.
     """
 
     name: str
@@ -236,10 +244,10 @@ class _Copies(NamedTuple):
 
 
 def _copies_of(lowering: mtf.Lowering, variable: mtf.Variable) -> dict[_Copies, list[Any]]:
-    """Returns the tf variables that hold the copies of each slice of a variable.
+    """Returns the copies of each slice of a variable, with the tf variables that hold them.
 
-    Only slices that several cores hold are in the result. The variables are in the order of
-    `_Copies.cores`.
+    The result is a dictionary from the copies of a slice to their tf variables, in the order of
+    `_Copies.cores`. Slices that a single core holds are left out.
     """
     laid_out = lowering.variables[variable]
     if isinstance(laid_out, HeldSlices):  # the holder's slices
@@ -264,13 +272,13 @@ def _copies_of(lowering: mtf.Lowering, variable: mtf.Variable) -> dict[_Copies, 
     return found
 
 
-def _bits(value: np.ndarray) -> np.ndarray:
+def _bytes_of_numbers(value: np.ndarray) -> np.ndarray:
     """Returns the bytes of each number of an array: uint8 of shape ``[numbers, bytes]``."""
     return np.ascontiguousarray(value).reshape(-1).view(np.uint8).reshape(value.size, -1)
 
 
 def _minority(copies: Sequence[bytes]) -> tuple[list[int], list[int]]:
-    """Returns two lists: indices of copies that differ from the commonest one, and of all others.
+    """Returns the indices of copies that differ from most copies, and the indices of all others.
 
     `copies` are the checksums of the copies.
     """
@@ -279,17 +287,17 @@ def _minority(copies: Sequence[bytes]) -> tuple[list[int], list[int]]:
     return [number for number, x in enumerate(copies) if x != most], alike
 
 
-def _different(
+def _describe_first_difference(
     copies: _Copies, values: Sequence[np.ndarray], one: int, other: int
 ) -> tuple[str, str]:
     """Returns the variable's name, and a sentence on where two copies of a slice differ.
 
     `values` are the values of all copies, and `one` and `other` are the indices of the two copies
-    to compare. If the variable is a stack, the name is that of the first stacked variable that
-    differs.
+    to compare. If Mesh-TF has stacked several variables in the variable, the name is that of the
+    first of these that differs.
     """
     value = values[one]
-    numbers = np.flatnonzero((_bits(value) != _bits(values[other])).any(1))
+    numbers = np.flatnonzero((_bytes_of_numbers(value) != _bytes_of_numbers(values[other])).any(1))
     if not len(numbers):
         return copies.name, "Read once more, the copies are equal. "
     place = [int(i) for i in np.unravel_index(numbers[0], value.shape)]
@@ -342,7 +350,7 @@ def _cores(cores: Sequence[int]) -> str:
     return f"core {text}" if len(cores) == 1 else f"cores {text}"
 
 
-def _check_and_save(save: Callable[..., Any]) -> Any:
+def _save_checked_copies(save: Callable[..., Any]) -> Any:
     """Returns a replacement for `tf.train.Saver.save` that first compares watched copies."""
 
     def save_checked(self: tf.train.Saver, sess: Any, *args: Any, **kwargs: Any) -> Any:

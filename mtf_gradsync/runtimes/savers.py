@@ -23,11 +23,11 @@ from mtf_gradsync.extension import (
 )
 from mtf_gradsync.runtimes._private.tensorflow import (
     advance_step_after_reads,
-    give_initializer,
     initializer_of,
+    set_initializer,
     variables_of_saver,
 )
-from mtf_gradsync.runtimes.checkpoints import Saved, adapt_checkpoint
+from mtf_gradsync.runtimes.checkpoints import SavedCheckpoint, adapt_checkpoint
 
 _logger = logging.getLogger(__name__)
 _RESTORE_ADAPTED = (
@@ -50,7 +50,7 @@ class ReshardingSaver(tf.train.Saver):
 
     def restore(self, sess: Any, save_path: str) -> None:
         # The parent raises the error for a path that is not a checkpoint.
-        if not _is_checkpoint(save_path) or not Saved(save_path, sess.graph).changes:
+        if not _is_checkpoint(save_path) or not SavedCheckpoint(save_path, sess.graph).changes:
             super().restore(sess, save_path)
             return
         is_elsewhere = "://" in str(save_path) or bool(getattr(sess, "sess_str", ""))
@@ -95,7 +95,7 @@ def restore_checked(
     if not has_state and not graph.get_collection(SUMS_NOT_KEPT):
         restore(self, sess, save_path)
         return
-    saved = Saved(save_path, graph)
+    saved = SavedCheckpoint(save_path, graph)
     if getattr(self, "_checks_sums", True):
         saved.check_sums_kept()
     found = saved.changes if has_state else {}
@@ -125,7 +125,7 @@ def restore_checked(
 def copy_masters_to_slices(
     copy: Callable[[mtf.Lowering], tf.Operation], self: mtf.Lowering
 ) -> tf.Operation:
-    """Returns the operation that copies masters to slices; makes programs use `ReshardingSaver`.
+    """Returns the operation that copies masters to slices; makes savers `ReshardingSaver`s.
 
     This function is called in place of Mesh-TF's `Lowering.copy_masters_to_slices`. Its argument
     `copy` is Mesh-TF's function, and `self` is the lowering. Mesh-TF's training programs call
@@ -180,12 +180,12 @@ def _checks_of_shapes() -> list[tf.Operation]:
 
 
 def init_from_checkpoint(initialize: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-    """Initializes variables from a checkpoint, but leaves wrappers' state as it is.
+    """Initializes variables from a checkpoint; wrappers' state keeps its own initial values.
 
     This function is called in place of TensorFlow's `init_from_checkpoint`, also by
     `tf.train.warm_start`. Its argument `initialize` is TensorFlow's function, and its other
-    arguments are those of `init_from_checkpoint`. A warning names the variables that were left as
-    they are.
+    arguments are those of `init_from_checkpoint`. A warning names the variables of wrappers that
+    the checkpoint would have initialized.
     """
     anew = begin_anew(tf.get_default_graph())
     variables = [v for v in tf.global_variables() if v.op.name in anew] if anew else []
@@ -194,7 +194,7 @@ def init_from_checkpoint(initialize: Callable[..., None], *args: Any, **kwargs: 
     kept = []
     for variable, own in zip(variables, before):
         if initializer_of(variable)[0] is not own[0]:
-            give_initializer(variable, own)
+            set_initializer(variable, own)
             kept.append(variable.op.name)
     if kept:
         _logger.warning(

@@ -20,16 +20,16 @@ from mtf_gradsync.extension import (
     tf,
 )
 from mtf_gradsync.runtimes._common import ACCEPT_FLAG, ConfigError, TrainingError, first_line
-from mtf_gradsync.runtimes._private.tensorflow import give_initializer, session_interface
-from mtf_gradsync.runtimes.checkpoints import Saved
+from mtf_gradsync.runtimes._private.tensorflow import session_interface, set_initializer
+from mtf_gradsync.runtimes.checkpoints import SavedCheckpoint
 from mtf_gradsync.runtimes.savers import ReshardingSaver
 from mtf_gradsync.runtimes.starting import (
     STATE_FILE,
     UNREADABLE,
+    add_to_manifest,
     checkpoint_files,
-    damage_of,
-    forget_checkpoint,
-    note_checkpoint,
+    find_damage,
+    remove_from_manifest,
     remove_leftovers,
 )
 
@@ -59,7 +59,7 @@ def differences(path: str, variables: Sequence[Any]) -> Differences:
     read.
     """
     try:
-        saved = Saved(path)
+        saved = SavedCheckpoint(path)
     except UNREADABLE as error:
         raise ConfigError(f"The checkpoint {path} cannot be read: {first_line(error)}") from error
     new, unfit, used = [], [], {variable.op.name for variable in variables}
@@ -74,13 +74,15 @@ def differences(path: str, variables: Sequence[Any]) -> Differences:
                 )
         elif name not in saved.shapes or change is not None:
             new.append(name)
-        elif unlike := saved.unlike(variable):
+        elif unlike := saved.describe_difference(variable):
             unfit.append(unlike)
     return Differences(
         dropped=tuple(sorted(set(saved.shapes) - used)),
         new=tuple(sorted(new)),
-        adapted=tuple(n for n in sorted(new) if n in saved.changes and n not in saved.slots_anew),
-        slots=tuple(name for name in sorted(new) if name in saved.slots_anew),
+        adapted=tuple(
+            n for n in sorted(new) if n in saved.changes and n not in saved.restarted_slots
+        ),
+        slots=tuple(name for name in sorted(new) if name in saved.restarted_slots),
         unfit=tuple(unfit),
     )
 
@@ -98,19 +100,21 @@ def initialize_from(init_checkpoint: str, variables: Sequence[Any]) -> str:
         path = init_checkpoint
         if os.path.isdir(path):
             path = tf.train.latest_checkpoint(path) or path
-        saved = Saved(path)
+        saved = SavedCheckpoint(path)
     except UNREADABLE as error:
         raise ConfigError(
             f"train.run.init_checkpoint = {init_checkpoint!r} is not a checkpoint: "
             f"{first_line(error)}"
         ) from error
-    damage = damage_of(path, of_a_run=False)
+    damage = find_damage(path, of_a_run=False)
     if damage:
         raise ConfigError(f"train.run.init_checkpoint: {path} is damaged: {damage}")
     anew = begin_anew(tf.get_default_graph())
     begun = [v.op.name for v in variables if v.op.name in anew]
     variables = [v for v in variables if v.op.name not in anew]
-    there = {v.op.name: (v, saved.unlike(v)) for v in variables if v.op.name in saved.shapes}
+    there = {
+        v.op.name: (v, saved.describe_difference(v)) for v in variables if v.op.name in saved.shapes
+    }
     chosen = {name: variable for name, (variable, unlike) in there.items() if not unlike}
     unlike = [sentence for _, sentence in there.values() if sentence]
     here = {v.op.name for v in variables}
@@ -128,12 +132,15 @@ def initialize_from(init_checkpoint: str, variables: Sequence[Any]) -> str:
     for name in sorted(here.difference(saved.shapes, counted)):
         close = close_to(name, unused, 1)
         lacking.append(f"{name} (it has {close[0]})" if close else name)
-    lines = [f"{len(chosen)} variables begin as in {init_checkpoint}", *_groups(chosen, trained)]
+    lines = [
+        f"{len(chosen)} variables begin as in {init_checkpoint}",
+        *_summary_lines(chosen, trained),
+    ]
     if counted:
         lines += ["the checkpoint does not have these, which begin with its number of updates:"]
-        lines += _groups(counted, trained)
+        lines += _summary_lines(counted, trained)
     if begun:
-        lines += ["state of wrappers begins anew:", *_groups(begun, trained)]
+        lines += ["state of wrappers begins anew:", *_summary_lines(begun, trained)]
     if unlike:
         lines += ["these do not, and keep their own initial values:", *_listed(unlike)]
     if lacking:
@@ -144,11 +151,12 @@ def initialize_from(init_checkpoint: str, variables: Sequence[Any]) -> str:
     return "\n".join(lines)
 
 
-def _initialize_counts(saved: Saved, chosen: Collection[str]) -> list[str]:
-    """Lets update counters that a checkpoint lacks begin with the checkpoint's number of updates.
+def _initialize_counts(saved: SavedCheckpoint, chosen: Collection[str]) -> list[str]:
+    """Sets initial values of counters of updates that the checkpoint `saved` does not have.
 
-    Only update counters that belong to slots in `chosen` are changed; `chosen` are the names of
-    variables that begin as in the checkpoint. Returns the names of the changed counters.
+    They begin with the number of updates that the checkpoint's run had made. Only counters that
+    belong to slots in `chosen` are set; `chosen` has the names of the variables that begin as in
+    the checkpoint. Returns the names of the counters that were set.
     """
     found = []
     for variable in tf.global_variables():
@@ -156,16 +164,16 @@ def _initialize_counts(saved: Saved, chosen: Collection[str]) -> list[str]:
         slot = None if change is None or change.saved_name else change.note.follows
         if slot and not {slot, f"{slot}/{ISLAND}"}.isdisjoint(chosen):
             value = tf.constant(saved.value(variable.op.name))
-            give_initializer(variable, (tf.assign(variable, value).op, value))
+            set_initializer(variable, (tf.assign(variable, value).op, value))
             found.append(variable.op.name)
     return found
 
 
-def _groups(names: Iterable[str], trained: Sequence[str]) -> list[str]:
-    """Returns lines for the log about the variables `names`.
+def _summary_lines(names: Iterable[str], trained: Sequence[str]) -> list[str]:
+    """Returns lines for the log that sum up which variables are among `names`.
 
-    The lines give the number of trained variables and the number of slots of each kind among
-    `names`, and name all other variables. `trained` are the names of all trained variables.
+    The lines give the number of trained variables and the number of slots of each kind, and name
+    all other variables. `trained` are the names of all trained variables.
     """
     groups: dict[str, int] = {}
     own = [name for name in names if name in trained]
@@ -200,26 +208,27 @@ def check_configuration(
         settings = ["these settings differ:", *_listed(changed)] if changed else []
         raise _error(
             f"The checkpoint {path} was made by another model or optimizer than this config "
-            f"describes: of another shape or type are {len(found.unfit)} of {len(variables)} "
-            "variables",
+            f"describes: {len(found.unfit)} of {len(variables)} variables have another shape or "
+            "type",
             *settings,
             "for example:" if len(found.unfit) > _MAX_UNFIT else "they are:",
             *(f"  {line}" for line in found.unfit[:_MAX_UNFIT]),
             *parts,
-            "Nothing was changed. Use the config that made it, or another --model_dir. "
+            "Nothing was changed. Use the config that made the checkpoint, or another --model_dir. "
             "(--verbosity=info names all variables.)",
         )
     if parts and not accept:
         raise _error(
             f"The checkpoint {path} was made by another configuration than this one:",
             *parts,
-            f"Nothing was changed. With {ACCEPT_FLAG} the run goes on all the same. Or use the "
-            "config that made it, or another --model_dir.",
+            f"Nothing was changed. With {ACCEPT_FLAG} the run goes on in spite of these "
+            "differences. Otherwise, use the config that made the checkpoint, or another "
+            "--model_dir.",
         )
     return found
 
 
-def check_has(path: str, variables: Sequence[Any], model_dir: str) -> None:
+def check_has_variables(path: str, variables: Sequence[Any], model_dir: str) -> None:
     """Raises a ConfigError if a checkpoint does not have all of `variables`, in their shapes.
 
     The checkpoint may lack state that wrappers derive from other values of the checkpoint, and
@@ -232,12 +241,15 @@ def check_has(path: str, variables: Sequence[Any], model_dir: str) -> None:
         raise _error(
             f"The checkpoint {path} was made by another model than this config describes:",
             *_listed([*missing, *found.unfit]),
-            f"Use the config that made it, or another model_dir than {model_dir}.",
+            f"Use the config that made the checkpoint, or another model_dir than {model_dir}.",
         )
 
 
-def differences_text(found: Differences) -> str:
-    """Returns the accepted differences as text for the log; "" if there are none."""
+def describe_differences(found: Differences) -> str:
+    """Returns differences as text for the log; "" if there are none.
+
+    The text lists variables that only the checkpoint or only the graph has.
+    """
     return "\n".join(_lines(found))
 
 
@@ -269,15 +281,18 @@ def _listed(lines: Sequence[str]) -> list[str]:
     return [*listed, f"  and {more} more"] if more > 0 else listed
 
 
-class _TakenValues(session_interface()):  # type: ignore[misc]  # found when it is called
-    """Values of variables that are to be saved; a saver takes this object for a session.
+class _ValuesToSave(session_interface()):  # type: ignore[misc]  # found when it is called
+    """A copy of all values that a checkpoint will have; give it to a saver in place of a session.
 
-    A saver whose method `save` gets this object as its session writes the values that the object
-    has, and not the values that the variables have at that time.
+    The saver's `save(this object, path)` then writes these values, even if the variables have
+    changed since they were read.
     """
 
     def __init__(self, sess: Any, saver_def: Any):
-        """Reads the values of all variables that a saver saves, in one run of a session."""
+        """Reads the variables' values in one run of the session `sess`.
+
+        `saver_def` is the SaverDef of the saver, which says which variables are read.
+        """
         last = sess.graph.get_tensor_by_name(saver_def.save_tensor_name).op
         (save,) = [op for op in (last, *last.control_inputs) if op.type == "SaveV2"]
         _, names, slices, *tensors = save.inputs
@@ -299,7 +314,10 @@ class _TakenValues(session_interface()):  # type: ignore[misc]  # found when it 
         return self._session.graph
 
     def run(self, fetches: Any, feed_dict: Any = None, *unused: Any, **unused_named: Any) -> str:
-        """Writes the values to the file whose name a saver feeds; returns this name."""
+        """Writes the values; called by the saver, which feeds the path of the checkpoint.
+
+        Returns this path, as a run of the saver's operation does. `fetches` is not used.
+        """
         prefix = feed_dict[self._filename]
         self._session.run(self._write, {self._prefix: prefix, **self._values})
         return prefix
@@ -329,15 +347,15 @@ class RunSaver(ReshardingSaver):
         self, sess: Any, save_path: str, global_step: Any = None, *args: Any, **kwargs: Any
     ) -> str:
         """Writes a checkpoint, and returns its path; see `tf.train.Saver.save`."""
-        if self._to_masters and not isinstance(sess, _TakenValues):
+        if self._to_masters and not isinstance(sess, _ValuesToSave):
             sess.run(self._to_masters)
         self._check_masters(sess, global_step)
         if "://" in save_path:  # where files are written in another way
             return super().save(sess, save_path, global_step, *args, **kwargs)
-        forget_checkpoint(save_path if global_step is None else f"{save_path}-{global_step}")
+        remove_from_manifest(save_path if global_step is None else f"{save_path}-{global_step}")
         path = super().save(sess, save_path, global_step, *args, **kwargs)
-        _put_on_disk(path)
-        note_checkpoint(path)
+        _flush_to_disk(path)
+        add_to_manifest(path)
         return path
 
     def restore(self, sess: Any, save_path: str) -> None:
@@ -352,7 +370,7 @@ class RunSaver(ReshardingSaver):
         own = present if self._own is None else self._own
         if save_path and tf.train.checkpoint_exists(save_path):
             with sess.graph.as_default():
-                check_has(save_path, own, os.path.dirname(save_path))
+                check_has_variables(save_path, own, os.path.dirname(save_path))
         super().restore(sess, save_path)
         known = {v.op.name for v in own}
         added = [v.initializer for v in present if v.op.name not in known]
@@ -360,17 +378,18 @@ class RunSaver(ReshardingSaver):
             sess.run(added)
 
     def _check_masters(self, sess: Any, global_step: Any) -> None:
-        """Raises an error if the masters' values must not be saved.
+        """Raises an error if the masters' values must not be saved; called before each save.
 
-        A `RunSaver` accepts all values. `global_step` is the step of the checkpoint, for errors.
+        This class accepts all values; subclasses may refuse some. `global_step` is the step of the
+        checkpoint, for errors.
         """
 
 
 class TrainingSaver(RunSaver):
-    """A RunSaver that refuses values from which a run could not go on.
+    """A RunSaver that refuses values from which a run could not go on: infinities and NaNs.
 
-    `sums_may_be_bad` says that the optimizer skips sums of gradients that are not finite, so that a
-    checkpoint may hold such sums.
+    If the argument `sums_may_be_bad` is True, sums of gradients are not checked, because the
+    optimizer skips sums that are not finite.
     """
 
     _checks_sums = False
@@ -428,17 +447,17 @@ class TrainingSaver(RunSaver):
         if self._to_masters:
             sess.run(self._to_masters)
         self._check_masters(sess, global_step)
-        taken = _TakenValues(sess, self.saver_def)
-        return self._writer.submit(self._write_taken, taken, save_path, global_step)
+        taken = _ValuesToSave(sess, self.saver_def)
+        return self._writer.submit(self._write_values, taken, save_path, global_step)
 
-    def _write_taken(self, taken: _TakenValues, save_path: str, global_step: int) -> str:
+    def _write_values(self, taken: _ValuesToSave, save_path: str, global_step: int) -> str:
         try:
             return self.save(taken, save_path, global_step, write_meta_graph=False)
         finally:
             taken.close()
 
     def _check_masters(self, sess: Any, global_step: Any) -> None:
-        if isinstance(sess, _TakenValues):
+        if isinstance(sess, _ValuesToSave):
             return  # the values were checked when they were read
         if not self._finite:
             return
@@ -452,7 +471,7 @@ class TrainingSaver(RunSaver):
             )
 
 
-def _put_on_disk(path: str) -> None:
+def _flush_to_disk(path: str) -> None:
     """Waits until a checkpoint is on the disk, so that it survives a power failure."""
     directory = os.path.dirname(path) or "."
     state = os.path.join(directory, STATE_FILE)

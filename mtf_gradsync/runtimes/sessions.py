@@ -66,12 +66,12 @@ class ProgramSession(_SessionInterface):
 
 
 def _flatten(fetches: Any, flat: list[Any]) -> Callable[[Any], Any]:
-    """Appends a structure's fetches to the list `flat`; returns a rebuilder of the structure.
+    """Appends the fetches in a structure to the list `flat`; returns a function that rebuilds it.
 
     The structure `fetches` is made of lists, tuples and dicts. The returned function takes an
     iterator over the fetched values, in the order of `flat`, and returns the structure with values
-    in place of fetches. (The fetches of a monitored session's hooks are a dict whose keys are the
-    hooks. `tf.nest` cannot be used, because it would sort the keys, and hooks have no order.)
+    in place of fetches. (`tf.nest` cannot be used: in a monitored session, fetches are a dict whose
+    keys are hooks. `tf.nest` would sort the keys, but hooks have no order.)
     """
     if fetches is None:
         return lambda values: None
@@ -128,8 +128,9 @@ class DeviceSessions(tf.train.SessionCreator):
 class ProgramSessions(tf.train.SessionCreator):
     """A factory of sessions on a SIMD program. A session begins from a checkpoint if there is one.
 
-    `make` opens a session on the cores, and `scaffold` has the saver and the initial operations.
-    `start` returns the checkpoint to begin from, and is called for each session.
+    `make` opens a session on the cores, and `scaffold` has the saver and the operations that run
+    before the first step. `start` returns the checkpoint to begin from, and is called for each
+    session.
     """
 
     def __init__(
@@ -188,9 +189,9 @@ class ProgramSessions(tf.train.SessionCreator):
 
 
 def _recover_older(saver: tf.train.Saver | None, start: Start) -> None:
-    """Tells a saver which older checkpoints a run has, so that it deletes them in time.
+    """Tells a saver which older checkpoints a run has, so that the saver deletes them in time.
 
-    The older checkpoints are those in `start.kept`. Without a saver, this function does nothing.
+    The older checkpoints are those in `start.kept`. If `saver` is None, nothing is done.
     """
     if saver and start.kept:
         saver.recover_last_checkpoints(list(start.kept))
@@ -239,7 +240,7 @@ def choose_runtime(
         raise ValueError(f"{argument} must be one of {', '.join(known)}; got {name!r}.")
     if name == "fastest":
         return fastest or fastest_runtime()
-    if name not in runtimes_here():
+    if name not in available_runtimes():
         raise ValueError(
             f"{argument} {name!r} does not run here: {xla.why_no_xla()} 'cpu_replicas' runs the "
             "same program without jax."
@@ -255,7 +256,7 @@ def fastest_runtime() -> Runtime:
     return Runtime("xla", "the fastest that is installed")
 
 
-def runtimes_here() -> list[RuntimeName]:
+def available_runtimes() -> list[RuntimeName]:
     """Returns the names of the runtimes that run in this environment."""
     return [name for name in RUNTIMES if name != "xla" or not xla.why_no_xla()]
 
@@ -322,7 +323,7 @@ class OnDevices:
         is not used.
         """
         del lowering
-        config = self._config or session_config(num_cpu_devices=_cpu_devices())
+        config = self._config or session_config(num_cpu_devices=_num_cpu_devices())
         return DeviceSessions(config, scaffold, start, self._target)
 
 
@@ -361,7 +362,7 @@ class OnCores:
         )
 
 
-def _cpu_devices() -> int:
+def _num_cpu_devices() -> int:
     """Returns the number of CPU devices that the default graph names, at least 1."""
     specs = {op.device for op in tf.get_default_graph().get_operations()}
     named = [tf.DeviceSpec.from_string(spec) for spec in specs if spec]

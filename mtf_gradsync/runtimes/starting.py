@@ -19,7 +19,7 @@ from mtf_gradsync.runtimes._common import SKIP_FLAG, ConfigError, first_line
 from mtf_gradsync.runtimes.checkpoints import averaged_checkpoint, write_changed
 
 
-def free_name(path: Path) -> Path:
+def unused_path(path: Path) -> Path:
     """Returns `path` if nothing exists there, else the first free one of path.2, path.3, ..."""
     number, free = 1, path
     while free.exists():
@@ -63,7 +63,7 @@ def write_bytes(path: Path, content: bytes) -> None:
 MANIFEST_FILE = "checkpoints.json"
 
 
-def note_checkpoint(path: str) -> None:
+def add_to_manifest(path: str) -> None:
     """Adds a new checkpoint to its directory's manifest, and drops deleted checkpoints from it.
 
     `path` is the checkpoint's path. The manifest, `MANIFEST_FILE`, has the names and sizes of the
@@ -74,7 +74,7 @@ def note_checkpoint(path: str) -> None:
     manifest = prefix.parent / MANIFEST_FILE
     entries = {
         name: entry
-        for name, entry in _read(manifest).items()
+        for name, entry in _read_manifest(manifest).items()
         if prefix.with_name(f"{name}.index").exists()
     }
     entries[prefix.name] = {
@@ -84,25 +84,25 @@ def note_checkpoint(path: str) -> None:
     write_json(manifest, {"checkpoints": entries})
 
 
-def forget_checkpoint(path: str) -> None:
+def remove_from_manifest(path: str) -> None:
     """Removes a checkpoint from its directory's manifest.
 
     Call this function before the checkpoint's files are written again.
     """
     prefix = Path(path)
     manifest = prefix.parent / MANIFEST_FILE
-    entries = _read(manifest)
+    entries = _read_manifest(manifest)
     if entries.pop(prefix.name, None):
         write_json(manifest, {"checkpoints": entries})
 
 
 def differs_from_manifest(path: str) -> str | None:
-    """Returns in words how a checkpoint's files differ from what the manifest says of them.
+    """Returns in words how a checkpoint's files differ from the manifest's entry for them.
 
     The result is None if the files do not differ, or if the manifest does not have the checkpoint.
     """
     prefix = Path(path)
-    entry = _read(prefix.parent / MANIFEST_FILE).get(prefix.name)
+    entry = _read_manifest(prefix.parent / MANIFEST_FILE).get(prefix.name)
     if not entry:
         return None
     for name, size in entry["files"].items():
@@ -117,7 +117,7 @@ def differs_from_manifest(path: str) -> str | None:
 
 
 def checkpoint_files(path: str) -> list[Path]:
-    """Returns the existing files of a checkpoint, its index first."""
+    """Returns the existing files of the checkpoint `path`, its index first."""
     prefix = Path(path)
     data = sorted(prefix.parent.glob(f"{prefix.name}.data-?????-of-?????"))
     return [file for file in (prefix.with_name(f"{prefix.name}.index"), *data) if file.exists()]
@@ -127,7 +127,7 @@ def _index_hash(path: str) -> str:
     return hashlib.sha256(Path(f"{path}.index").read_bytes()).hexdigest()
 
 
-def _read(manifest: Path) -> dict[str, Any]:
+def _read_manifest(manifest: Path) -> dict[str, Any]:
     """Returns what a manifest says of each checkpoint, by the checkpoint's file name.
 
     The result is {} if the manifest is missing or unreadable. Malformed entries of the manifest are
@@ -148,11 +148,11 @@ def _read(manifest: Path) -> dict[str, Any]:
 UNREADABLE = (tf.errors.OpError, ValueError, LookupError, RuntimeError, TypeError, OSError)
 
 
-def damage_of(path: str, of_a_run: bool = True) -> str | None:
+def find_damage(path: str, of_a_run: bool = True) -> str | None:
     """Returns what is wrong with a checkpoint, in words; None if it is intact.
 
     The whole checkpoint is read, so that TensorFlow compares checksums. If `of_a_run` is True, a
-    checkpoint without a global step is damaged, too.
+    checkpoint without a global step counts as damaged, too.
     """
     if not os.path.exists(f"{path}.index"):
         return f"{os.path.basename(path)}.index is missing"
@@ -222,37 +222,38 @@ DAMAGED_DIRECTORY = "damaged"
 def choose_checkpoint(
     model_dir: str, skip_damaged: bool, say: Callable[[str], None], skip_setting: str = SKIP_FLAG
 ) -> Start:
-    """Returns a start from a directory's newest checkpoint, which is read to find damage.
+    """Chooses the checkpoint in a directory from which a run goes on: the newest, if it is intact.
 
-    If there is no checkpoint, the result is an empty `Start`. If the newest checkpoint is damaged
-    and `skip_damaged` is True, the result is a start from the newest intact checkpoint, and damaged
-    and newer files are moved to the folder `DAMAGED_DIRECTORY`. `say` is called with each line of
-    text about a problem. `skip_setting` is the user's name for `skip_damaged`, for errors.
+    The checkpoint is read to find damage. If there is no checkpoint, the result is an empty
+    `Start`. If the newest checkpoint is damaged and `skip_damaged` is True, the newest intact
+    checkpoint is chosen, and the files of all newer checkpoints are moved to the folder
+    `DAMAGED_DIRECTORY`. `say` is called with each line of text about a problem. `skip_setting` is
+    the user's name for `skip_damaged`, for errors.
 
     Raises:
       ConfigError: the newest checkpoint is damaged, and `skip_damaged` is False or no other
         checkpoint is intact.
     """
-    paths = _listed(model_dir)
+    paths = _paths_in_state_file(model_dir)
     is_listed = bool(paths)
     if not is_listed:
-        paths = sorted(_on_disk(model_dir), key=_step_of)
+        paths = sorted(_paths_on_disk(model_dir), key=_step_of)
     if not paths:
         return Start()
     newest = paths[-1]
-    damage = damage_of(newest)
+    damage = find_damage(newest)
     if not damage:
         if not is_listed:
             say(
                 f"{os.path.join(model_dir, STATE_FILE)}, which says what the newest checkpoint is, "
                 f"is missing or cannot be read: the newest checkpoint there is {newest}"
             )
-            _list(model_dir, paths)
+            _write_state_file(model_dir, paths)
         return _chosen(paths)
     found = f"The newest checkpoint, {newest}, is damaged: {damage}."
-    others = {*paths[:-1], *_on_disk(model_dir)} - {newest}
+    others = {*paths[:-1], *_paths_on_disk(model_dir)} - {newest}
     older = sorted((path for path in others if _step_of(path) < _step_of(newest)), key=_step_of)
-    intact = next((path for path in reversed(older) if damage_of(path) is None), None)
+    intact = next((path for path in reversed(older) if find_damage(path) is None), None)
     if intact is None:
         raise ConfigError(
             f"{found} No older one in {model_dir} is intact. Nothing was changed. Put a copy of a "
@@ -269,17 +270,17 @@ def choose_checkpoint(
         if _step_of(path) > _step_of(intact):
             _put_aside(path)
     kept = older[: older.index(intact) + 1]
-    _list(model_dir, kept)
+    _write_state_file(model_dir, kept)
     return _chosen(kept)
 
 
-def newest(model_dir: str) -> Start:
-    """Returns a start from the checkpoint that a directory's state file names as the newest.
+def start_from_newest(model_dir: str) -> Start:
+    """Returns the `Start` from the checkpoint that a directory's state file names as the newest.
 
     No checkpoint is read, so that damage is not found, and the `step` of the result is 0. Without a
     checkpoint, the result is an empty `Start`.
     """
-    kept = _listed(model_dir)
+    kept = _paths_in_state_file(model_dir)
     if kept and not tf.train.checkpoint_exists(kept[-1]):
         # A state file may be written by hand, to begin with what another run has trained.
         elsewhere = tf.train.latest_checkpoint(model_dir)
@@ -290,11 +291,15 @@ def newest(model_dir: str) -> Start:
 
 def latest_checkpoint(model_dir: str) -> str | None:
     """Returns the path of the newest checkpoint in a directory, as its state file says, or None."""
-    return next(reversed(_listed(model_dir)), None)
+    return next(reversed(_paths_in_state_file(model_dir)), None)
 
 
 def checkpoint_state(model_dir: str) -> Any:
-    """Returns a directory's state file as a `CheckpointState`; None if it cannot be read."""
+    """Returns the content of a directory's state file, as a `CheckpointState`.
+
+    The state file is TensorFlow's list of the directory's checkpoints. The result is None if the
+    file is missing or cannot be read.
+    """
     try:
         return tf.train.get_checkpoint_state(model_dir)
     except ValueError:
@@ -306,7 +311,7 @@ def _chosen(paths: list[str]) -> Start:
     return Start(paths[-1], tuple(paths), step)
 
 
-def _listed(model_dir: str) -> list[str]:
+def _paths_in_state_file(model_dir: str) -> list[str]:
     """Returns the paths of the checkpoints in the state file, the newest last.
 
     The newest checkpoint is in the list even if its files are missing. The result is [] if the
@@ -326,12 +331,12 @@ def _listed(model_dir: str) -> list[str]:
     return [*dict.fromkeys(there), newest]
 
 
-def _list(model_dir: str, paths: list[str]) -> None:
+def _write_state_file(model_dir: str, paths: list[str]) -> None:
     names = [os.path.basename(path) for path in paths]
     tf.train.update_checkpoint_state(model_dir, names[-1], names)
 
 
-def _on_disk(model_dir: str) -> list[str]:
+def _paths_on_disk(model_dir: str) -> list[str]:
     names = os.listdir(model_dir) if os.path.isdir(model_dir) else ()
     indices = (name for name in names if name.endswith(".index") and _step_of(name) >= 0)
     return [os.path.join(model_dir, name[: -len(".index")]) for name in indices]
@@ -344,11 +349,11 @@ def _step_of(path: str) -> int:
 
 
 def _put_aside(path: str) -> None:
-    forget_checkpoint(path)
+    remove_from_manifest(path)
     for file in checkpoint_files(path):
         aside = file.parent / DAMAGED_DIRECTORY
         aside.mkdir(exist_ok=True)
-        os.replace(file, free_name(aside / file.name))
+        os.replace(file, unused_path(aside / file.name))
 
 
 # Files that TensorFlow and `files.write_text` rename once they are written, and checkpoints made to
@@ -389,8 +394,8 @@ def remove_leftovers(model_dir: str) -> None:
 
 
 @contextlib.contextmanager
-def only_run_in(model_dir: str) -> Iterator[None]:
-    """Makes a directory, and locks it inside the block, so that no other run uses it.
+def lock_model_dir(model_dir: str) -> Iterator[None]:
+    """Makes the directory `model_dir`, and locks it in the block, so that no other run uses it.
 
     Raises a ConfigError if another run has the lock, the directory cannot be written to, or the
     directory's name has "://" or a wildcard.

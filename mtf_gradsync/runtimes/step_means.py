@@ -56,8 +56,8 @@ class StepMeans:
         """Returns the means by name: "loss", and "nats_per_token" and "learning_rate" if known.
 
         Losses that are not finite (of skipped steps) count only if no loss is finite. "loss" is the
-        weighted mean over steps. "nats_per_token" is the mean over all tokens, in the unit of the
-        loss on held-out data.
+        weighted mean over steps. "nats_per_token" is the mean over all tokens, to be compared with
+        the loss on held-out data.
         """
         steps = max(self._since_line, self._of_update, key=len)
         steps = [one for one in steps if math.isfinite(one.loss)] or steps
@@ -97,7 +97,7 @@ class StepMeans:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Goes on from a `state` that was read from JSON."""
+        """Takes over the measurements of an earlier run: its `state()`, read from JSON."""
         self._since_line = [Measured(*one) for one in state["since_line"]]
         self._of_update = [Measured(*one) for one in state["of_update"]]
         self._in_sums = state["in_sums"]

@@ -6,7 +6,7 @@ after the branch, whether it was run or skipped.
 A watched operation (`Watched`) reports what it finds at the end of a step, such as a warning or an
 error. A TPU program can neither fail nor print, and TensorFlow's errors can only be recognised by
 their text. So a watched operation keeps its findings in variables. The sessions of this package
-read these variables after each step (`StepWatches`); other sessions need a hook (`WatchHook`).
+read these variables after each step (`SkipWatches`); other sessions need a hook (`WatchHook`).
 """
 
 from __future__ import annotations

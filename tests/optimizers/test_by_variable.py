@@ -354,7 +354,7 @@ def test_train_says_that_slots_begin_anew(before, slots, others, tmp_path):
     with then.graph.as_default():
         found = saving.differences(path, tf.global_variables())
     assert found == saving.Differences((), tuple(sorted(slots | others)), (), (*sorted(slots),), ())
-    (says, *names) = saving.differences_text(found).splitlines()
+    (says, *names) = saving.describe_differences(found).splitlines()
     assert "begin as in a new run" in says
     assert {name.strip() for name in names} == slots | others
 

@@ -33,9 +33,9 @@ from mtf_gradsync._private.tensorflow import (
 )
 from mtf_gradsync.runtimes._private.tensorflow import (
     advance_step_after_reads,
-    give_initializer,
     initializer_of,
     session_interface,
+    set_initializer,
     variables_of_saver,
 )
 from mtf_gradsync.tools._private.tensorflow import add_saving_listeners, summary_writers
@@ -306,7 +306,7 @@ def test_initializers_are_given_back_whoever_initializes_from_a_checkpoint(tmp_p
             assert initializer_of(v)[0] is not own[0]
             session.run(v.initializer)
             assert session.run([v, v.initial_value])[1].tolist() == [1.0, 2.0]
-            give_initializer(v, own)
+            set_initializer(v, own)
             session.run(v.initializer)
             assert session.run([v, v.initial_value])[1].tolist() == [0.0, 0.0]
 

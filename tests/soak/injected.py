@@ -117,7 +117,7 @@ def kill_in_cleanup(save: int) -> None:
 
 def kill_before_manifest(save: int) -> None:
     """A kill between a checkpoint and the manifest."""
-    _replace(saving, "note_checkpoint", _at_call(save, lambda *a, **k: _die()))
+    _replace(saving, "add_to_manifest", _at_call(save, lambda *a, **k: _die()))
 
 
 def kill_in_metrics(line: int) -> None:

@@ -11,7 +11,7 @@ from typing import Any, Sequence
 import numpy as np
 
 from mtf_gradsync._private.libraries import tf
-from mtf_gradsync.runtimes.starting import MANIFEST_FILE, damage_of
+from mtf_gradsync.runtimes.starting import MANIFEST_FILE, find_damage
 from tests.soak import settings
 from tests.soak.child import Child
 from tests.soak.prebuilt import prebuilt
@@ -154,7 +154,7 @@ class Run:
         """The checkpoints on disk that can be restored, by step."""
         paths = [str(path)[: -len(".index")] for path in self.directory.glob("model.ckpt-*.index")]
         found = {int(path.rpartition("-")[2]): path for path in paths}
-        return {step: path for step, path in sorted(found.items()) if damage_of(path) is None}
+        return {step: path for step, path in sorted(found.items()) if find_damage(path) is None}
 
     def contents(self) -> dict[str, bytes]:
         """All files of the directory."""

@@ -29,7 +29,7 @@ class MemoryBytes(NamedTuple):
     code: int
 
 
-def writes_over_arguments_well() -> bool:
+def can_write_over_arguments() -> bool:
     """Returns whether, with this jaxlib, results may be written over arguments on CPU devices.
 
     With jaxlib 0.4.34 and 0.4.38, a deserialized executable reads the memory of arguments after
@@ -120,7 +120,7 @@ def stablehlo_flops(module: str, device: Any) -> float:
 
 
 def compiled_for_topology(module: str, devices: Sequence[Any], options: Any) -> Any:
-    """Returns the executable of StableHLO for a topology's devices, where it cannot be run.
+    """Compiles StableHLO for the devices of a topology, which need not exist.
 
     `module` is the module's text, `devices` are the topology's devices, and `options` are jax's
     CompileOptions. The result is an executable, which can be given to `compiled_hlo` and

@@ -74,7 +74,7 @@ def bind_to_loopback(port: int) -> None:
 
 @contextlib.contextmanager
 def tpu_replicate_context(name: str, num_replicas: int, pivot: tf.Operation) -> Iterator[None]:
-    """Marks the operations made inside as part of the TPU program `name` on `num_replicas` cores.
+    """Marks operations made in the block as part of the TPU program `name` on `num_replicas` cores.
 
     `pivot` is an operation on which all operations of the TPU program depend.
     """
@@ -144,7 +144,7 @@ def xla_custom_call(
     return result
 
 
-def with_own_types(value: np.ndarray) -> np.ndarray:
+def as_tensorflow_bfloat16(value: np.ndarray) -> np.ndarray:
     """Returns an array in TensorFlow's bfloat16 if it is in another library's, with the same bytes.
 
     TensorFlow 2.12 has a bfloat16 type of its own, which is not the type of other libraries. Arrays
@@ -233,6 +233,10 @@ def initializer_of(variable: tf.Variable) -> tuple[Any, Any]:
     return variable.initializer, variable._initial_value
 
 
-def give_initializer(variable: tf.Variable, initializer: tuple[Any, Any]) -> None:
-    """Sets a variable's initializer and initial value, a pair as from `initializer_of`."""
+def set_initializer(variable: tf.Variable, initializer: tuple[Any, Any]) -> None:
+    """Sets a variable's initializer and initial value.
+
+    `initializer` is a pair (operation that initializes the variable, initial value), as from
+    `initializer_of`.
+    """
     variable._initializer_op, variable._initial_value = initializer

@@ -96,12 +96,12 @@ class Host:
             try:
                 while len(self._arrived) < len(names) - 1:
                     self._check_time(names, end)
-                    self._drop_idle(max(len(names), _STRANGERS))
+                    self._drop_idle_callers(max(len(names), _STRANGERS))
                     for key, _ in self._selector.select(_PAUSE_S):
                         if key.fileobj is server:
                             self._accept(server)
                         elif isinstance(key.data, _Stranger):
-                            self._greet(key.data, len(names))
+                            self._read_introduction(key.data, len(names))
                         else:
                             # Processes send nothing while they wait: this one is gone.
                             del self._arrived[key.data]
@@ -127,7 +127,7 @@ class Host:
         self._selector.register(connection, selectors.EVENT_READ, stranger)
         self._tell(connection, challenge=stranger.challenge)
 
-    def _drop_idle(self, most: int) -> None:
+    def _drop_idle_callers(self, most: int) -> None:
         """Drops callers that have sent nothing for long, and the oldest callers beyond `most`."""
         late = time.monotonic() - ANSWER_S
         extra = len(self._strangers) - most
@@ -135,7 +135,7 @@ class Host:
             if number < extra or stranger.since < late:
                 self._drop(stranger)
 
-    def _greet(self, stranger: _Stranger, num_processes: int) -> None:
+    def _read_introduction(self, stranger: _Stranger, num_processes: int) -> None:
         """Reads a caller's introduction, and accepts the caller if it is a process of the job.
 
         A caller is dropped if it does not have the secret, or if a job of `num_processes` processes
@@ -152,7 +152,7 @@ class Host:
                 return
             said = Introduction.of(messages[0])
         except ConnectionBroken as error:
-            self._turn_away(stranger, f"what it sent is no introduction of a process ({error})")
+            self._reject_caller(stranger, f"what it sent is no introduction of a process ({error})")
             return
         if not is_secret_proof(said.proof, "process", stranger.challenge, said.challenge):
             if not self._denied:
@@ -169,18 +169,18 @@ class Host:
         other = [f"{k}={here.get(k)!r} and {facts.get(k)!r}" for k in {**here, **facts}
                  if here.get(k) != facts.get(k)]  # fmt: skip
         if other:
-            self._refuse(
+            self._fail_start(
                 connection, f"{self._me} and {member} were started with {', '.join(other)}"
             )
         if not 0 < member.index < num_processes:
-            self._turn_away(
+            self._reject_caller(
                 stranger,
                 f"a job of {num_processes} processes has no process {member.index} to join",
             )
             return
         if member.index in self._arrived:
             twin = self._arrived[member.index][0]
-            self._refuse(connection, f"{twin} and {member} have the same number")
+            self._fail_start(connection, f"{twin} and {member} have the same number")
         self._strangers.remove(stranger)
         self._selector.modify(connection, selectors.EVENT_READ, member.index)
         self._arrived[member.index] = member, connection
@@ -192,14 +192,14 @@ class Host:
             denied = (
                 f". A caller with another {SECRET_VARIABLE} was refused" if self._denied else ""
             )
-            self._refuse(
+            self._fail_start(
                 None,
                 f"{names[0]} waited on port {self._place.port} for the {len(names)} processes of "
                 f"the job, and these did not come in time: {', '.join(missing)}{denied}",
                 MissingProcessesError,
             )
 
-    def _refuse(
+    def _fail_start(
         self,
         connection: Connection | None,
         reason: str,
@@ -217,7 +217,7 @@ class Host:
                 other.close()
         raise error(f"The job cannot start: {reason}.")
 
-    def _turn_away(self, stranger: _Stranger, reason: str) -> None:
+    def _reject_caller(self, stranger: _Stranger, reason: str) -> None:
         """Drops a caller with a message that says why; the start goes on."""
         self._tell(stranger.connection, refused=f"{self._me} refused a caller: {reason}")
         self._drop(stranger)
@@ -234,7 +234,7 @@ class Host:
 
 
 def _listening(me: Member, place: MeetingAddress) -> socket.socket:
-    host, port = place.own or "", place.port
+    host, port = place.listening_address or "", place.port
     if not place.loopback and not has_secret():
         _logger.warning(
             "%s listens on port %d of %s, and accepts every caller as a process of the job. "
@@ -289,8 +289,8 @@ def meet(
     return _join(place, me, names[0], facts, end)
 
 
-class Met(NamedTuple):
-    """The processes of a job of XLA devices, once they have met."""
+class MeetingResult(NamedTuple):
+    """What `meet_at` returns: the processes of a job of XLA devices, and where they have met."""
 
     me: Member
     peers: dict[Member, Connection]  # as `meet` returns them
@@ -300,8 +300,8 @@ class Met(NamedTuple):
 
 def meet_at(
     address: str, num_processes: int, process_id: int, facts: Mapping[str, Any], timeout: float
-) -> Met:
-    """Waits until all processes of a job of XLA devices have come; returns what they need.
+) -> MeetingResult:
+    """Waits until all processes of a job of XLA devices have come; returns the connections.
 
     `address` is the "host:port" of process 0, at which the processes meet, and `process_id` is this
     process's number. `facts` are settings that have to be equal in all processes, and `timeout` is
@@ -311,7 +311,7 @@ def meet_at(
     names = [f"process {index}" for index in range(num_processes)]
     me = Member.this(process_id, names[process_id])
     peers = meet(place, me, names, facts, timeout)
-    return Met(me, peers, address if place.own else None, place.loopback)
+    return MeetingResult(me, peers, address if place.listening_address else None, place.loopback)
 
 
 def _join(
@@ -326,14 +326,14 @@ def _join(
             time.sleep(_PAUSE_S)
             continue
         try:
-            theirs = _challenge(connection, min(end, time.monotonic() + ANSWER_S))
+            theirs = _receive_challenge(connection, min(end, time.monotonic() + ANSWER_S))
             mine = new_challenge()
             proof = secret_proof("process", theirs, mine)
             said = Introduction(me, dict(facts), mine, proof)
             connection.send(**said._asdict())
             why = "it waits for other processes"
             # Longer than process 0 waits, because process 0 knows which processes are missing.
-            return {_welcome(connection, place, first, mine, end + _GRACE_S): connection}
+            return {_wait_for_welcome(connection, place, first, mine, end + _GRACE_S): connection}
         except ConnectionBroken:
             # Another program's port, or a process 0 that has failed and may be started again.
             why = f"what listens there is not {first} of this job"
@@ -375,11 +375,12 @@ def _messages_of_host(connection: Connection, end: float) -> Iterator[dict[str, 
             yield from messages
 
 
-def _challenge(connection: Connection, end: float) -> str:
-    """Returns the random text that process 0 sends first, to get a proof of the secret.
+def _receive_challenge(connection: Connection, end: float) -> str:
+    """Waits for the random text that process 0 sends first, to get a proof of the secret.
 
-    `end` is the time, by `time.monotonic`, at which the wait ends. Raises ConnectionBroken if no
-    random text has come by this time.
+    Returns this text. `connection` is this process's connection to process 0, and `end` is the
+    time, by `time.monotonic`, at which the wait ends. Raises ConnectionBroken if no random text has
+    come by this time.
     """
     for message in _messages_of_host(connection, end):
         if isinstance(message.get("challenge"), str):
@@ -388,7 +389,7 @@ def _challenge(connection: Connection, end: float) -> str:
     raise ConnectionBroken("it asks nothing")
 
 
-def _welcome(
+def _wait_for_welcome(
     connection: Connection, place: MeetingAddress, first: str, mine: str, end: float
 ) -> Member:
     """Waits until process 0 says that all processes have come; returns process 0.

@@ -61,11 +61,11 @@ class MeetingAddress(NamedTuple):
         return cls(host.strip("[]"), int(port), argument)
 
     @property
-    def own(self) -> str | None:
-        """The host, if it is an IP address of this machine; else None, to listen at all addresses.
+    def listening_address(self) -> str | None:
+        """The IP address of this machine to listen at; None to listen at all of its addresses.
 
-        A host's name is not used, because it may stand for another address on this machine than on
-        the other machines.
+        It is `host`, if `host` is an IP address of this machine. A host's name is not used, because
+        it may stand for another address on this machine than on the other machines.
         """
         host = self.loopback or self.host
         with contextlib.suppress(ValueError, OSError):
@@ -87,11 +87,11 @@ class MeetingAddress(NamedTuple):
 
 
 def all_given(caller: str, otherwise: str, **arguments: Any) -> bool:
-    """Returns whether all of `arguments` are given, not None; raises ValueError if only some are.
+    """Returns True if no argument is None, and False if all are; raises ValueError otherwise.
 
-    `caller` is the name of the function that got the arguments; the error names it. The error's
-    last sentence is "Give all three, or none of them <otherwise>.", where `otherwise` says what the
-    function uses if none is given.
+    `arguments` are three arguments, by name, of the function `caller`, which can only be given
+    together. `otherwise` says in words what the function uses if none is given; it is the end of
+    the error's last sentence, "Give all three, or none of them <otherwise>."
     """
     missing = [name for name, value in arguments.items() if value is None]
     if missing and len(missing) < len(arguments):

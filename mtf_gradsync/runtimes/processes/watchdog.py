@@ -120,9 +120,9 @@ class Watchdog:
         self._finished.wait(_GRACE_S)
 
     @contextlib.contextmanager
-    def beating_by_proxy(self) -> Iterator[None]:
+    def send_heartbeats_by_proxy(self) -> Iterator[None]:
         """Lets a separate process send this process's heartbeats while the block runs."""
-        with self._descriptors() as peers:
+        with self._copied_descriptors() as peers:
             given = map(str, (os.getpid(), _BEAT_S, *peers))
             child = subprocess.Popen(
                 [sys.executable, "-I", "-S", proxy.__file__, *given],
@@ -138,8 +138,11 @@ class Watchdog:
             self._request_and_wait("silence ends")
 
     @contextlib.contextmanager
-    def _descriptors(self) -> Iterator[list[int]]:
-        """Yields copies of the connections' file descriptors; the thread cannot close copies."""
+    def _copied_descriptors(self) -> Iterator[list[int]]:
+        """Yields duplicates of the connections' file descriptors, and closes them after the block.
+
+        The duplicates stay open in the block even if the watchdog's thread closes a connection.
+        """
         with self._closing:
             copies = [os.dup(connection.fileno()) for connection in self._peers.values()]
         try:
@@ -181,23 +184,23 @@ class Watchdog:
                 if key.data is None:
                     self._wakened.recv(1024)
                 elif isinstance(key.data, Alarm):
-                    self._hear_alarm(key.data, now)
+                    self._read_alarm(key.data, now)
                 else:
-                    self._hear(key.data, now)
+                    self._read_messages(key.data, now)
             while self._requests:
-                self._do(*self._requests.popleft())
+                self._handle_request(*self._requests.popleft())
             if now >= self._next_beat:
                 self._next_beat = now + _BEAT_S
                 self._tell_all(beat=True, begun=_begun)
             if late < _LATE_S:
                 for member in list(self._peers):
                     if now - self._heard[member] > self._silence:
-                        self._lose(member, f"has sent no heartbeat for {self._silence:g} s")
+                        self._handle_loss(member, f"has sent no heartbeat for {self._silence:g} s")
             if self._me.index == 0 and len(self._left) == self._size:
                 self._tell_all(all_left=True)
                 self._finished.set()
             if self._crash_at is not None and now >= self._crash_at and self._doom is None:
-                self._end_of_crash()
+                self._end_after_crash()
             if self._doom is not None and now >= self._doom[0]:
                 self._end(self._doom[1])
         _running = None
@@ -211,10 +214,10 @@ class Watchdog:
         self._waker.close()
         self._wakened.close()
 
-    def _hear(self, member: Member, now: float) -> None:
+    def _read_messages(self, member: Member, now: float) -> None:
         try:
             for message in self._peers[member].receive():
-                self._take(member, message)
+                self._handle_message(member, message)
         except ConnectionBroken as error:
             with self._closing:
                 connection = self._peers.pop(member)
@@ -222,11 +225,11 @@ class Watchdog:
                 connection.close()
             begun = self._begun.get(member)
             at = f"; the last work that it had reported is {begun}" if begun else ""
-            self._lose(member, f"ended without a word: {error}{at}")
+            self._handle_loss(member, f"ended without a word: {error}{at}")
             return
         self._heard[member] = now
 
-    def _take(self, member: Member, message: Mapping[str, Any]) -> None:
+    def _handle_message(self, member: Member, message: Mapping[str, Any]) -> None:
         """Handles a message of `member`; raises ConnectionBroken if the message is malformed."""
         if "begun" in message:
             self._begun[member] = printable(str(message["begun"]))
@@ -238,29 +241,29 @@ class Watchdog:
             self._finished.set()
         elif "failed" in message:
             reason = printable(str(message["failed"]))
-            self._lose(member, f"ended with an error: {reason}", _GRACE_S)
+            self._handle_loss(member, f"ended with an error: {reason}", _GRACE_S)
         elif "lost" in message:
             how, grace = message.get("how"), message.get("grace")
             if not isinstance(how, str) or not isinstance(grace, (int, float)):
                 raise ConnectionBroken(f"no message: {message!r:.80}")
-            self._learn(Member.of(message["lost"]), printable(how), grace)
+            self._record_loss(Member.of(message["lost"]), printable(how), grace)
 
-    def _hear_alarm(self, alarm: Alarm, now: float) -> None:
+    def _read_alarm(self, alarm: Alarm, now: float) -> None:
         with contextlib.suppress(BlockingIOError):
             self._alarmed += os.read(alarm.descriptor, 1 << 16).decode("utf-8", "replace")
         if self._crash_at is None:
             self._crash_at = now + _CRASH_S
 
-    def _end_of_crash(self) -> None:
+    def _end_after_crash(self) -> None:
         """Reports this process's crash to the other processes, which end, and ends this process."""
         at = f" The last work that it had begun is {_begun}." if _begun else ""
         assert self._alarm is not None  # it has rung
         what = f"crashed: {self._alarm.explain(self._alarmed)}{at}"
-        self._tell_failure(what)
+        self._send_failure(what)
         self._end(f"this process {what}")
 
-    def _do(self, kind: str, text: str) -> None:
-        """Carries out a request of the main thread.
+    def _handle_request(self, kind: str, text: str) -> None:
+        """Carries out a request that another thread of this process has made by `_request`.
 
         With the `kind` "goodbye", this process has finished its work, and the others are told so.
         With "failed", the others are told that this process ends with an error, whose reason is
@@ -276,30 +279,30 @@ class Watchdog:
             self._is_spoken_for = kind == "silence begins"
             self._noted.set()
             return
-        self._tell_failure(text)
+        self._send_failure(text)
         self._finished.set()
 
-    def _tell_failure(self, text: str) -> None:
-        """Tells the others that this process ends with an error."""
+    def _send_failure(self, text: str) -> None:
+        """Tells the other processes that this process ends with an error; `text` is its reason."""
         if self._me.index == 0:
             self._tell_all(lost=self._me, how=f"ended with an error: {text}", grace=_GRACE_S)
         else:
             self._tell_all(failed=text)
 
-    def _lose(self, member: Member, how: str, grace: float = 0.0) -> None:
+    def _handle_loss(self, member: Member, how: str, grace: float = 0.0) -> None:
         """Handles the loss of `member`: tells the others, and ends this process in `grace` seconds.
 
-        `how` says in words what happened to `member`. If `member` is not process 0 and had finished
-        its work, nothing is lost and nothing happens.
+        `how` says in words what happened to `member`. If `member` had finished its work and is not
+        process 0, this is no loss, and nothing is done.
         """
         if member in self._left and member.index == 0 and self._me in self._left:
             # Only process 0 says that all have left, and there is nothing to do any more.
             self._finished.set()
         elif member not in self._left or member.index == 0:
             self._tell_all(lost=member, how=how, grace=grace)
-            self._learn(member, how, grace)
+            self._record_loss(member, how, grace)
 
-    def _learn(self, member: Member, how: str, grace: float) -> None:
+    def _record_loss(self, member: Member, how: str, grace: float) -> None:
         """Records that `member` is lost, and ends this process in `grace` seconds.
 
         `how` says in words what happened to `member`, for the error that this process writes. If
@@ -335,21 +338,24 @@ class Watchdog:
 
 
 @contextlib.contextmanager
-def beats_go_on() -> Iterator[None]:
+def keep_heartbeats() -> Iterator[None]:
     """Lets a separate process send this process's heartbeats while the block runs.
 
-    Use this context manager around code that holds Python's interpreter lock for a long time. In a
-    process without a watchdog, it does nothing.
+    Use this context manager around code that holds Python's interpreter lock for a long time, so
+    that the watchdog's thread cannot run. In a process without a watchdog, it does nothing.
     """
     if _running is None:
         yield
         return
-    with _running.beating_by_proxy():
+    with _running.send_heartbeats_by_proxy():
         yield
 
 
-def note(begun: str) -> None:
-    """Records the work that begins ("step 7"), for an error if this process crashes or is lost."""
+def note_work(begun: str) -> None:
+    """Records which work this process begins, such as "step 7".
+
+    If this process crashes or is lost, the errors of all processes name this work.
+    """
     global _begun
     _begun = begun
 
@@ -414,15 +420,15 @@ class Membership:
     def _leave(self) -> None:
         self._watchdog.leave()
 
-    def _may_be_a_loss(self, error: BaseException) -> bool:
-        """Returns whether a lost process may have caused an error."""
+    def _may_be_caused_by_loss(self, error: BaseException) -> bool:
+        """Returns whether a lost process may have caused `error`, which has left the context."""
         raise NotImplementedError
 
     def _fail(self, error: BaseException) -> None:
         if self._closed:
             return
         self._closed = True
-        if self._may_be_a_loss(error):
+        if self._may_be_caused_by_loss(error):
             # Then this does not return.
             self._watchdog.wait_for_verdict()
         text = " ".join(f"{type(error).__name__}: {error}".split())

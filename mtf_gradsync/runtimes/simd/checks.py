@@ -17,8 +17,8 @@ from mtf_gradsync.runtimes.simd.side_effects import (
     COLLECTIVE_TYPES,
     CollectiveOperation,
     Effects,
-    connected,
     find_collectives,
+    merge_overlapping,
 )
 
 # The emulator rewrites these, so they need no CPU kernel.
@@ -41,7 +41,7 @@ def check_can_be_emulated(facts: GraphFacts) -> None:
             "The graph holds no TPU program. Build the model inside simd.tpu_program(...) or "
             "tf.tpu.replicate(...)."
         )
-    check_functions_are_silent(facts)
+    check_functions_lack_collectives(facts)
     find_collectives(facts)  # raises an error if groups make no sense
     functions = {f.signature.name for f in facts.graph_def.library.function}
     types: dict[str, tf.NodeDef] = {}
@@ -59,7 +59,7 @@ def check_can_be_emulated(facts: GraphFacts) -> None:
             raise UnsupportedProgramError.of(node, "TensorFlow has no CPU kernel for it", remedy)
 
 
-def check_functions_are_silent(facts: GraphFacts) -> None:
+def check_functions_lack_collectives(facts: GraphFacts) -> None:
     """Raises `UnsupportedProgramError` if a program calls a function that holds a collective."""
     talking = _functions_with_collectives(
         {f.signature.name: f for f in facts.graph_def.library.function}
@@ -111,10 +111,10 @@ def _check_functions(node: tf.NodeDef, talking: dict[str, str]) -> None:
 
 
 def _functions_named(node: tf.NodeDef) -> Iterator[str]:
-    """Yields the names of all functions that a node may call, and perhaps other names.
+    """Yields the names of all functions that a node may call, and the node's type.
 
-    The names are the node's type, which may be the name of a function, and the names of the
-    functions in the node's attributes.
+    The type is among the names because it, too, may be the name of a function. All other names are
+    those of the functions in the node's attributes.
     """
     yield node.op
     for value in node.attr.values():
@@ -168,8 +168,8 @@ def find_meetings(
 ) -> list[Meeting]:
     """Returns the operations that several cores of a program have to reach together.
 
-    Cores have to reach `collectives` together, and the writes to shared variables that `effects`
-    names. Both arguments belong to the graph that `facts` describes.
+    These are the operations in `collectives`, and the writes to shared variables that `effects`
+    names. `collectives` and `effects` belong to the graph that `facts` describes.
     """
     meetings = [Meeting(c.name, c.groups, c.context) for c in collectives.values()]
     for name in facts.order:
@@ -180,14 +180,14 @@ def find_meetings(
 
 
 def frame_leaders(meetings: Iterable[Meeting]) -> dict[tuple[str, int], int]:
-    """Returns which cores run a loop together, in one frame.
+    """Returns, for each loop in which cores exchange data, which cores run it in one frame.
 
     A frame is TensorFlow's name for one execution of a loop. Cores that exchange data inside a loop
-    iterate together in one frame: the frame of the core with the lowest number among them. The
-    result's keys are pairs of a loop's frame name and a core; the value is the number of the core
-    whose frame this core uses. A core whose pair is missing uses a frame of its own. Other cores
-    must not use this frame: a frame is executed as a whole or not at all, and the loop may be in a
-    branch that only some groups of cores take.
+    iterate together, in the frame of the core with the lowest number among them. The result's keys
+    are pairs of a loop's frame name and a core's number; the value is the number of the core whose
+    frame this core uses. A core whose pair is missing has its own frame. Cores that exchange
+    nothing must not share a frame: a frame is executed as a whole or not at all, and the loop may
+    be in a branch that only some groups of cores take.
     """
     groups: dict[str, list[tuple[int, ...]]] = {}
     for meeting in meetings:
@@ -197,7 +197,7 @@ def frame_leaders(meetings: Iterable[Meeting]) -> dict[tuple[str, int], int]:
     return {
         (frame, core): cores[0]
         for frame, found in groups.items()
-        for cores in connected(found)
+        for cores in merge_overlapping(found)
         for core in cores
     }
 
@@ -212,10 +212,11 @@ class Agreement(NamedTuple):
 
 
 def find_agreements(facts: GraphFacts, meetings: Iterable[Meeting]) -> dict[str, list[Agreement]]:
-    """Returns, by predicate, the groups of cores on which the predicate must have one value.
+    """Returns, by predicate, on which groups of cores the predicate must have one value.
 
-    The cores of each returned group meet in one of `meetings` inside a branch or loop that the
-    predicate controls.
+    `meetings` are the operations that cores have to reach together. If such an operation is inside
+    a conditional or loop, the predicate of this conditional or loop must have the same value on
+    all cores of each group of the operation.
     """
     found: dict[tuple[str, tuple[int, ...]], Agreement] = {}
     for meeting in meetings:
@@ -237,11 +238,11 @@ def find_agreements(facts: GraphFacts, meetings: Iterable[Meeting]) -> dict[str,
     return by_predicate
 
 
-def values_name(check: str) -> str:
-    """Returns the name of the operation that reads the values which a check compared last.
+def name_of_last_values(check: str) -> str:
+    """Returns the name of the operation that reads the values that a check has compared last.
 
-    `check` is the name of the operation that compares a predicate over a group of cores. The
-    returned name is that of an operation whose result is a boolean vector, in the order of the
-    group's cores.
+    `check` is the name of the check: an operation that compares the values of a predicate on a
+    group of cores. The named operation returns these values as a boolean vector, in the order of
+    the group's cores.
     """
     return check + "/last_values"

@@ -8,7 +8,7 @@ from typing import Any, Sequence
 
 from mtf_gradsync.extension import mtf, tf
 from mtf_gradsync.runtimes._common import mesh_text
-from mtf_gradsync.runtimes.simd.checks import check_functions_are_silent
+from mtf_gradsync.runtimes.simd.checks import check_functions_lack_collectives
 from mtf_gradsync.runtimes.simd.communication import CommunicationReport, CommunicationRow, when_run
 from mtf_gradsync.runtimes.simd.graph_facts import (
     GraphFacts,
@@ -57,11 +57,11 @@ def list_collectives(
             "The graph holds no TPU program, so it has no collectives. For a placement mesh, use "
             "simd.list_transfers."
         )
-    check_functions_are_silent(facts)
+    check_functions_lack_collectives(facts)
     collectives = find_collectives(facts)
     group_names = {} if mesh_impl is None else groups_by_axes(mesh_impl)
     trainable = {v.op.name for v in graph.get_collection(tf.GraphKeys.TRAINABLE_VARIABLES)}
-    stacked = _original_names(lowerings)
+    stacked = _names_in_stacks(lowerings)
     reached = {
         name: _names_in_report(variables, stacked, trainable)
         for name, variables in _variables_reached(facts, collectives).items()
@@ -101,8 +101,9 @@ def _row(
 def groups_by_axes(mesh_impl: Any) -> dict[frozenset, str]:
     """Returns a name for the groups of cores along each set of mesh axes.
 
-    A name consists of the axes' names, joined by "+". The result's keys are sets of groups, and
-    each group is a set of physical core numbers. Axes of size 1 are left out.
+    A name consists of the axes' names, joined by "+", such as "batch+model". The result is a
+    dictionary from groups to their name. Its keys are sets of groups, and each group is a set of
+    physical core numbers. Axes of size 1 are left out.
     """
     shape = mesh_impl.shape
     axes = [i for i, dim in enumerate(shape.dims) if dim.size > 1]
@@ -118,8 +119,12 @@ def groups_by_axes(mesh_impl: Any) -> dict[frozenset, str]:
     return names
 
 
-def _original_names(lowerings: Sequence[mtf.Lowering]) -> dict[str, list[str]]:
-    """Returns, by the name of each stack of Mesh-TF, the names of the variables in the stack."""
+def _names_in_stacks(lowerings: Sequence[mtf.Lowering]) -> dict[str, list[str]]:
+    """Returns the names of the variables in each ``StackedVariable``, by its name.
+
+    Mesh-TF stacks variables of one shape in a ``StackedVariable``, which is one variable of the
+    graph.
+    """
     return {
         v.name: list(v.original_names)
         for lowering in lowerings
@@ -134,7 +139,7 @@ def _names_in_report(
     """Returns the names by which the report lists variables: the trainable ones, or else all.
 
     Names of stacks in `variables` are replaced by the names of the variables in the stack, which
-    `stacked` has, the result of `_original_names`. `trainable` are the names of the graph's
+    `stacked` has, the result of `_names_in_stacks`. `trainable` are the names of the graph's
     trainable variables. All names are returned if none of them is trainable.
     """
     names = [name for v in variables for name in stacked.get(v, [v])]

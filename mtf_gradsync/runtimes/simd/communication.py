@@ -12,7 +12,13 @@ from typing import Any, Iterable, Mapping, NamedTuple, Sequence
 from mtf_gradsync.extension import mtf, process_of, some_of, tf
 from mtf_gradsync.runtimes._common import mesh_text
 from mtf_gradsync.runtimes._tables import terminal_width, text_table
-from mtf_gradsync.runtimes.simd.graph_facts import CalledBranch, Context, GraphFacts, Loop, turns_in
+from mtf_gradsync.runtimes.simd.graph_facts import (
+    CalledBranch,
+    Context,
+    GraphFacts,
+    Loop,
+    runs_in_context,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,7 +155,7 @@ class CommunicationReport:
         return values
 
     def by_group(self) -> dict[str, Total]:
-        """Returns the total in an update step of each group of cores that exchange.
+        """Returns, for each group of cores that exchange data, the total in an update step.
 
         The keys are the values of `CommunicationRow.group`, in the order in which they first appear
         in `rows`.
@@ -291,7 +297,7 @@ _CALLS = ("PartitionedCall", "StatefulPartitionedCall")
 
 
 def has_calls(graph: tf.Graph) -> bool:
-    """Returns whether a graph calls functions, because copies inside functions are not listed.
+    """Returns whether a graph calls functions; `list_transfers` does not list copies inside these.
 
     For example, an update that some steps skip may be a function that the graph calls.
     """
@@ -328,7 +334,7 @@ def list_transfers(fetches: Sequence[Any], mesh_impl: Any) -> CommunicationRepor
     facts = GraphFacts(operations[0].graph.as_graph_def())
     copies: dict[tuple[Any, ...], list[tf.Tensor]] = collections.defaultdict(list)
     seen: set[tuple[str, str]] = set()
-    for operation in _needed(operations):
+    for operation in _with_inputs(operations):
         for tensor in operation.inputs:
             source, target = _canonical(tensor.op.device), _canonical(operation.device)
             if source == target or source not in devices or target not in devices:
@@ -380,7 +386,7 @@ def count_process_transfers(fetches: Sequence[Any]) -> ProcessTransfers:
     """
     tensors: dict[tuple[str, Any], tf.Tensor] = {}
     signals = set()
-    for operation in _needed(_operations(fetches, "count_process_transfers")):
+    for operation in _with_inputs(_operations(fetches, "count_process_transfers")):
         target = _certain_process(operation)
         for tensor in operation.inputs:
             if _is_sent(tensor.op, target) and tensor.dtype != tf.resource:
@@ -419,7 +425,7 @@ def _canonical(device: str) -> str:
     return tf.DeviceSpec.from_string(device or "").to_string()
 
 
-def _needed(operations: Sequence[tf.Operation]) -> list[tf.Operation]:
+def _with_inputs(operations: Sequence[tf.Operation]) -> list[tf.Operation]:
     """Returns `operations` and all operations that they need, in order of creation."""
     graph_order = {op.name: i for i, op in enumerate(operations[0].graph.get_operations())}
     needed: dict[str, tf.Operation] = {}
@@ -460,12 +466,12 @@ def _row(
 
 
 def when_run(facts: GraphFacts, context: Context) -> dict[str, Any]:
-    """Returns the fields `loops`, `turns` and `branches` of a `CommunicationRow`, by name.
+    """Returns the values of `loops`, `turns` and `branches` for a `CommunicationRow`, by name.
 
-    `context` is the loops and branches around the row's operation.
+    `context` is the loops and branches around the row's operation; `facts` describes its graph.
     """
     return {
         "loops": tuple(c.frame for c in context if isinstance(c, Loop)),
-        "turns": turns_in(facts, context),
+        "turns": runs_in_context(facts, context),
         "branches": tuple((c.predicate, c.taken) for c in context if isinstance(c, CalledBranch)),
     }

@@ -21,19 +21,19 @@ from mtf_gradsync.runtimes.simd.checks import (
     find_agreements,
     find_meetings,
     frame_leaders,
-    values_name,
+    name_of_last_values,
 )
 from mtf_gradsync.runtimes.simd.graph_facts import (
     CONTROL,
     GraphFacts,
-    check_alive_outside,
+    bypass_node,
+    check_fetchable,
     data_first,
     join_input,
+    remove_device_attributes,
     split_input,
-    untie,
-    without_pass,
 )
-from mtf_gradsync.runtimes.simd.randomness import STATELESS, RandomSteps, StatelessDraws
+from mtf_gradsync.runtimes.simd.randomness import STATELESS, RandomSteps, StatelessRandomOps
 from mtf_gradsync.runtimes.simd.side_effects import (
     CollectiveOperation,
     find_collectives,
@@ -57,10 +57,10 @@ class EmulatedGraph:
       graph_def: the rewritten graph. It has no TPU operations and no device names.
       num_replicas: the number of cores of each TPU program, by the program's name.
       done: the operation that runs a whole TPU program on all cores, by the program's name.
-      agreements: the agreement that an operation checks by comparing a predicate over cores, by the
-        operation's name.
-      random_steps: the operations that tell random operations the step; None if there are no random
-        operations.
+      agreements: by the name of each operation that compares a predicate on several cores, the
+        `Agreement` that it checks.
+      random_steps: the operations that set the step on which random numbers depend; None if there
+        are no random operations.
     """
 
     def __init__(
@@ -149,7 +149,7 @@ class EmulatedGraph:
             return [f"{n}:{k}" for n, k in sources if k != CONTROL]
         if node_name not in self._facts.cluster:
             return [name]
-        check_alive_outside(self._facts, node_name, number)
+        check_fetchable(self._facts, node_name, number)
         cores = self.num_replicas[self._facts.cluster[node_name]]
         return [clone_name(self._prefix, name, core) for core in range(cores)]
 
@@ -180,7 +180,7 @@ def emulate(graph: tf.Graph | tf.GraphDef) -> EmulatedGraph:
 
 
 class _Rewriter:
-    """The rewriting of one graph; `run` returns the result. It can run once."""
+    """A rewriter of one graph; `run`, which can be called once, returns the rewritten graph."""
 
     def __init__(self, facts: GraphFacts):
         self._facts = facts
@@ -203,7 +203,7 @@ class _Rewriter:
         random = "random_numbers"
         while random in tops:
             random += "_"
-        self._draws = StatelessDraws(facts, self._add, random)
+        self._draws = StatelessRandomOps(facts, self._add, random)
 
     def run(self) -> EmulatedGraph:
         for name in self._facts.order:
@@ -217,7 +217,7 @@ class _Rewriter:
             else:
                 for core in self._cores(name):
                     self._copy_to_core(node, core)
-        self._add_done()
+        self._add_program_ends()
         for predicate, agreements in self._checks.items():
             self._compare(predicate, agreements)
         return EmulatedGraph(
@@ -278,7 +278,8 @@ class _Rewriter:
     def _core_input(self, source: str, number: int, core: int) -> list[str]:
         """Returns the inputs that replace an input of a program's node, for its copy on a core.
 
-        The arguments and the result are like those of `_outside_input`.
+        The input is output `number` of the node `source`. The result is a list of texts of a
+        ``NodeDef``'s inputs; one input may become several.
         """
         node = self._facts.node[source]
         if source in self._facts.cluster:
@@ -292,10 +293,10 @@ class _Rewriter:
         return self._outside_input(source, number)
 
     def _core_inputs(self, name: str, core: int, control: bool) -> list[str]:
-        """Returns the data inputs of a node's copy on one core; with `control`, its control inputs.
+        """Returns the data inputs, or the control inputs, of a node's copy on one core.
 
-        The data inputs and control inputs are texts, as in the inputs of a ``NodeDef``. The control
-        inputs also say for which side effects the copy has to wait.
+        If `control` is True, the result is the control inputs; some of these make the copy wait for
+        side effects. The inputs are texts, as in a ``NodeDef``.
         """
         found = [
             text
@@ -319,7 +320,7 @@ class _Rewriter:
             return
         copy = self._out.node.add()
         copy.CopyFrom(node)
-        untie(copy)
+        remove_device_attributes(copy)
         del copy.input[:]
         inputs = [t for s, k in self._facts.inputs(node.name) for t in self._outside_input(s, k)]
         copy.input.extend(data_first(inputs))
@@ -337,17 +338,17 @@ class _Rewriter:
             self._add(name, "NoOp", [*waits, "^" + self._name(node.name, 0)])
             return
         if node.op == "LoopCond":
-            data = [self._compared(data[0], node.input[0], core)]
+            data = [self._checked_predicate(data[0], node.input[0], core)]
         elif facts.is_conditional_switch(node.name):
             data = [
                 data[0],
-                self._compared(data[1], facts.predicate_of(node.name), core),
+                self._checked_predicate(data[1], facts.predicate_of(node.name), core),
                 *data[2:],
             ]
         copy = self._out.node.add()
         copy.CopyFrom(node)
         copy.name = name
-        untie(copy)
+        remove_device_attributes(copy)
         if node.op in ("LoopCond", "Enter"):
             frame = facts.loop_of(node.name).frame
             leader = self._leaders.get((frame, core), core)
@@ -362,7 +363,7 @@ class _Rewriter:
             if seed.i or seed2.i:  # both 0: every clone draws its own numbers anyway
                 seed2.i = (seed2.i + core * _SEED_STRIDE) % (1 << 62)
         del copy.input[:]
-        copy.input.extend(data_first(without_pass(copy, data) + control))
+        copy.input.extend(data_first(bypass_node(copy, data) + control))
         if copy.op in STATELESS:
             self._draws.rewrite(copy, node.name, core)
 
@@ -403,7 +404,7 @@ class _Rewriter:
         dimension = int(constant)
         for group in collective.groups:
             for core in group:
-                self._split(node, core, [sent[core]], dimension, len(group))
+                self._add_split(node, core, [sent[core]], dimension, len(group))
             waits = [text for c in group for text in control[c]]
             for position, core in enumerate(group):
                 parts = [join_input(self._name(node.name, c) + "/split", position) for c in group]
@@ -421,7 +422,7 @@ class _Rewriter:
         for core in self._cores(node.name):
             name, near = self._name(node.name, core), split_input(sent[core])[0]
             dimension = node.attr["split_dimension"].i
-            self._split(node, core, [sent[core], *control[core]], dimension, parts)
+            self._add_split(node, core, [sent[core], *control[core]], dimension, parts)
             group = collective.group_of(core)
             pieces = [
                 join_input(self._name(node.name, other) + "/split", group.index(core))
@@ -432,7 +433,7 @@ class _Rewriter:
             concat.attr["N"].i = parts
             concat.attr["Tidx"].type = tf.int32.as_datatype_enum
 
-    def _split(
+    def _add_split(
         self, node: tf.NodeDef, core: int, inputs: list[str], dimension: int, parts: int
     ) -> None:
         """Adds a node that splits a tensor into `parts` equal parts along the axis `dimension`.
@@ -445,8 +446,8 @@ class _Rewriter:
         split = self._add(name + "/split", "Split", [axis, *inputs], T=node.attr["T"].type)
         split.attr["num_split"].i = parts
 
-    def _add_done(self) -> None:
-        """Adds an operation per program that waits for the program's effects on all cores."""
+    def _add_program_ends(self) -> None:
+        """Adds, for each program, an operation that waits until all cores have run the program."""
         facts = self._facts
         last = {c: set(self._effects.last.get(c, ())) for c in facts.num_replicas}
         for name in facts.order:
@@ -468,12 +469,13 @@ class _Rewriter:
 
     # Predicates that a group has to agree on.
 
-    def _compared(self, text: str, predicate: str, core: int) -> str:
+    def _checked_predicate(self, text: str, predicate: str, core: int) -> str:
         """Returns the input from which a core's copy of a conditional or loop takes its predicate.
 
-        If the core has to agree with others on `predicate` (the predicate's name in the user's
-        graph), the result is the output of a node that waits until the cores' values have been
-        compared. Otherwise the result is `text`, the input that the copy had before.
+        `predicate` is the predicate's name in the user's graph, and `text` is the input that the
+        copy had before. If the predicate must have one value on `core` and other cores, the result
+        is the output of a node that waits until these values have been compared. Otherwise the
+        result is `text`.
         """
         if not any(core in a.group for a in self._checks.get(predicate, ())):
             return text
@@ -483,11 +485,12 @@ class _Rewriter:
         source, number = split_input(predicate)
         return self._name(f"{source}/agreed_{number}", core)
 
-    def _variable_of_values(self, name: str, check: str, size: int, near: str = "") -> None:
-        """Adds a handle, named `name`, of the variable with the values that `check` compared last.
+    def _add_values_handle(self, name: str, check: str, size: int, near: str = "") -> None:
+        """Adds a ``VarHandleOp`` named `name` for the variable that belongs to a check.
 
-        The variable holds `size` booleans. If `near` is given, the handle is in the loop and branch
-        of this node.
+        The check is the operation `check`, which compares the values of a predicate on `size`
+        cores. The variable holds the values that it has compared last. If `near` is given, the new
+        node is in the loop and branch of the node `near`.
         """
         handle = self._add(name, "VarHandleOp", ["^" + near] if near else [])
         handle.attr["dtype"].type = tf.bool.as_datatype_enum
@@ -510,13 +513,15 @@ class _Rewriter:
             self._add(stem + "/any", "Any", [pack.name, axis], Tidx=index)
             self._add(stem + "/same", "Equal", [stem + "/all", stem + "/any"], T=boolean)
             # The error takes the values from this variable, not from TensorFlow's text.
-            self._variable_of_values(stem + "/compared", stem, len(group), near=pack.name)
+            self._add_values_handle(stem + "/compared", stem, len(group), near=pack.name)
             write = self._add(stem + "/write", "AssignVariableOp", [stem + "/compared", pack.name])
             write.attr["dtype"].type = boolean
             check = self._add(stem, "Assert", [stem + "/same", pack.name, "^" + write.name])
             check.attr["T"].list.type.append(boolean)
-            self._variable_of_values(stem + "/outside", stem, len(group))
-            self._add(values_name(stem), "ReadVariableOp", [stem + "/outside"], dtype=boolean)
+            self._add_values_handle(stem + "/outside", stem, len(group))
+            self._add(
+                name_of_last_values(stem), "ReadVariableOp", [stem + "/outside"], dtype=boolean
+            )
             self._agreements[stem] = agreement
             for core in group:
                 checks.setdefault(core, []).append(stem)

@@ -18,9 +18,9 @@ from mtf_gradsync.runtimes.simd.graph_facts import (
     CycleError,
     GraphFacts,
     Loop,
+    num_iterations,
     sorted_by_needs,
     split_input,
-    turns_of,
 )
 
 _Values = MutableMapping[Tuple[str, int], Any]
@@ -30,14 +30,14 @@ StandIn = Callable[[tf.NodeDef, Sequence[tf.Tensor]], Sequence[tf.Tensor]]
 
 @dataclasses.dataclass(frozen=True)
 class _Conditional:
-    """A conditional as one item of the level (function body) around it."""
+    """A conditional as one item of a function body: all of its nodes are rebuilt together."""
 
     predicate: str
 
 
 @dataclasses.dataclass(frozen=True)
 class _Single:
-    """A single operation as an item of a level (function body)."""
+    """A single operation as an item of a function body."""
 
     name: str
 
@@ -65,7 +65,7 @@ def rebuild(
       number.
     """
     builder = _Builder(GraphFacts(graph_def), stand_ins)
-    level = _Level(builder, (), values={(name, 0): value for name, value in given.items()})
+    level = _FunctionBody(builder, (), values={(name, 0): value for name, value in given.items()})
     level.make([n for n in builder.facts.order if n not in given])
     made = [
         level.values[split_input(fetch)] if ":" in fetch else level.operations[fetch]
@@ -77,7 +77,7 @@ def rebuild(
 
 
 class _Builder:
-    """The state that all levels (function bodies) of one rebuilding share."""
+    """What all function bodies of a rebuilt graph share: facts about the graph that is rebuilt."""
 
     def __init__(self, facts: GraphFacts, stand_ins: Mapping[str, StandIn]):
         self.facts = facts
@@ -112,9 +112,10 @@ class _Builder:
         return next(s for s in sources if self.facts.is_back_edge(s, variable))
 
     def item_of(self, name: str, around: Context) -> Hashable:
-        """Returns the item (operation, loop or conditional) that holds a node, on one level.
+        """Returns the item of a function body that has the node `name`.
 
-        `around` is the context of the level: the loops and branches around the level.
+        An item is a single operation (`_Single`), a whole loop (`Loop`) or a whole conditional
+        (`_Conditional`). `around` is the loops and branches around the function body.
         """
         facts, depth = self.facts, len(around)
         context = facts.context[name]
@@ -124,11 +125,11 @@ class _Builder:
         if facts.is_conditional_switch(name):
             return _Conditional(facts.predicate_of(name))
         if self._is_merge(name) and not self.is_loop_variable(name):
-            return _Conditional(self.side_of(*facts.inputs(name)[0], depth).predicate)
+            return _Conditional(self.branch_of(*facts.inputs(name)[0], depth).predicate)
         return _Single(name)
 
-    def side_of(self, source: str, number: int, depth: int) -> CalledBranch:
-        """Returns the side of a conditional that computes an input of the conditional's ``Merge``.
+    def branch_of(self, source: str, number: int, depth: int) -> CalledBranch:
+        """Returns the branch of a conditional that computes an input of its ``Merge``.
 
         The input is output `number` of the node `source`; `depth` is the number of loops and
         branches around the conditional.
@@ -140,24 +141,28 @@ class _Builder:
     def needed_for(self, wanted: Sequence[str], around: Context) -> list[str]:
         """Returns `wanted` and all nodes of the same iteration that they need, in program order.
 
-        `around` is the context of a loop's body: the loops and branches around the loop, and the
-        loop itself.
+        `wanted` are names of nodes in the body of a loop. `around` is the loops and branches around
+        the loop, and the loop itself.
         """
         found: set[str] = set()
         pending = list(wanted)
         while pending:
             name = pending.pop()
             context = self.facts.context[name]
-            if name in found or context[: len(around)] != around or self._opens_turn(name, around):
+            if (
+                name in found
+                or context[: len(around)] != around
+                or self._enters_iteration(name, around)
+            ):
                 continue
             found.add(name)
             pending += [source for source, _ in self.facts.inputs(name)]
         return sorted(found, key=self.position.__getitem__)
 
-    def _opens_turn(self, name: str, around: Context) -> bool:
-        """Returns whether a node only carries values into an iteration of the innermost loop.
+    def _enters_iteration(self, name: str, around: Context) -> bool:
+        """Returns whether a node only carries a value into an iteration of a loop.
 
-        `around` is the context of the innermost loop's body; see `needed_for`.
+        `around` is the loops and branches around the loop, and the loop itself.
         """
         if self.facts.context[name] != around:
             return False
@@ -167,11 +172,15 @@ class _Builder:
         return op == "Enter" or self.is_loop_variable(name)
 
 
-class _Level:
+class _FunctionBody:
     """The body of one function: the whole program, a branch, or a loop's condition or body."""
 
     def __init__(
-        self, builder: _Builder, around: Context, values: _Values, outer: _Level | None = None
+        self,
+        builder: _Builder,
+        around: Context,
+        values: _Values,
+        outer: _FunctionBody | None = None,
     ):
         self._builder = builder
         self._around = around
@@ -182,8 +191,12 @@ class _Level:
             tf.import_graph_def(builder.library, name="")
 
     def make(self, names: Sequence[str]) -> None:
-        """Rebuilds the named nodes in this level, with the loops and conditionals around them."""
-        for item, members in self._in_order(names):
+        """Rebuilds the named nodes in this function body.
+
+        Loops and conditionals in the body become calls of other functions, whose bodies are made,
+        too.
+        """
+        for item, members in self._sorted_items(names):
             if isinstance(item, _Single):
                 self._make_operation(item.name)
             elif isinstance(item, Loop):
@@ -191,10 +204,11 @@ class _Level:
             elif isinstance(item, _Conditional):
                 self._make_conditional(item, members)
 
-    def _in_order(self, names: Sequence[str]) -> list[tuple[Hashable, list[str]]]:
-        """Returns this level's items and their nodes, sorted so that needed items come first.
+    def _sorted_items(self, names: Sequence[str]) -> list[tuple[Hashable, list[str]]]:
+        """Returns the items of this body, each with its nodes, sorted by what they need.
 
-        Items that do not need each other are in the order of their creation.
+        `names` are the nodes of this body. An item is a single operation, a loop or a conditional.
+        An item comes after the items that it needs; otherwise the order is that of creation.
         """
         builder = self._builder
         members: dict[Hashable, list[str]] = {}
@@ -221,7 +235,7 @@ class _Level:
         inputs = self._builder.facts.inputs(name)
         data = [self.values[s, k] for s, k in inputs if k != CONTROL]
         stand_in = self._builder.stand_ins.get(node.op)
-        with tf.control_dependencies(self._waits([name])):
+        with tf.control_dependencies(self._control_inputs([name])):
             outputs = stand_in(node, data) if stand_in else None
             made = outputs[0].op if outputs else _copied(node, data)
         outputs = outputs or made.outputs
@@ -229,11 +243,11 @@ class _Level:
         for number, tensor in enumerate(outputs):
             self.values[name, number] = tensor
 
-    def _waits(self, members: Sequence[str]) -> list[tf.Operation]:
-        """Returns the rebuilt operations of this level on which nodes depend by control edges.
+    def _control_inputs(self, members: Sequence[str]) -> list[tf.Operation]:
+        """Returns the rebuilt operations of this body that are control inputs of some nodes.
 
-        `members` are the names of the nodes that depend on the returned operations. Control edges
-        between two members are left out.
+        `members` are the names of these nodes. Control inputs that are members themselves are left
+        out.
         """
         sources = {
             source: None
@@ -258,21 +272,21 @@ class _Level:
 
             def body() -> list[Any]:
                 values = {(n, int(taken)): self.values[facts.inputs(n)[0]] for n in switches}
-                level = _Level(builder, around, values, outer=self)
+                level = _FunctionBody(builder, around, values, outer=self)
                 level.make([n for n in members if facts.context[n][: depth + 1] == around])
                 results = [
                     level.values[source, number]
                     for merge in merges
                     for source, number in facts.inputs(merge)
-                    if number != CONTROL and builder.side_of(source, number, depth).taken is taken
+                    if number != CONTROL and builder.branch_of(source, number, depth).taken is taken
                 ]
-                with tf.control_dependencies(level._waits(merges)):
+                with tf.control_dependencies(level._control_inputs(merges)):
                     return [tf.identity(r) for r in results]
 
             return body
 
         predicate = self.values[split_input(item.predicate)]
-        with tf.control_dependencies(self._waits(members)):
+        with tf.control_dependencies(self._control_inputs(members)):
             results = _functional().cond(predicate, side(True), side(False))
         for merge, result in zip(merges, tf.nest.flatten(results)):
             self.values[merge, 0] = result
@@ -288,8 +302,8 @@ class _Level:
         switches = [n for n in here if facts.node[n].op == "Switch" and facts.is_loop_switch(n)]
         variable_of = {s: facts.inputs(s)[0][0] for s in switches}
 
-        def turn(values: Sequence[Any], wanted: Sequence[str]) -> _Level:
-            """Returns the level of one iteration, in which the nodes `wanted` are rebuilt.
+        def iteration(values: Sequence[Any], wanted: Sequence[str]) -> _FunctionBody:
+            """Returns the function body of one iteration, in which the nodes `wanted` are rebuilt.
 
             `values` are the values of the loop variables at the beginning of the iteration, in the
             order of `variables`.
@@ -299,29 +313,29 @@ class _Level:
             for name in here:
                 if facts.node[name].op == "Enter":
                     given.setdefault((name, 0), self.values[facts.inputs(name)[0]])
-            level = _Level(builder, around, given, outer=self)
+            level = _FunctionBody(builder, around, given, outer=self)
             level.make(builder.needed_for(wanted, around))
             return level
 
         def condition(*values: Any) -> Any:
-            return turn(values, [test]).values[test, 0]
+            return iteration(values, [test]).values[test, 0]
 
         def body(*values: Any) -> list[Any]:
             nexts = [builder.next_value(v) for v in variables]
-            level = turn(values, nexts)
+            level = iteration(values, nexts)
             with tf.control_dependencies([level.operations[n] for n in nexts]):
                 return [tf.identity(level.values[n, 0]) for n in nexts]
 
         enters = [
             next(s for s, _ in facts.inputs(v) if facts.node[s].op == "Enter") for v in variables
         ]
-        with tf.control_dependencies(self._waits(members)):
+        with tf.control_dependencies(self._control_inputs(members)):
             first = [tf.identity(self.values[facts.inputs(e)[0]]) for e in enters]
             results = _functional().while_loop(condition, body, first)
         made = results[0].op
         while made.type not in ("While", "StatelessWhile"):  # some versions return identities
             made = made.inputs[0].op
-        builder.turns[made.name].add(turns_of(facts, loop))
+        builder.turns[made.name].add(num_iterations(facts, loop))
         result_of = dict(zip(variables, results))
         for name in here:
             if facts.node[name].op == "Exit":

@@ -151,7 +151,7 @@ def join_input(name: str, number: int) -> str:
 
 
 def data_first(inputs: Iterable[str]) -> list[str]:
-    """Returns data inputs in their order, then each control input once."""
+    """Sorts inputs of a ``NodeDef``: data inputs in their order, then each control input once."""
     data: list[str] = []
     control: set[str] = set()
     for text in inputs:
@@ -163,7 +163,7 @@ def data_first(inputs: Iterable[str]) -> list[str]:
 
 
 def common_context(one: Context, other: Context) -> Context:
-    """Returns the loops and branches that two contexts share, from the outermost on."""
+    """Returns the loops and branches that two contexts share, the outermost first."""
     size = 0
     while size < min(len(one), len(other)) and one[size] == other[size]:
         size += 1
@@ -203,7 +203,7 @@ class GraphFacts:
         }
         self._consumers: dict[str, list[tuple[str, int]]] | None = None
         self._pivot_predicate = self._find_pivots()
-        self._walk()
+        self._find_contexts()
 
     def inputs(self, name: str) -> list[tuple[str, int]]:
         """Returns the inputs of a node as pairs (name of a node, number of its output).
@@ -225,7 +225,7 @@ class GraphFacts:
                     self._consumers[source].append((consumer, number))
         return self._consumers[name]
 
-    def _walk(self) -> None:
+    def _find_contexts(self) -> None:
         """Computes `order`, and then the `context` of each node from its inputs."""
         needs = {
             name: {s for s, _ in inputs if not self.is_back_edge(s, name)}
@@ -274,10 +274,10 @@ class GraphFacts:
         return context
 
     def _find_pivots(self) -> dict[str, str]:
-        """Returns, by the name of each conditional's first ``Switch``, the conditional's predicate.
+        """Returns a name that identifies each conditional, by the name of its first ``Switch``.
 
-        The predicate is given by the name of an ``Identity`` of its value, which the conditional's
-        other ``Switch`` nodes test. This name identifies the conditional.
+        The name is that of an ``Identity`` of the conditional's predicate, which all ``Switch``
+        nodes of the conditional test, except for the first.
         """
         # tf.cond makes Switch(p, p), on which operations without inputs depend, and right after it
         # Identity(p), which all other Switch nodes test. Several conditionals may share p.
@@ -312,15 +312,16 @@ class GraphFacts:
         return {self.loop_of(n): n for n in self.order if self.node[n].op == "LoopCond"}
 
     def loop_of(self, name: str) -> Loop:
-        """Returns the innermost loop around a node; the node is in no conditional of this loop."""
+        """Returns the innermost loop around a node; the node must be in no conditional of it."""
         loop = self.context[name][-1]
         assert isinstance(loop, Loop)
         return loop
 
     def root(self, name: str) -> str:
-        """Returns the node that computed the value of the node `name`.
+        """Returns the name of the node that computed the value of the node `name`.
 
-        The result is `name` itself, unless the node `name` only passes its first input on.
+        The result is `name` itself, unless the node `name` only passes its first input on, as an
+        ``Identity`` does.
         """
         while self.node[name].op in _PASS_THROUGH:
             name = self._inputs[name][0][0]
@@ -337,7 +338,7 @@ class GraphFacts:
 _PREFIXES = ("_tpu", "_xla", "_Xla")
 
 
-def untie(node: tf.NodeDef) -> None:
+def remove_device_attributes(node: tf.NodeDef) -> None:
     """Removes from a node the attributes that tie it to devices or to a TPU."""
     node.device = ""
     for attr in list(node.attr):
@@ -345,12 +346,12 @@ def untie(node: tf.NodeDef) -> None:
             del node.attr[attr]
 
 
-def without_pass(node: tf.NodeDef, data: list[str]) -> list[str]:
-    """Returns the data inputs that a node has on CPU replicas; may turn the node into an identity.
+def bypass_node(node: tf.NodeDef, data: list[str]) -> list[str]:
+    """Turns a node with the attribute `PASSES_ON` into an identity of its second input, in place.
 
-    `data` are the node's data inputs before. A node with the attribute `PASSES_ON` has the value of
-    its second input: it is changed in place into an identity of this input. All other nodes stay as
-    they are, and for them `data` is returned.
+    Such a node always has the value of its second input. `data` are the node's data inputs; the
+    result is the data inputs that the node has afterwards. Without the attribute nothing changes,
+    and `data` is returned.
     """
     if PASSES_ON not in node.attr:
         return data
@@ -358,14 +359,20 @@ def without_pass(node: tf.NodeDef, data: list[str]) -> list[str]:
     return [data[1]]
 
 
-def turns_in(facts: GraphFacts, context: Context) -> int | None:
-    """Returns how many times a step runs operations in a context; None if that is unknown."""
-    turns = [turns_of(facts, loop) for loop in context if isinstance(loop, Loop)]
+def runs_in_context(facts: GraphFacts, context: Context) -> int | None:
+    """Returns how many times a step runs an operation; None if that is unknown.
+
+    `context` is the loops and branches around the operation. Branches count as taken.
+    """
+    turns = [num_iterations(facts, loop) for loop in context if isinstance(loop, Loop)]
     return None if None in turns else math.prod(n for n in turns if n is not None)
 
 
-def turns_of(facts: GraphFacts, loop: Loop) -> int | None:
-    """Returns a loop's number of iterations if it counts with constant bounds and step, or None."""
+def num_iterations(facts: GraphFacts, loop: Loop) -> int | None:
+    """Returns a loop's number of iterations; None if it is not known from constants in the graph.
+
+    The number is known if the loop counts from a constant to a constant, by a constant step.
+    """
     test = facts.inputs(facts.condition_of[loop])[0][0]
     if facts.node[test].op != "Less":
         return None
@@ -378,16 +385,16 @@ def turns_of(facts: GraphFacts, loop: Loop) -> int | None:
         if facts.node[source].op == "Enter":
             first = facts.constant(source)
         elif facts.node[source].op == "NextIteration":
-            step = _step(facts, facts.inputs(source)[0][0])
+            step = _added_constant(facts, facts.inputs(source)[0][0])
     if first is None or not step or step < 0:
         return None
     return max(0, math.ceil((float(end) - float(first)) / step))
 
 
-def _step(facts: GraphFacts, name: str) -> float | None:
+def _added_constant(facts: GraphFacts, name: str) -> float | None:
     """Returns the scalar constant that the node `name` adds to its other input.
 
-    The result is None unless the node `name` is the addition of one scalar constant.
+    The result is None if the node is no addition, or does not have exactly one constant input.
     """
     if facts.node[name].op not in ("Add", "AddV2"):
         return None
@@ -396,7 +403,7 @@ def _step(facts: GraphFacts, name: str) -> float | None:
     return found[0] if len(found) == 1 else None
 
 
-def check_alive_outside(facts: GraphFacts, name: str, number: int) -> None:
+def check_fetchable(facts: GraphFacts, name: str, number: int) -> None:
     """Raises ValueError if output `number` of a node exists only inside a loop or branch."""
     if facts.context_of_output(name, number):
         raise ValueError(

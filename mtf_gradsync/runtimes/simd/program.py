@@ -18,18 +18,18 @@ from mtf_gradsync.extension import (
     tf,
 )
 from mtf_gradsync.runtimes._private import tensorflow as private
-from mtf_gradsync.runtimes.simd.checks import check_can_be_emulated, values_name
+from mtf_gradsync.runtimes.simd.checks import check_can_be_emulated, name_of_last_values
 from mtf_gradsync.runtimes.simd.emulator import EmulatedGraph, emulate
 from mtf_gradsync.runtimes.simd.graph_facts import (
     BranchDivergenceError,
     GraphFacts,
     UnsupportedProgramError,
 )
-from mtf_gradsync.runtimes.simd.randomness import StepOfDraws
+from mtf_gradsync.runtimes.simd.randomness import RandomStep
 from mtf_gradsync.runtimes.simd.replica_session import (
     MasterOps,
     ReplicaSession,
-    copied,
+    copy_array,
     lowerings_in,
 )
 
@@ -76,11 +76,11 @@ class CpuReplicaSession(ReplicaSession):
     def __init__(self, prepared: PreparedGraph, config: tf.ConfigProto | None = None):
         self._prepared = prepared
         self._emulated = prepared.emulated
-        self._step_of_draws: StepOfDraws | None = None
+        self._step_of_draws: RandomStep | None = None
         if self._emulated.random_steps is not None:
             counter = tf.train.get_global_step(prepared.source)
             name = None if counter is None else prepared.ops.masters.get(counter.op.name)
-            self._step_of_draws = StepOfDraws(self._emulated.random_steps, name)
+            self._step_of_draws = RandomStep(self._emulated.random_steps, name)
         super().__init__(
             tf.Session(graph=prepared.graph, config=config or cpu_config()), prepared.ops
         )
@@ -114,7 +114,7 @@ class CpuReplicaSession(ReplicaSession):
         also: list[str] = []
         counts: dict[str, str] = {}
         mapped = tf.nest.map_structure(lambda f: self._fetch(f, per_replica, also), fetches)
-        feeds = {self._feed(k): copied(v) for k, v in (feed_dict or {}).items()}
+        feeds = {self._name_to_feed(k): copy_array(v) for k, v in (feed_dict or {}).items()}
         for name in self._ops.watches.counts:
             if self._emulated.done[self._emulated.program_of(name)] in also:
                 counts[name] = self._emulated.names_on_replicas(name)[0]
@@ -129,12 +129,12 @@ class CpuReplicaSession(ReplicaSession):
             compared = self._emulated.agreements.get(name)
             if compared is None:
                 raise
-            predicates = map(bool, self._session.run(values_name(name) + ":0"))
+            predicates = map(bool, self._session.run(name_of_last_values(name) + ":0"))
             by_core = dict(zip(compared.group, predicates))
             raise BranchDivergenceError(
                 compared.kind, compared.predicate, by_core, compared.meetings
             ) from error
-        self._ops.watches.look(told, self._session.run)
+        self._ops.watches.report(told, self._session.run)
         return values
 
     def _fetch(self, fetch: Any, per_replica: bool, also: list[str]) -> Any:
@@ -148,8 +148,8 @@ class CpuReplicaSession(ReplicaSession):
             return names[0]
         return names if per_replica and program else names[0]
 
-    def _read(self, path: str) -> None:
-        super()._read(path)
+    def _read_masters(self, path: str) -> None:
+        super()._read_masters(path)
         if self._step_of_draws is not None:
             self._step_of_draws.restart()
 
@@ -198,7 +198,7 @@ def made_up_device_assignment(num_replicas: int) -> Any:
 
 
 def replicated_input(tensors: Sequence[Any], name: str) -> tf.Tensor:
-    """Returns a tensor of the program: on core i it is `tensors[i]`."""
+    """Returns a tensor of the program that is being built; its value on core i is `tensors[i]`."""
     # The operation belongs outside the program, whose context would mark it as inside.
     with tf.control_dependencies(None):
         return private.tpu_replicated_input(tensors, name)
@@ -206,9 +206,9 @@ def replicated_input(tensors: Sequence[Any], name: str) -> tf.Tensor:
 
 @contextlib.contextmanager
 def replicated_program(num_replicas: int) -> Iterator[str]:
-    """Puts every operation made inside into one TPU program; yields the program's name.
+    """Puts all operations that are made in the block into one TPU program; yields its name.
 
-    `num_replicas` is the number of cores. Variables made inside are resource variables.
+    `num_replicas` is the number of cores. Variables made in the block are resource variables.
     """
     graph = tf.get_default_graph()
     cluster = graph.unique_name("cluster")
@@ -231,9 +231,9 @@ _wanted: contextvars.ContextVar[bool] = contextvars.ContextVar("compiled_only", 
 
 @contextlib.contextmanager
 def compiled_only() -> Iterator[None]:
-    """Makes programs that are opened inside smaller: they can be compiled, but not run.
+    """Lets programs that are opened in the block be compiled, but not run.
 
-    In a program that can be compiled but not run, all cores share one core's variables.
+    Such programs are smaller, because all cores share one core's variables.
     """
     token = _wanted.set(True)
     try:
@@ -243,7 +243,10 @@ def compiled_only() -> Iterator[None]:
 
 
 def mesh_class() -> type:
-    """Returns Mesh-TF's `SimdMeshImpl`, or inside `compiled_only` its `CompiledOnlyMeshImpl`."""
+    """Returns the class of SIMD meshes to use: Mesh-TF's, or `CompiledOnlyMeshImpl`.
+
+    `CompiledOnlyMeshImpl` is returned inside a block of `compiled_only`.
+    """
     return CompiledOnlyMeshImpl if _wanted.get() else mtf.simd_mesh_impl.SimdMeshImpl
 
 
@@ -254,7 +257,7 @@ class CompiledOnlyMeshImpl(mtf.simd_mesh_impl.SimdMeshImpl):
         """A variable of the first core that is used for all cores. Nothing is copied."""
 
         def __init__(self, variable: Any, mesh_impl: Any):
-            """Makes the variable; the arguments are those of Mesh-TF's class."""
+            """Makes the slice of the Mesh-TF variable `variable` that all cores of the mesh use."""
             self._variable, self._mesh_impl = variable, mesh_impl
             shape = mesh_impl.slice_shape(variable.outputs[0].shape)
             with tf.init_scope():
@@ -369,6 +372,9 @@ class Program:
 
     def prepared(self, key: Hashable, make: Callable[[], _Prepared]) -> _Prepared:
         """Returns the object that sessions share under `key`; makes it again if the graph changed.
+
+        A runtime calls this method to open a session, so that later sessions need not prepare the
+        program again.
 
         Args:
           key: a value that identifies the runtime and the runtime's arguments.

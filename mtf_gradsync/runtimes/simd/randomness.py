@@ -33,13 +33,13 @@ _PHILOX = 1
 
 
 class RandomSteps(NamedTuple):
-    """The operations that tell a rewritten graph's random operations the step.
+    """The names of the operations that set the step on which random numbers depend.
 
     Attributes:
-      begin: the operation to run before a step.
-      with_seed: the tensor to feed when `begin` runs. Its value is integers (int64) that identify
-        the step, for random operations that have a seed.
-      without_seed: the tensor to feed when `begin` runs, for random operations without a seed.
+      begin: the operation to run before each step, with values fed to the two tensors below.
+      with_seed: the tensor to feed with integers (int64) that identify the step, for random
+        operations that have a seed.
+      without_seed: the same for random operations without a seed.
     """
 
     begin: str
@@ -47,15 +47,19 @@ class RandomSteps(NamedTuple):
     without_seed: str
 
 
-class StatelessDraws:
-    """A rewriter that makes random operations stateless, with seeds that depend on the step."""
+class StatelessRandomOps:
+    """A rewriter that makes random operations stateless, with seeds that depend on the step.
+
+    Call `rewrite` for each copy of a random operation, and then `finish` once.
+    """
 
     def __init__(self, facts: GraphFacts, add: Callable[..., tf.NodeDef], name: str):
-        """Begins without rewritten operations.
+        """Makes a rewriter; nothing is rewritten yet.
 
         `facts` describes the user's graph. `add` is the function that adds a node to the rewritten
-        graph: it takes the node's name, type, inputs and dtypes of attributes by name, and returns
-        the node. `name` is a prefix that no operation's name has.
+        graph: it takes the node's name, type and inputs, and as keyword arguments the values of
+        attributes that are dtypes; it returns the node. `name` is the first part of the names of
+        the nodes that the rewriter adds; no other operation's name begins with it.
         """
         self._facts, self._add, self._name = facts, add, name
         # Name of a variable of words -> whether its operation has a seed.
@@ -112,7 +116,7 @@ class StatelessDraws:
         copy.attr["Tseed"].type = _enum(tf.int64)
 
     def finish(self) -> RandomSteps | None:
-        """Adds the operations that set the step; returns None if nothing was rewritten."""
+        """Adds and returns the operations that set the step; None if nothing was rewritten."""
         if not self._variables:
             return None
         given = {}
@@ -148,28 +152,26 @@ def _enum(dtype: tf.DType) -> int:
     return dtype.as_datatype_enum
 
 
-class StepOfDraws:
-    """The step on which a session's random numbers depend, by the global step.
+class RandomStep:
+    """The step of a session, which makes the random numbers of each step different.
 
-    A step that leaves the global step as it is, or whose program has no global step, still gets
-    other random numbers than the step before it.
+    If there is a global step, it identifies the step: a resumed run gets the numbers that it would
+    have got without the interruption, if operations have seeds. Steps that do not change the global
+    step, or that have none, are counted here.
     """
 
     def __init__(self, steps: RandomSteps, counter: str | None):
-        """Begins before the first step.
+        """Makes the object of a session that has not made a step yet.
 
-        `steps` are the operations that tell random operations the step. `counter` is the name of
-        the tensor with the global step; None if there is no global step.
+        `steps` are the operations that set the step in the session's graph. `counter` is the name
+        of the tensor with the global step; None if there is no global step.
         """
         self._steps, self._counter = steps, counter
         self._entropy = int.from_bytes(os.urandom(7), "little")
         self._count, self._repeats = -1, 0
 
     def begin(self, session: tf.Session) -> None:
-        """Tells the random operations in a session's graph that a step begins.
-
-        This method runs operations of the session, and has to be called before each step.
-        """
+        """Sets the step of all random operations of a session's graph; called before each step."""
         count = 0 if self._counter is None else int(session.run(self._counter))
         self._repeats = self._repeats + 1 if count == self._count else 0
         self._count = count
@@ -183,5 +185,5 @@ class StepOfDraws:
         )
 
     def restart(self) -> None:
-        """Forgets the steps made; called after a checkpoint was restored."""
+        """Forgets the steps that were counted here; called after a checkpoint was restored."""
         self._count = -1

@@ -33,7 +33,7 @@ class MasterOps:
       are_equal: by the name of each derived variable, the name of the tensor that says whether the
         derived variable still equals the variable from which it is derived.
       beginnings: the variables whose initial values wrappers derive from other variables.
-      watches: the reader that finds out after each step what optimizers have skipped.
+      watches: the object that reports after each step what optimizers have skipped.
     """
 
     def __init__(self, graph: tf.Graph, lowerings: Sequence[mtf.Lowering]):
@@ -56,7 +56,7 @@ class MasterOps:
             self.are_equal = {n: x.name for n, x in self.beginnings.are_equal.items()}
             saver = tf.train.Saver(variables, max_to_keep=None) if variables else None
             self.saver_def = saver.as_saver_def() if saver else None
-            self.watches = StepWatches(graph)
+            self.watches = SkipWatches(graph)
 
     def check_has_variables(self) -> None:
         """Raises ValueError if the graph has no variables to save or restore."""
@@ -152,18 +152,20 @@ class ReplicaSession(abc.ABC):
     def variables(self) -> dict[str, np.ndarray]:
         """Returns the values of all global variables by name, assembled from their slices.
 
-        Variables that Mesh-TF stacked in another variable appear under their own names.
+        If Mesh-TF has stacked several variables in one, they appear under their own names.
         """
-        self._bring_masters_up_to_date()
+        self._copy_slices_to_masters()
         return self._session.run(self._ops.masters)
 
     def checksums(self) -> dict[tuple[str, ...], list[Any]] | None:
-        """Returns checksums of each core's copy of each variable, computed on the cores.
+        """Returns checksums of the values that each core holds, computed on the cores.
 
         Returns:
-          A dictionary. Each key is the names of a variable's tf variables on all cores, in physical
-          order, and its value is the checksums of these tf variables. The result is None if
-          TensorFlow holds the values, so that operations of the graph can read them.
+          A dictionary with an entry for each variable. The key has a name for each core, in
+          physical order: that of the tf variable with the core's slice (the same name on all cores,
+          if the variable is not split and TensorFlow has it once). The value has a checksum for
+          each name. The result is None if TensorFlow holds the values, so that operations of the
+          graph can read them.
         """
         return None
 
@@ -187,8 +189,8 @@ class ReplicaSession(abc.ABC):
           ValueError: when there is no such global variable.
         """
         name = variable if isinstance(variable, str) else variable.name
-        master = self._master(name.split(":")[0])
-        self._bring_masters_up_to_date()
+        master = self._master_tensor(name.split(":")[0])
+        self._copy_slices_to_masters()
         return self._session.run(master)
 
     def save(
@@ -211,8 +213,8 @@ class ReplicaSession(abc.ABC):
         """
         self._ops.check_has_variables()
         self._run_checks()
-        self._bring_masters_up_to_date()
-        return self._write(path, saver, global_step)
+        self._copy_slices_to_masters()
+        return self._write_checkpoint(path, saver, global_step)
 
     def begin_save(self, path: str, saver: Any, global_step: int) -> Future[str]:
         """Reads a checkpoint's values now, and writes them to files while later steps run.
@@ -227,7 +229,7 @@ class ReplicaSession(abc.ABC):
         """
         self._ops.check_has_variables()
         self._run_checks()
-        self._bring_masters_up_to_date()
+        self._copy_slices_to_masters()
         return saver.begin_save(self._session, path, global_step)
 
     def restore(self, path: str) -> None:
@@ -239,8 +241,8 @@ class ReplicaSession(abc.ABC):
         Raises:
           ValueError: when there is no such checkpoint, or the graph has no variables.
         """
-        self._read(path)
-        self._take_masters()
+        self._read_masters(path)
+        self._copy_masters_to_slices()
 
     def write(self, values: Mapping[str, Any]) -> None:
         """Sets variables by name; each core gets its slice of a variable's new value.
@@ -252,7 +254,7 @@ class ReplicaSession(abc.ABC):
             then.
         """
         wanted = {name.split(":")[0]: np.asarray(value) for name, value in values.items()}
-        tensors = {name: self._master(name) for name in wanted}
+        tensors = {name: self._master_tensor(name) for name in wanted}
         for name, value in wanted.items():
             shape = self._ops.graph.as_graph_element(tensors[name]).shape
             if not shape.is_compatible_with(value.shape):
@@ -261,7 +263,7 @@ class ReplicaSession(abc.ABC):
                     f"{list(value.shape)}."
                 )
         # The slices of variables that are not set are newer than their masters.
-        self._bring_masters_up_to_date()
+        self._copy_slices_to_masters()
         if self._access is None:
             self._access = VariableAccess(self._session.graph)
         if not self._is_stepped:
@@ -271,12 +273,15 @@ class ReplicaSession(abc.ABC):
         self._set_masters(wanted.items())
 
     def _set_masters(self, values: Iterable[tuple[str, Any]]) -> None:
-        """Sets masters, given as pairs (name, value), and then copies all masters into slices."""
+        """Sets masters to values, and then copies all masters into slices.
+
+        `values` are pairs (name of a variable, value).
+        """
         assert self._access is not None
         self._access.set(self._session, values)
-        self._take_masters()
+        self._copy_masters_to_slices()
 
-    def _master(self, name: str) -> str:
+    def _master_tensor(self, name: str) -> str:
         """Returns the name of the tensor with a variable's value; ValueError if there is none."""
         if name not in self._ops.masters:
             raise ValueError(
@@ -285,10 +290,12 @@ class ReplicaSession(abc.ABC):
             )
         return self._ops.masters[name]
 
-    def _write(self, path: str, saver: tf.train.Saver | None, global_step: int | None) -> str:
+    def _write_checkpoint(
+        self, path: str, saver: tf.train.Saver | None, global_step: int | None
+    ) -> str:
         """Writes a checkpoint of the masters' present values, and returns its path.
 
-        The arguments are those of `save`.
+        The arguments are those of `save`, which first copies slices into masters.
         """
         return (saver or self._ops.saver(self._session.graph)).save(
             self._session,
@@ -298,7 +305,7 @@ class ReplicaSession(abc.ABC):
             write_state=saver is not None,
         )
 
-    def _read(self, path: str) -> None:
+    def _read_masters(self, path: str) -> None:
         """Reads the masters from the checkpoint `path`; slices stay as they are."""
         self._ops.restore(self._session, path)
 
@@ -309,7 +316,7 @@ class ReplicaSession(abc.ABC):
         Raises KeyError if the graph did not have the operation when the session was made.
         """
 
-    def _feed(self, key: Any) -> str:
+    def _name_to_feed(self, key: Any) -> str:
         """Returns the name of a tensor to feed; ValueError if it cannot be fed.
 
         `key` is a tensor of the user's graph outside the program, or its name.
@@ -342,16 +349,16 @@ class ReplicaSession(abc.ABC):
         for check in self._checks:
             check()
 
-    def _bring_masters_up_to_date(self) -> None:
+    def _copy_slices_to_masters(self) -> None:
         """Copies the slices into the masters."""
         self._session.run(self._ops.to_masters)
 
-    def _take_masters(self) -> None:
+    def _copy_masters_to_slices(self) -> None:
         """Copies the masters into the slices."""
         self._session.run(self._ops.to_slices)
 
 
-def copied(value: Any) -> Any:
+def copy_array(value: Any) -> Any:
     """Returns a copy of an array, safe to feed; returns values of other types unchanged.
 
     TensorFlow uses the memory of an aligned array that is fed. If a variable is set to a fed array,
@@ -402,7 +409,7 @@ class VariableAccess:
                 rounds.append(([], {}))
             operations, feed = rounds[used[tensor]]
             operations.append(operation)
-            feed[tensor] = copied(value)
+            feed[tensor] = copy_array(value)
             used[tensor] += 1
         for operations, feed in rounds:
             session.run(operations, feed)
@@ -435,15 +442,16 @@ def lowerings_in(given: Any) -> list[mtf.Lowering]:
     )
 
 
-class StepWatches:
-    """The counters of skipped steps and gradients in SIMD programs, read after each step.
+class SkipWatches:
+    """Reports, after each step of a SIMD program, what optimizers have skipped in the step.
 
     Attributes:
-      counts: names of the programs' tensors to fetch in each step for `look`, from any core.
+      counts: names of tensors of the programs; a session fetches them in each step, from any core,
+        and gives their values to `report`.
     """
 
     def __init__(self, graph: tf.Graph):
-        """Adds operations that read the records of skips to `graph`, which holds the programs."""
+        """Adds operations to `graph`, which holds the programs, that read what was skipped."""
         found = graph.get_collection(WATCHED)
         watches = {watched: watched.watch() for watched, _ in found}
         number = dict.fromkeys(watches, 0)
@@ -455,14 +463,15 @@ class StepWatches:
             self.counts.append(name)
             self._told[name] = watched, [x.name for x in records]
 
-    def look(
+    def report(
         self, values: dict[str, Any], read: Callable[[list[str]], Any], logs: bool = True
     ) -> None:
-        """Logs what a step has skipped, or raises an exception about it.
+        """Logs what a step has skipped; raises an exception if an optimizer cannot go on.
 
         Args:
           values: values of the tensors in `counts`, by name.
-          read: a function that returns the values of tensors outside of programs, by name.
+          read: a function that takes names of tensors outside of programs, and returns their
+            values.
           logs: whether to log what was skipped; exceptions are raised in any case.
         """
         errors: list[Exception] = []

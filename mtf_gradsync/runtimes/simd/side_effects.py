@@ -75,7 +75,7 @@ def _read(facts: GraphFacts, name: str) -> CollectiveOperation:
     if node.op == "CollectivePermute":
         pairs = tuple((int(a), int(b)) for a, b in lists)
         _check_pairs(node, pairs, cores)
-        groups = connected(pairs)
+        groups = merge_overlapping(pairs)
     else:
         pairs = ()
         # TensorFlow's kernel takes an empty assignment as one group of all cores.
@@ -108,11 +108,11 @@ def _check_pairs(node: object, pairs: tuple[tuple[int, int], ...], cores: int) -
         )
 
 
-def connected(groups: Iterable[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
-    """Returns the sets of cores that groups make if overlapping groups are joined into one set.
+def merge_overlapping(groups: Iterable[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
+    """Joins overlapping groups of cores; returns disjoint groups.
 
-    The returned sets of cores are disjoint. Each set is a sorted tuple of core numbers, and the
-    result is sorted.
+    For the groups (0, 1), (1, 2) and (3, 4) the result is ((0, 1, 2), (3, 4)). Each group is a
+    sorted tuple of core numbers, and the result is sorted.
     """
     set_of: dict[int, set[int]] = {}
     for group in groups:
@@ -148,8 +148,8 @@ class Effects(NamedTuple):
 
 
 def find_effects(facts: GraphFacts) -> Effects:
-    """Returns the order that the side effects of a graph's programs need."""
-    return _Finder(facts).effects
+    """Returns edges that keep the side effects of a graph's programs in program order."""
+    return _EffectFinder(facts).effects
 
 
 def written_variables(facts: GraphFacts) -> dict[str, list[str]]:
@@ -201,7 +201,7 @@ def _is_variable(facts: GraphFacts, name: str) -> bool:
     return node.op == "VarHandleOp"
 
 
-class _Finder:
+class _EffectFinder:
     def __init__(self, facts: GraphFacts):
         self._facts = facts
         sets: list[dict[str, set[str]]] = [collections.defaultdict(set) for _ in range(3)]
@@ -222,28 +222,31 @@ class _Finder:
                 key = (cluster, handle)
                 shared = facts.node[handle].op != "TPUReplicatedInput"
                 if key in last_write:
-                    self._put_after(name, last_write[key], shared)
+                    self._make_wait(name, last_write[key], shared)
                 if op in _READS:
                     reads[key].append(name)
                     all_reads[key].append(name)
                     continue
                 for read in reads.pop(key, ()):
-                    self._put_after(name, read, shared)
+                    self._make_wait(name, read, shared)
                 last_write[key] = name
                 if shared:
                     self.effects.shared_writes.add(name)
             if (handles and op not in _READS) or op in _OTHER_EFFECTS:
-                self.effects.last[cluster].update(self._ends(name, ()))
+                self.effects.last[cluster].update(self._nodes_after(name, ()))
             elif op in STATELESS:
                 # The iterations of a loop draw their numbers one after the other.
-                self._ends(name, ())
+                self._nodes_after(name, ())
         for key in last_write:
             for name in all_reads[key]:
                 # A loop's next iteration may write the variable that this iteration reads.
-                self._ends(name, ())
+                self._nodes_after(name, ())
 
     def _find_ends(self) -> None:
-        """Finds the nodes at which loops iterate and end, and conditionals end."""
+        """Fills in `_turns`, `_exits` and `_merges`: where iterations, loops and conditionals end.
+
+        The three attributes have the names of these nodes, by loop or conditional.
+        """
         facts = self._facts
         for name in facts.order:
             op, context = facts.node[name].op, facts.context[name]
@@ -258,8 +261,8 @@ class _Finder:
                         self._merges[context, side.predicate].append(name)
                         break
 
-    def _put_after(self, name: str, earlier: str, all_cores: bool) -> None:
-        """Makes the node `name` wait for the node `earlier`.
+    def _make_wait(self, name: str, earlier: str, all_cores: bool) -> None:
+        """Adds edges to `effects` that make the node `name` wait for the node `earlier`.
 
         If `all_cores` is True, `name` waits for the copies of `earlier` on all cores, else only for
         the copy on its own core. If a step never runs both nodes, nothing is done.
@@ -276,17 +279,17 @@ class _Finder:
         ):
             return  # two sides of one conditional: only one of them runs
         after = self.effects.after_all_cores if all_cores else self.effects.after
-        for end in self._ends(earlier, shared):
-            for begin in self._begins(name, shared):
+        for end in self._nodes_after(earlier, shared):
+            for begin in self._waiting_nodes(name, shared):
                 if begin != end:
                     after[begin].add(end)
 
-    def _ends(self, name: str, context: Context) -> list[str]:
+    def _nodes_after(self, name: str, context: Context) -> list[str]:
         """Returns nodes that run after the node `name`, even in a step that does not run `name`.
 
-        The result is the ends of the loops and branches around `name` inside the outer `context`,
-        or `name` itself if there are none. The edges that make these ends wait are added to
-        `effects`.
+        `context` is outer loops and branches, in which the returned nodes are. If `name` is in
+        further loops or branches, these nodes are the ends of the outermost one of these, and edges
+        that make them wait for `name` are added to `effects`. Otherwise the result is `name`.
         """
         inner = self._facts.context[name]
         ends = [name]
@@ -303,12 +306,13 @@ class _Finder:
                 ends = merges
         return ends
 
-    def _begins(self, name: str, context: Context) -> list[str]:
-        """Returns the nodes that have to wait so that the node `name` waits.
+    def _waiting_nodes(self, name: str, context: Context) -> list[str]:
+        """Returns the nodes to which edges have to lead so that the node `name` waits.
 
-        An edge from the outer `context` may lead to the returned nodes: to `name` itself, or to the
-        ``Enter`` node by which the variable that `name` uses enters the outermost loop between
-        `context` and `name`.
+        The edges come from the outer loops and branches `context`, and cannot lead into a loop. If
+        `name` is in a further loop, the result is the ``Enter`` node by which the variable that
+        `name` uses enters this loop; it is [] if there is no such node. Otherwise the result is
+        `name` itself.
         """
         facts = self._facts
         inner = facts.context[name][len(context) :]

@@ -9,7 +9,7 @@ from typing import Any, Callable, Collection, Iterable, Sequence, cast
 import numpy as np
 
 from mtf_gradsync.extension import tf
-from mtf_gradsync.runtimes._private.tensorflow import with_own_types
+from mtf_gradsync.runtimes._private.tensorflow import as_tensorflow_bfloat16
 from mtf_gradsync.runtimes.simd.graph_facts import split_input
 from mtf_gradsync.runtimes.simd.replica_session import VariableAccess
 from mtf_gradsync.runtimes.xla.gathering import Cores
@@ -180,7 +180,7 @@ class DeviceVariables:
         if local:
             for key, per_core in zip(sliced, self._cores.gather(local)):
                 values.update(zip(key, per_core))
-        self._access.set(self._session, ((n, with_own_types(v)) for n, v in values.items()))
+        self._access.set(self._session, ((n, as_tensorflow_bfloat16(v)) for n, v in values.items()))
         self._newer -= keys
 
     def checksums(self) -> dict[tuple[str, ...], list[Any]]:

@@ -17,7 +17,7 @@ from mtf_gradsync.runtimes._private.jax import (
     distributed_is_initialized,
     use_cpu_collectives,
 )
-from mtf_gradsync.runtimes._signals import handler_kept
+from mtf_gradsync.runtimes._signals import preserve_handler
 from mtf_gradsync.runtimes.processes.meeting import MeetingAddress, meet_at
 from mtf_gradsync.runtimes.processes.members import Member, ProcessesError, all_given
 from mtf_gradsync.runtimes.processes.watchdog import Alarm, Membership, Watchdog
@@ -181,7 +181,7 @@ class Processes(Membership):
         jax.distributed.shutdown()
         self._undo()
 
-    def _may_be_a_loss(self, error: BaseException) -> bool:
+    def _may_be_caused_by_loss(self, error: BaseException) -> bool:
         return may_be_from_another_process(error)
 
     def _fail(self, error: BaseException) -> None:
@@ -274,7 +274,7 @@ def start_processes(
     watchdog = Watchdog(met.me, met.peers, silence, alarm)
     processes = Processes(met.me, cluster.num_processes, watchdog, undo)
     try:
-        with handler_kept(signal.SIGTERM):  # jax sets a handler that ignores it
+        with preserve_handler(signal.SIGTERM):  # jax sets a handler that ignores it
             jax.distributed.initialize(
                 cluster.coordinator,
                 cluster.num_processes,

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, NamedTuple, Sequence
 
 from mtf_gradsync.extension import mtf, tf, warn_once
-from mtf_gradsync.runtimes._private.jax import compiled_hlo, writes_over_arguments_well
-from mtf_gradsync.runtimes.processes.watchdog import beats_go_on
+from mtf_gradsync.runtimes._private.jax import can_write_over_arguments, compiled_hlo
+from mtf_gradsync.runtimes.processes.watchdog import keep_heartbeats
 from mtf_gradsync.runtimes.simd.graph_facts import UnsupportedProgramError
 from mtf_gradsync.runtimes.simd.program import Program
 from mtf_gradsync.runtimes.xla.bridge import to_hlo
@@ -206,7 +206,7 @@ def loaded(program: CoreModule, devices: Sequence[Any], cache: Cache) -> LoadedP
     program.
     """
     module = program.module
-    if devices[0].platform == "cpu" and not writes_over_arguments_well():
+    if devices[0].platform == "cpu" and not can_write_over_arguments():
         module = without_overwriting(module)
     key = key_of(f"compiled {_COMPILING_VERSION}", _describe_environment(devices), module)
     kept = cache.get(key)
@@ -295,7 +295,7 @@ class PreparedProgram:
         """
         if inside not in self._compiled:
             replica = replica_program(self._program, inside)
-            with beats_go_on():  # TensorFlow's bridge keeps Python's lock
+            with keep_heartbeats():  # TensorFlow's bridge keeps Python's lock
                 module = lowered(replica, self._cache)
             self._cores.check_same("the programs", module.module.encode())
             program = loaded(module, self._cores.devices, self._cache)

@@ -13,15 +13,15 @@ from typing import Any, Collection, Iterable, NamedTuple, Sequence
 import numpy as np
 
 from mtf_gradsync.extension import mtf, tf
-from mtf_gradsync.runtimes._private.tensorflow import with_own_types
+from mtf_gradsync.runtimes._private.tensorflow import as_tensorflow_bfloat16
 from mtf_gradsync.runtimes.simd.checks import check_can_be_emulated
 from mtf_gradsync.runtimes.simd.graph_facts import (
     CONTROL,
     GraphFacts,
-    check_alive_outside,
+    check_fetchable,
     join_input,
+    remove_device_attributes,
     split_input,
-    untie,
 )
 from mtf_gradsync.runtimes.simd.program import Program
 from mtf_gradsync.runtimes.simd.replica_session import MasterOps
@@ -151,7 +151,7 @@ class HostGraph:
             )
         if node_name not in facts.cluster:
             return FetchSource((name,))
-        check_alive_outside(facts, node_name, number)
+        check_fetchable(facts, node_name, number)
         if ":" not in name:
             return FetchSource(runs_program=True)
         count = facts.num_replicas[self._program]
@@ -226,7 +226,7 @@ class HostGraph:
         facts = self.facts
         copy = tf.NodeDef()
         copy.CopyFrom(facts.node[name])
-        untie(copy)
+        remove_device_attributes(copy)
         del copy.input[:]
         data: list[str] = []
         control: list[str] = []
@@ -305,7 +305,7 @@ class FetchSource(NamedTuple):
         if self.inside:
             arrays = values[self.inside].arrays
             found = [
-                None if p is None else with_own_types(np.asarray(arrays[p]))[()]
+                None if p is None else as_tensorflow_bfloat16(np.asarray(arrays[p]))[()]
                 for p in self.positions
             ]
         else:

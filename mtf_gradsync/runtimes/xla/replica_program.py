@@ -9,10 +9,10 @@ from mtf_gradsync.runtimes.simd.graph_facts import (
     CONTROL,
     GraphFacts,
     UnsupportedProgramError,
-    check_alive_outside,
+    check_fetchable,
     join_input,
+    remove_device_attributes,
     split_input,
-    untie,
 )
 from mtf_gradsync.runtimes.simd.program import Program
 from mtf_gradsync.runtimes.simd.side_effects import find_collectives, find_effects
@@ -213,7 +213,7 @@ class _CoreExtraction:
                 f"{tensor.name!r} cannot be fetched: it stands outside the program "
                 f"{self._program.name!r}. Fetch what was made inside simd.tpu_program(...)."
             )
-        check_alive_outside(self._facts, name, number)
+        check_fetchable(self._facts, name, number)
         return f"{name}:{number}"
 
 
@@ -227,7 +227,7 @@ def _placeholder(given: ReplicaInput) -> tf.NodeDef:
 
 def _untie_from_tpu(node: tf.NodeDef) -> None:
     """Removes the attributes that tie a node to TPUs, so that XLA's bridge accepts it."""
-    untie(node)
+    remove_device_attributes(node)
     if node.op == "TPUReplicateMetadata":
         node.op = "NoOp"
         node.attr.clear()

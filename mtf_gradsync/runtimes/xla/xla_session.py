@@ -11,11 +11,11 @@ from typing import Any, Callable, Collection, Iterable, Sequence
 import numpy as np
 
 from mtf_gradsync.extension import NoUpdateError, mtf, tf
-from mtf_gradsync.runtimes._private.tensorflow import with_own_types
-from mtf_gradsync.runtimes.processes.watchdog import note
+from mtf_gradsync.runtimes._private.tensorflow import as_tensorflow_bfloat16
+from mtf_gradsync.runtimes.processes.watchdog import note_work
 from mtf_gradsync.runtimes.simd.graph_facts import split_input
 from mtf_gradsync.runtimes.simd.program import Program
-from mtf_gradsync.runtimes.simd.replica_session import ReplicaSession, copied, lowerings_in
+from mtf_gradsync.runtimes.simd.replica_session import ReplicaSession, copy_array, lowerings_in
 from mtf_gradsync.runtimes.xla.bridge import initial_state
 from mtf_gradsync.runtimes.xla.core_devices import devices_for
 from mtf_gradsync.runtimes.xla.device_values import DeviceInputs, DeviceVariables
@@ -227,7 +227,7 @@ class XlaSession(ReplicaSession):
         if plan is None:
             places = [self._outside.source_of(name, per_replica, self._cores) for name in names]
             plan = self._plans[names, per_replica] = FetchPlan.of(places, self._outside)
-        feeds = {self._feed(k): v for k, v in (feed_dict or {}).items()}
+        feeds = {self._name_to_feed(k): v for k, v in (feed_dict or {}).items()}
         values: dict[str, Any] = {}
         if not plan.runs_program:
             values.update(self._run_outside(plan.first, feeds))
@@ -262,7 +262,7 @@ class XlaSession(ReplicaSession):
             _, counts = self._pending_checks.popleft()
             with devices_errors():
                 values = {name: np.asarray(x.arrays[0]) for name, x in counts.items()}
-            self._watches.look(values, self._read_records, logs=self._cores.is_first)
+            self._watches.report(values, self._read_records, logs=self._cores.is_first)
 
     def _read_records(self, names: list[str]) -> list[Any]:
         found = self._run_outside(names, {}, names)
@@ -286,7 +286,7 @@ class XlaSession(ReplicaSession):
         """
         self.steps += 1
         self._is_stepped = True
-        note(f"step {self.steps}")
+        note_work(f"step {self.steps}")
         with devices_errors():
             arguments = self._inputs.put(compiled.replica.tensors, values, fed, shared)
             arguments += self._variables.take(compiled.replica.variables)
@@ -324,7 +324,7 @@ class XlaSession(ReplicaSession):
             local = [[np.asarray(a) for a in values[name].arrays] for name in inner]
         on_cores = dict(zip(inner, self._cores.gather(local) if inner else ()))
         return {
-            tensor: with_own_types(on_cores[name][core])
+            tensor: as_tensorflow_bfloat16(on_cores[name][core])
             for tensor, (name, core) in returned.items()
         }
 
@@ -343,7 +343,7 @@ class XlaSession(ReplicaSession):
             processes have to copy the same variables. None if all processes run the same.
         """
         names = sorted(names)
-        feeds = {name: copied(value) for name, value in feeds.items()}
+        feeds = {name: copy_array(value) for name, value in feeds.items()}
         touched = self._outside.touched(names if run_by_any is None else run_by_any)
         self._variables.copy_to_tensorflow(touched.used)
         values = self._session.run(names, feeds) if names else ()
@@ -384,7 +384,9 @@ class XlaSession(ReplicaSession):
         written.set_result(self.save(path, saver=saver, global_step=global_step))
         return written
 
-    def _write(self, path: str, saver: tf.train.Saver | None, global_step: int | None) -> str:
+    def _write_checkpoint(
+        self, path: str, saver: tf.train.Saver | None, global_step: int | None
+    ) -> str:
         """Writes the checkpoint on the first process; then returns its path on every process.
 
         The arguments `saver` and `global_step` are those of `save`.
@@ -393,18 +395,18 @@ class XlaSession(ReplicaSession):
         def write() -> str:
             if not self._cores.is_first:
                 return path if global_step is None else f"{path}-{global_step}"
-            return super(XlaSession, self)._write(path, saver, global_step)
+            return super(XlaSession, self)._write_checkpoint(path, saver, global_step)
 
         return self._cores.call_on_all_processes(write)
 
-    def _read(self, path: str) -> None:
+    def _read_masters(self, path: str) -> None:
         """Reads the checkpoint at `path` into TensorFlow's variables, on every process."""
-        self._cores.call_on_all_processes(lambda: super(XlaSession, self)._read(path))
+        self._cores.call_on_all_processes(lambda: super(XlaSession, self)._read_masters(path))
 
-    def _bring_masters_up_to_date(self) -> None:
+    def _copy_slices_to_masters(self) -> None:
         self._report_skips_until(self._dispatched)
         self._variables.copy_to_tensorflow()
-        super()._bring_masters_up_to_date()
+        super()._copy_slices_to_masters()
 
     def _set_masters(self, values: Iterable[tuple[str, Any]]) -> None:
         # Values, unlike a checkpoint, do not say at which step random numbers should begin.
@@ -412,8 +414,8 @@ class XlaSession(ReplicaSession):
         self._cores.call_on_all_processes(lambda: super(XlaSession, self)._set_masters(values))
         self._random_state = state
 
-    def _take_masters(self) -> None:
-        super()._take_masters()
+    def _copy_masters_to_slices(self) -> None:
+        super()._copy_masters_to_slices()
         self._variables.forget()
         self._random_state = None
 

@@ -25,7 +25,7 @@ from mtf_gradsync.runtimes.sessions import (
     runtime_for,
 )
 from mtf_gradsync.runtimes.settings import session_config
-from mtf_gradsync.runtimes.starting import Start, choose_checkpoint, newest
+from mtf_gradsync.runtimes.starting import Start, choose_checkpoint, start_from_newest
 from mtf_gradsync.tools.estimator.hooks import (
     Evaluation,
     HostCallHook,
@@ -209,7 +209,7 @@ class Estimator(_TensorFlows):
 
     def latest_checkpoint(self) -> str | None:
         """Returns the path of the newest checkpoint in model_dir, or None."""
-        return newest(self.model_dir).path
+        return start_from_newest(self.model_dir).path
 
     def get_variable_names(self) -> list[str]:
         """Returns the variables' names in the newest checkpoint; raises ValueError without one."""
@@ -258,7 +258,7 @@ class Estimator(_TensorFlows):
             _logger.info("The checkpoint has %d steps already.", max_steps)
             return self
         with self._graph():
-            start = newest(self.model_dir)
+            start = start_from_newest(self.model_dir)
             place, spec, scaffold, input_hooks = self._build(input_fn, _Modes.TRAIN, start)
             if self._with_averages:
                 check_averages_kept()
@@ -272,7 +272,7 @@ class Estimator(_TensorFlows):
             if program is not None and self._setting("save_summary_steps"):
                 write_summary(self.model_dir, _traffic(program, spec), saved_step)
             # Called again after a worker was lost: by then there may be a newer checkpoint.
-            sessions = place.sessions(spec, scaffold, lambda: newest(self.model_dir))
+            sessions = place.sessions(spec, scaffold, lambda: start_from_newest(self.model_dir))
             made_a_step = False
             with naming_uneven_batches(input_fn), tf.train.MonitoredSession(
                 sessions, all_hooks
@@ -501,7 +501,7 @@ class Estimator(_TensorFlows):
         skip_damaged_checkpoint, moves the files away and takes an older checkpoint. A checkpoint
         outside model_dir, or in a remote directory, is not checked.
         """
-        start = newest(self.model_dir)
+        start = start_from_newest(self.model_dir)
         if "://" in self.model_dir or (start.path and not start.kept):
             return int(tf.train.load_variable(start.path, "global_step")) if start.path else 0
         setting = "Estimator(skip_damaged_checkpoint=True)"

@@ -6,7 +6,7 @@ import json
 from typing import Any, Mapping, NamedTuple, Sequence
 
 from mtf_gradsync.runtimes.simd.communication import CommunicationReport
-from mtf_gradsync.runtimes.simd.side_effects import connected
+from mtf_gradsync.runtimes.simd.side_effects import merge_overlapping
 from mtf_gradsync.runtimes.xla.hlo_collectives import HloCollective
 
 # The operations of TensorFlow's programs, as HLO calls them.
@@ -67,7 +67,7 @@ def exchanges_of(
             found.append(Exchange(one.operation, DCN, counterparts, one.bytes_per_core, 1))
         elif not one.is_in_loop:
             groups = one.groups or everyone
-            axis = axes.get(frozenset(map(frozenset, connected(groups))))
+            axis = axes.get(frozenset(map(frozenset, merge_overlapping(groups))))
             # Over many cores, sums are scattered within halves of them first.
             if axis is None and (slices > 1 or one.operation == "reduce-scatter"):
                 axis = _axis_around(groups, axes)

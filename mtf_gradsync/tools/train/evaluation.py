@@ -10,7 +10,7 @@ import numpy as np
 from mtf_gradsync.extension import mtf, tf
 from mtf_gradsync.runtimes._common import ConfigError, TrainingError, first_line
 from mtf_gradsync.runtimes.checkpoints import NoAveragesError
-from mtf_gradsync.runtimes.saving import check_has
+from mtf_gradsync.runtimes.saving import check_has_variables
 from mtf_gradsync.runtimes.starting import UNREADABLE, Start
 from mtf_gradsync.tools.train.config import transformer_utils
 from mtf_gradsync.tools.train.model import MeshModel, ModelSettings
@@ -133,7 +133,7 @@ class Evaluator:
 
     def restore(self, path: str, model_dir: str) -> None:
         """Restores the variables from the checkpoint `path` of the run in model_dir."""
-        check_has(path, self._variables, model_dir)
+        check_has_variables(path, self._variables, model_dir)
         start = Start(path, with_averages=self._with_averages)
         try:
             with self._session.graph.as_default(), start.restorable() as restored:

@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from mtf_gradsync.extension import split_by_shard, tf
 from mtf_gradsync.runtimes._common import first_line
-from mtf_gradsync.runtimes.starting import free_name, write_text
+from mtf_gradsync.runtimes.starting import unused_path, write_text
 from mtf_gradsync.runtimes.step_means import StepMeans
 
 # For example of a field with one number for each replica.
@@ -251,7 +251,7 @@ class EventFile:
         now = time.time()
         # Files are named by the second; a session may begin within the same one.
         name = f"events.out.tfevents.{int(now)}.{socket.gethostname()}.from_step_{first_step:09d}"
-        self._path = free_name(directory / name)
+        self._path = unused_path(directory / name)
         self._flushed_at = time.monotonic()
         with self._writing():
             self._writer = tf.io.TFRecordWriter(str(self._path))

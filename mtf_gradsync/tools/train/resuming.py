@@ -10,7 +10,7 @@ import gin
 
 from mtf_gradsync.extension import some_lines, tf
 from mtf_gradsync.runtimes._common import ACCEPT_FLAG, CONFIG_FILE, ConfigError
-from mtf_gradsync.runtimes.saving import check_configuration, differences_text
+from mtf_gradsync.runtimes.saving import check_configuration, describe_differences
 from mtf_gradsync.runtimes.starting import Start
 from mtf_gradsync.tools._private.gin import bindings_in
 from mtf_gradsync.tools.train.train_graph import EXAMPLES
@@ -64,7 +64,7 @@ def adapt_start(start: Start, accept: bool, say: Callable[[str], None], words: s
     lines = [line for name, line in changed.items() if name in kept or not name.startswith(ours)]
     found = check_configuration(start.path, variables, accept, lines)
     if any(found):
-        say(f"{words} of another configuration:\n{differences_text(found)}")
+        say(f"{words} of another configuration:\n{describe_differences(found)}")
     new = [name for name in found.new if name not in found.adapted]
     return start._replace(new=tuple(new if counts else [*new, EXAMPLES]))
 

@@ -22,7 +22,7 @@ from mtf_gradsync.runtimes.starting import (
     Start,
     choose_checkpoint,
     latest_checkpoint,
-    only_run_in,
+    lock_model_dir,
     remove_leftovers,
 )
 from mtf_gradsync.tools._private.gin import unread_bindings
@@ -134,7 +134,7 @@ def run(
     """
     with _log_lines(say):
         this = _Run(config, model_dir, say, accepted, role)
-        with only_run_in(model_dir), this.evaluation, writing_to(this.directory):
+        with lock_model_dir(model_dir), this.evaluation, writing_to(this.directory):
             return this.train_and_evaluate()
 
 

@@ -7,7 +7,7 @@ from typing import Any, Sequence
 
 from mtf_gradsync.extension import SyncReplicasOptimizer, mtf
 from mtf_gradsync.runtimes._common import mesh_text
-from mtf_gradsync.runtimes.sessions import RuntimeName, runtimes_here
+from mtf_gradsync.runtimes.sessions import RuntimeName, available_runtimes
 from mtf_gradsync.tools.verification.recorded_program import Changes, RecordedProgram
 
 
@@ -150,7 +150,7 @@ def default_divisions(
         mask = tuple(number != shards - 1 for number in range(shards))
         varied(f"shard {shards - 1} masked", changes=base.changes._replace(mask=mask))
     if "runtimes" in kinds:
-        for runtime in runtimes_here():
+        for runtime in available_runtimes():
             if runtime != base.runtime:
                 varied(f"on {runtime}", runtime=runtime)
     return found

@@ -21,7 +21,7 @@ from mtf_gradsync.extension import (
 from mtf_gradsync.runtimes._private.mesh_tensorflow import variables_of_cores
 from mtf_gradsync.runtimes.sessions import program_session, runtime_for
 from mtf_gradsync.runtimes.settings import session_config
-from mtf_gradsync.runtimes.simd.replica_session import VariableAccess, copied
+from mtf_gradsync.runtimes.simd.replica_session import VariableAccess, copy_array
 from mtf_gradsync.tools.verification.comparing import LEAST, error_of
 from mtf_gradsync.tools.verification.divisions import Division
 from mtf_gradsync.tools.verification.model_changes import in_precision
@@ -212,7 +212,7 @@ class Running:
         The weight is 1 if the program gives no weights for its losses.
         """
         built, self._is_stepped = self.built, True
-        feed = dict(zip(built.inputs, map(copied, tf.nest.flatten(batch))))
+        feed = dict(zip(built.inputs, map(copy_array, tf.nest.flatten(batch))))
         fetches = [built.loss, *([] if built.weight is None else [built.weight])]
         (loss, *weight), _ = self._session.run([fetches, built.updates], feed)
         return float(np.mean(loss)), float(np.mean(weight)) if weight else 1.0

@@ -211,7 +211,7 @@ def test_a_machines_own_name_is_not_taken_for_this_machine_alone():
 
 
 def test_it_listens_at_the_address_that_was_named_if_it_is_one_of_this_machine():
-    own = {host: MeetingAddress(host, 1, "coordinator").own for host in
+    own = {host: MeetingAddress(host, 1, "coordinator").listening_address for host in
            ("localhost", "127.0.0.2", "203.0.113.9", "first.example")}  # fmt: skip
     assert own == {
         "localhost": "127.0.0.1", "127.0.0.2": "127.0.0.2", "203.0.113.9": None,

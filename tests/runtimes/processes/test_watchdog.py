@@ -86,7 +86,7 @@ def test_a_connection_may_break_while_another_process_is_started_to_speak(monkey
             return start(*given, **named)
 
         monkeypatch.setattr(subprocess, "Popen", start_late)
-        with watchdog.beating_by_proxy():
+        with watchdog.send_heartbeats_by_proxy():
             thread.join(TIME_LIMIT)
             assert not thread.is_alive()
 

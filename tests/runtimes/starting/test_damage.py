@@ -8,7 +8,7 @@ from mtf_gradsync.runtimes.starting import (
     MANIFEST_FILE,
     Start,
     choose_checkpoint,
-    damage_of,
+    find_damage,
 )
 from tests.damage import HOWS, STEPS, damage, files, write_run
 
@@ -59,11 +59,11 @@ def test_a_checkpoint_of_another_run_under_the_same_name_is_found_by_the_manifes
     other = write_run(tmp_path / "other", value=0.5)
     for file in (f"{NEWEST}.index", DATA):
         (run / file).write_bytes((other / file).read_bytes())
-    assert "index is not the one that the run wrote" in damage_of(str(run / NEWEST))
+    assert "index is not the one that the run wrote" in find_damage(str(run / NEWEST))
     # Only its data: TensorFlow's own checksum.
     again = write_run(tmp_path / "again")
     (again / DATA).write_bytes((other / DATA).read_bytes())
-    assert damage_of(str(again / NEWEST)).startswith("weights cannot be read: ")
+    assert find_damage(str(again / NEWEST)).startswith("weights cannot be read: ")
 
 
 def test_a_file_that_is_no_checkpoint_of_a_run_is_named(tmp_path):
@@ -111,7 +111,7 @@ def test_an_empty_directory_begins(tmp_path):
 @pytest.mark.parametrize("content", [b"", b"{", b'{"checkpoints": 3}', b"\xff\xfe", b"[1]"])
 def test_a_manifest_that_cannot_be_read_is_none(run, content):
     (run / MANIFEST_FILE).write_bytes(content)
-    assert damage_of(str(run / NEWEST)) is None
+    assert find_damage(str(run / NEWEST)) is None
 
 
 def test_a_manifest_does_not_describe_a_later_checkpoint_of_the_same_name(run, tmp_path):
@@ -121,4 +121,4 @@ def test_a_manifest_does_not_describe_a_later_checkpoint_of_the_same_name(run, t
     other = write_run(tmp_path / "other", value=0.5)
     for file in (f"{NEWEST}.index", DATA):
         (run / file).write_bytes((other / file).read_bytes())
-    assert damage_of(str(run / NEWEST)) is None
+    assert find_damage(str(run / NEWEST)) is None

@@ -4,7 +4,7 @@ import pytest
 
 from mtf_gradsync._private.libraries import tf
 from mtf_gradsync.runtimes._common import ConfigError
-from mtf_gradsync.runtimes.starting import only_run_in, remove_leftovers
+from mtf_gradsync.runtimes.starting import lock_model_dir, remove_leftovers
 
 LEFT = [
     "model.ckpt-20.data-00000-of-00001.tempstate1234567",
@@ -51,10 +51,10 @@ def test_data_of_a_half_deleted_checkpoint_goes_unless_the_state_file_lists_it(t
 
 def test_a_second_run_is_refused(tmp_path):
     directory = str(tmp_path / "run")
-    with only_run_in(directory):
-        with pytest.raises(ConfigError, match="Another run writes to"), only_run_in(directory):
+    with lock_model_dir(directory):
+        with pytest.raises(ConfigError, match="Another run writes to"), lock_model_dir(directory):
             pytest.fail("two runs at once")
-    with only_run_in(directory):
+    with lock_model_dir(directory):
         pass
     assert not list((tmp_path / "run").iterdir())
 
@@ -62,12 +62,12 @@ def test_a_second_run_is_refused(tmp_path):
 def test_a_directory_that_cannot_be_made_is_named(tmp_path):
     (tmp_path / "file").write_text("x")
     with pytest.raises(ConfigError, match="cannot be written to: Not a directory"):
-        only_run_in(str(tmp_path / "file" / "run")).__enter__()
+        lock_model_dir(str(tmp_path / "file" / "run")).__enter__()
 
 
 @pytest.mark.parametrize("name", ["lr[1]", "run*", "gs://bucket/run"])
 def test_a_directory_that_tensorflow_would_not_find_again_is_refused(tmp_path, name):
     directory = name if "://" in name else str(tmp_path / name)
     with pytest.raises(ConfigError, match=r"a pattern|of this machine"):
-        only_run_in(directory).__enter__()
+        lock_model_dir(directory).__enter__()
     assert not list(tmp_path.iterdir())

@@ -154,7 +154,7 @@ def test_where_each_step_is_an_update_lines_are_of_single_steps(train, capfd):
 @pytest.mark.parametrize("runtime", ["cpu_replicas", "placement_mesh", "xla"])
 def test_a_checkpoint_is_of_its_step_though_steps_go_on(train, monkeypatch, runtime):
     """Files are put on the disk long after the values were taken, beside the steps that follow."""
-    on_disk, dispatch = saving._put_on_disk, Runner.dispatch
+    on_disk, dispatch = saving._flush_to_disk, Runner.dispatch
     made, all_made = [], threading.Event()
 
     def once_all_steps_are_made(path):
@@ -167,7 +167,7 @@ def test_a_checkpoint_is_of_its_step_though_steps_go_on(train, monkeypatch, runt
             all_made.set()
         return made[-1]
 
-    monkeypatch.setattr(saving, "_put_on_disk", once_all_steps_are_made)
+    monkeypatch.setattr(saving, "_flush_to_disk", once_all_steps_are_made)
     monkeypatch.setattr(Runner, "dispatch", counted)
     given = NO_EVAL, f"train.run.runtime = '{runtime}'", "train.run.train_steps = 6"
     _, beside, _ = train(*given, "train.run.save_checkpoints_steps = 3", model_dir="beside")

@@ -21,7 +21,7 @@ import numpy as np
 import mtf_gradsync as gs
 from mtf_gradsync import simd, xla
 from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync.runtimes.processes.watchdog import beats_go_on
+from mtf_gradsync.runtimes.processes.watchdog import keep_heartbeats
 from mtf_gradsync.tools._private.profiles import Profiler
 from tests.forked import TIME_LIMIT
 
@@ -217,7 +217,7 @@ class Run:
         for step in range(first, steps):
             time.sleep(plan.pace)
             if plan.odd == "hold patiently in turn" and plan.index == step:
-                with beats_go_on():
+                with keep_heartbeats():
                     hold_the_lock()
             feeds = model.feeds(step, cores)
             # In turns, because steps that are only dispatched run another way through the code.
@@ -266,7 +266,7 @@ class Run:
         if plan.odd == "hold" and plan.index == 1:
             hold_the_lock()
         if plan.odd == f"hold patiently {plan.index}":
-            with beats_go_on():
+            with keep_heartbeats():
                 say("holds the lock")
                 hold_the_lock()
         if plan.odd in CRASHES and plan.index == plan.count - 1:
