@@ -127,7 +127,7 @@ def check_grads_and_variables(
 def check_one_mesh(grads: MaybeGradients, what: str) -> None:
     """Raises ValueError if gradients are on several meshes.
 
-    `what` is the name of the function that was called, for the error's text.
+    `what` is the name of the function that the gradients were given to, for the error's text.
     """
     first: dict[mtf.Mesh, str] = {}
     for grad in grads:
@@ -142,7 +142,7 @@ def check_one_mesh(grads: MaybeGradients, what: str) -> None:
 
 
 class PassedOnArguments(NamedTuple):
-    """The arguments of `apply_grads` after gradients and variables, for the innermost optimizer.
+    """The arguments of `apply_grads` after gradients and variables.
 
     Wrappers pass these arguments on to the innermost optimizer.
     """

@@ -124,9 +124,10 @@ def find_own_data_axes(
         return Axes(a for a in replica_axes if split[a] in batch_dims or a in found)
 
     def axes_of_output(operation: mtf.Operation, position: int) -> Axes:
-        """Returns the mesh axes along which an output's slices have the data of one shard each.
+        """Returns the mesh axes along which each slice of an output has one shard's data alone.
 
-        The output is `operation.outputs[position]`. The axes follow from those of the inputs.
+        The output is `operation.outputs[position]`. The result follows from the operation's kind,
+        and from the axes along which its inputs have one shard's data alone.
         """
         output, inputs = operation.outputs[position], list(map(own, operation.inputs))
         if isinstance(operation, mtf.WhileLoopOperation):

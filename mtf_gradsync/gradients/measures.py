@@ -403,9 +403,10 @@ def shards_not_finite(
 
 
 def common_shard_dims(grads: Sequence[mtf.Tensor], axes: ReplicaAxes) -> list[mtf.Dimension]:
-    """Returns the shard dims that all gradients have, or that `per_shard` would give them.
+    """Returns the shard dims of the gradients, which have to be the same for all gradients.
 
-    Raises ValueError if gradients have different shard dims. Returns [] if there are no gradients.
+    For gradients without shard dims, the shard dims that `per_shard` would give them count. Raises
+    ValueError if gradients have different shard dims. Returns [] if there are no gradients.
     """
     shard_dims: list[mtf.Dimension] = []
     for grad in grads:

@@ -379,7 +379,9 @@ def terms_of_processors(
     replica_axes: Sequence[Collection[int]],
     strategy: Strategy,
 ) -> list[Any]:
-    """Returns for each gradient a `LaidOutTensor` of terms whose sum over processors it is.
+    """Returns for each gradient a `LaidOutTensor` of terms that add up to the gradient.
+
+    Each processor has one term, and the terms are added up over `replica_axes`.
 
     Args:
       lowering: the lowering.

@@ -209,7 +209,7 @@ class PendingLowering(ExtensionLowering):
     def _must_be_reduced(self, operation: mtf.Operation, tensor: mtf.Tensor) -> bool:
         """Returns whether the pending input `tensor` is reduced before Mesh-TF lowers `operation`.
 
-        Mesh-TF itself decides about all other pending inputs.
+        All other pending inputs are given to Mesh-TF as they are.
         """
         # tf.gradients cannot take a pending sum; Mesh-TF would use the parts of a derived one.
         return isinstance(operation, mtf.GenericGradOperation) or self.flow.is_derived(tensor)

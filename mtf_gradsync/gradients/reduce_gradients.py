@@ -139,8 +139,8 @@ def _check_slices(found: Sequence[Any], wanted: Sequence[Any], what: str) -> Non
 def cuts_between(mesh_impl: Any, whole: mtf.Shape, part: mtf.Shape) -> Cuts:
     """Returns the cuts that make parts of shape `part` out of a tensor of shape `whole`.
 
-    A dimension is cut if it has another name in `part`, and the mesh splits it in `part` but not in
-    `whole`.
+    There is a `Cut` for each dimension that has another name in `part` and that the mesh splits in
+    `part` but not in `whole`.
     """
     before, after = mesh_impl.tensor_layout(whole), mesh_impl.tensor_layout(part)
     return tuple(

@@ -358,7 +358,7 @@ class Watched(mtf.Operation):
         return self._lowered(lowering, self.inputs[len(self._counts) :])
 
     def slices_of_records(self, lowering: mtf.Lowering) -> list[Any]:
-        """Returns one slice, a tf variable, of each variable in `records`; its slices are equal."""
+        """Returns one of the (equal) slices of each variable in `records`, as a tf variable."""
         return _slices(lowering, self._records)
 
     def note_lowering(self, lowering: mtf.Lowering) -> None:
@@ -485,7 +485,7 @@ class WatchHook(tf.train.SessionRunHook):
             self._watch.read_report(session)
 
     def after_run(self, run_context: Any, run_values: Any) -> None:
-        """Raises the error or logs the line that the last run left, if there is one.
+        """Raises the error or logs the line that the watched operation has found, if any.
 
         See `tf.train.SessionRunHook.after_run`.
         """

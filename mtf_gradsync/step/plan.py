@@ -436,7 +436,7 @@ class StepPlan:
         return new
 
     def lowering_state(self, lowering: mtf.Lowering) -> LoweringState:
-        """Returns the plan's state for a lowering; raises ValueError if it has not begun."""
+        """Returns the plan's state for a lowering; raises ValueError before the lowering begins."""
         if not self.has_lowered(lowering):
             raise ValueError(
                 "A wrapper's operation is lowered before the wrapper has made its whole update. A "
@@ -456,7 +456,7 @@ class StepPlan:
                 extension.end()
 
     def members(self, branch: Any) -> list[mtf.Operation]:
-        """Returns the mtf operations of a `Branch`, in the order in which they are lowered."""
+        """Returns the mtf operations that belong to a `Branch`, in the order of lowering."""
         return [op for op in self.graph.operations if self._branch_of.get(op) is branch]
 
     def lower_branch(self, branch: Any, lowering: mtf.Lowering) -> None:
@@ -609,10 +609,10 @@ def keep_sums_pending_outside(lowering: mtf.Lowering) -> Iterator[None]:
 
 
 def scope_around(operation: mtf.Operation) -> str:
-    """Returns the name of the scope around the scope of `operation`; "" if there is none.
+    """Returns the name scope that Mesh-TF lowers `operation` in; "" if there is none.
 
-    Call this function while Mesh-TF lowers the operation: Mesh-TF has then opened the operation's
-    own scope.
+    Call this function while Mesh-TF lowers the operation: Mesh-TF has then opened a scope for the
+    operation, and the scope around this one is returned.
     """
     inner = tf.get_default_graph().get_name_scope().split("/")
     # A name with slashes opens nested scopes, of which the last may have a number added.
