@@ -409,7 +409,7 @@ class Wrapper(TrainOptimizerInterface, mtf.optimize.Optimizer):
     def _place(
         self, islands: IslandAxes | None, around: Sequence[Segment], program: Program | None
     ) -> Place:
-        """Returns what this wrapper's stages depend on, given what is around it in the stack.
+        """Returns this wrapper's place in the stack: its replica axes, and what is around it.
 
         Args:
           islands: the islands of an `OuterOptimizer` around the wrapper; None if there is none. If

@@ -76,7 +76,7 @@ def shard_names(reductions: Iterable[Reduction]) -> tuple[str, ...]:
 
 
 class Partition(NamedTuple):
-    """How updates or sums are split, so that each replica has its part.
+    """The way in which updates or sums are split, so that each replica has its part.
 
     Attributes:
       axes: the replica axes.
@@ -159,7 +159,7 @@ class Weights(NamedTuple):
 
 
 class OnlyWhen(NamedTuple):
-    """What a stage with a condition says of the branch in which later stages run.
+    """The settings, from a stage with a condition, of the branch in which later stages run.
 
     Attributes:
       holds: a boolean scalar, the same on all processors: whether a step runs the branch.

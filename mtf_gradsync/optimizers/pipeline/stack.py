@@ -170,7 +170,7 @@ class Stage:
 
 
 class Program(NamedTuple):
-    """What is known of the program that applies gradients; a stack is completed with it.
+    """Facts about the program that applies gradients, with which a stack is completed.
 
     Attributes:
       find_replica_axes: a function of names of batch dims that returns the replica axes; None if
@@ -205,7 +205,7 @@ class Segment(NamedTuple):
 
 
 class Place(NamedTuple):
-    """What a wrapper's stages depend on: its replica axes, and what is around it in the stack.
+    """A wrapper's place in a stack: its replica axes, and what is around it.
 
     Attributes:
       axes: the replica axes of the wrapper; inside islands, those of an island. None if they are

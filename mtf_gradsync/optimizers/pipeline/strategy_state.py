@@ -250,7 +250,7 @@ class _Maker(StateMaker):
 
 
 class ReducedByStrategy(NamedTuple):
-    """What `reduce_by_strategy` returns: reduced gradients, and the strategy's new state.
+    """The result of `reduce_by_strategy`: reduced gradients, and the strategy's new state.
 
     Attributes:
       sums: the reduced gradient of each variable.
