@@ -117,10 +117,10 @@ class Length(NamedTuple):
 def scale_of(change: Length, others: Sequence[Length], max_ratio: float) -> float:
     """Returns the factor that makes a change at most `max_ratio` times as long as usual.
 
-    The usual length of a change is the median of `others`: the lengths of other islands' changes
-    for the same version, and of earlier changes of the island that made `change`. If a change in
-    `others` has fewer steps than `change`, its length is first multiplied by the number of steps of
-    `change`, divided by its own. The factor is 1 if the change is short enough, if `others` is
+    `change` is the length of the change. The usual length is the median of `others`: the lengths of
+    other islands' changes for the same version, and of earlier changes of the same island. If a
+    change in `others` has fewer steps than this change, its length is first multiplied by the ratio
+    of the two numbers of steps. The factor is 1 if the change is short enough, if `others` is
     empty, or if `max_ratio` is 0.
 
     Examples:

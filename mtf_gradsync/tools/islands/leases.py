@@ -173,7 +173,8 @@ class Lease:
     def _newest(self) -> tuple[LeaseTerm | None, Holder | None]:
         """Returns the newest term of this lease, and the process that holds or held it.
 
-        Both are None if nobody has ever taken the lease. Damaged objects are moved away.
+        Both are None if nobody has ever taken the lease. The process alone is None if the object
+        that names it is gone. Damaged objects are moved away.
         """
         while True:
             term = terms_of(self._folder.marks(self._where)).get(self._name)

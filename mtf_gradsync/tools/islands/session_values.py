@@ -196,7 +196,7 @@ class Values:
         return totals
 
     def counts(self, session: Any) -> StepCounts:
-        """Reads how many steps the session's optimizers have accumulated, and how many skipped.
+        """Reads how many steps are accumulated for the next update, and how many were skipped.
 
         Both counts are zero if no optimizer accumulates or skips steps. `session` is the session
         that trains: a session of TensorFlow, or of one of this package's runtimes.

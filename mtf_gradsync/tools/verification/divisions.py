@@ -171,8 +171,8 @@ def _has_accumulating_wrappers(base: Division, recorded: RecordedProgram) -> boo
 def maskable_shards(recorded: RecordedProgram) -> int:
     """Returns how many shards the program has, if it can leave out the gradients of one of them.
 
-    Only a `SyncReplicasOptimizer` can leave out a shard. The result is 0 if the program has none.
-    `recorded` has the program's wrappers.
+    Only a program with a `SyncReplicasOptimizer` can leave out a shard; for other programs the
+    result is 0. `recorded` has the program's wrappers.
     """
     for wrapper in recorded.wrappers.values():
         if isinstance(wrapper, SyncReplicasOptimizer) and wrapper.axes is not None:
