@@ -19,7 +19,7 @@ from mtf_gradsync.gradients.rounding import (
     NEAREST,
     STOCHASTIC,
     assign,
-    check_rounded,
+    check_not_float16,
     check_rounding,
     make_update_count,
     rounds_by_chance,
@@ -133,7 +133,7 @@ class MeshOptimizer(mtf.optimize.Optimizer):
                 )
         if self.rounding == STOCHASTIC:
             for _, variable in pairs:
-                check_rounded("MeshOptimizer", variable)
+                check_not_float16("MeshOptimizer", variable)
             dtypes = {dtype for _, v in pairs for dtype in (v.slice_dtype, v.master_dtype)}
             warn_if_nothing_is_rounded("MeshOptimizer", dtypes)
         graph = pairs[0][1].graph

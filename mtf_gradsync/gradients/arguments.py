@@ -247,7 +247,7 @@ def is_scalar(value: Any) -> bool:
 
 
 class Bounds(NamedTuple):
-    """The bounds of the values of an argument, a number.
+    """The bounds of an argument that is a number.
 
     Attributes:
       least: the least value that is allowed.

@@ -92,9 +92,9 @@ def _any_not_finite(
 ) -> tf.Tensor:
     """Returns 1 if an entry of some slice is NaN or infinite, else 0, as a tensor of `dtype`.
 
-    `over` has for each slice the positions of the dims whose entries share one number in the
-    result. If a slice has further dims, the result is a vector with a number for each position
-    along them. The result is no count of such entries, because counting takes more passes.
+    `over` has for each slice the positions of the dims to combine. If a slice has further dims, the
+    result is a vector with a number for each position along them. The result is no count of such
+    entries, because counting takes more passes over the slices.
     """
     finite = [tf.reduce_all(tf.math.is_finite(x), dims) for x, dims in zip(slices, over)]
     together = tf.reduce_all(tf.stack([_flat(x) for x in finite]), axis=0)
@@ -104,8 +104,8 @@ def _any_not_finite(
 def _without_compression(strategy: Strategy) -> Strategy:
     """Returns the strategy inside of one that compresses to a smaller dtype; others as they are.
 
-    The returned strategy reduces in the dtype of its inputs. It reduces norms, because sums of
-    squares overflow in float16.
+    The returned strategy reduces in the dtype of its inputs. Norms are reduced by it, because sums
+    of squares overflow in float16.
     """
     if isinstance(strategy, CompressedAllReduce):
         return _without_compression(strategy.reducer)

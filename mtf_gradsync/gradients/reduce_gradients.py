@@ -1,4 +1,4 @@
-"""Reduces gradients by strategies that keep state, to parts, or by sums that they are made of."""
+"""Reduces gradients by strategies that keep state, or to parts; computes them from their sums."""
 
 from __future__ import annotations
 

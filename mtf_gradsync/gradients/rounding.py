@@ -30,7 +30,7 @@ def check_rounding(rounding: Any) -> str:
     return rounding
 
 
-def check_rounded(owner: str, variable: mtf.Variable) -> None:
+def check_not_float16(owner: str, variable: mtf.Variable) -> None:
     """Raises ValueError if a variable is stored or read in float16.
 
     New values of variables that are stored or read in float16 cannot be rounded by chance. `owner`

@@ -261,7 +261,7 @@ def check_recoverable(
     """Raises ValueError unless each shard's own gradients are recoverable from `grads`.
 
     Args:
-      grads: gradients without shard dims; None passes.
+      grads: gradients without shard dims; None is passed over.
       axes: the replica axes whose shards' gradients are to be recovered.
       names: a name for each of `grads`, for the error; None takes the names of their variables.
       recomputes: as for `Recoverability.check`.

@@ -370,7 +370,7 @@ _WRITING = weakref.WeakKeyDictionary()
 
 @contextlib.contextmanager
 def writing_shared_slices(only_calls: bool = False) -> Iterator[None]:
-    """Returns a context in which made tf operations may write slices that processors share.
+    """Returns a context; tf operations made inside may write slices that processors share.
 
     `check_writers` raises no error about operations made in the context, so that the caller has to
     make sure that each slice is written once. If `only_calls` is true, this holds only for

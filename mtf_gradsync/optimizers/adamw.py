@@ -15,7 +15,7 @@ from mtf_gradsync.gradients.rounding import (
     NEAREST,
     STOCHASTIC,
     assign,
-    check_rounded,
+    check_not_float16,
     check_rounding,
     subtract,
     warn_if_nothing_is_rounded,
@@ -101,7 +101,7 @@ class InnerOptimizer(mtf.optimize.Optimizer):
         can add checks.
         """
         if self.rounding == STOCHASTIC:
-            check_rounded(type(self).__name__, var)
+            check_not_float16(type(self).__name__, var)
 
     def _update(self, grad: mtf.Tensor, var: mtf.Variable) -> list[mtf.Operation]:
         """Returns the operations that assign new values to a variable and its slots.

@@ -354,7 +354,7 @@ class Watched(mtf.Operation):
         self._slices: list[tuple[list[Any], list[Any]]] = []
 
     def counts_after_step(self, lowering: mtf.Lowering) -> list[tf.Tensor]:
-        """Returns tf tensors with the counts after the step, in the order of the constructor."""
+        """Returns tf tensors with the counts after the step, in the order of `counts`."""
         return self._lowered(lowering, self.inputs[len(self._counts) :])
 
     def slices_of_records(self, lowering: mtf.Lowering) -> list[Any]:

@@ -161,7 +161,7 @@ class PlanExtension:
     def begin(self, lowering: mtf.Lowering) -> ExtensionLowering:
         """Returns the extension's `ExtensionLowering` for a lowering that begins.
 
-        When a lowering begins, the graph has all of its operations.
+        The plan calls this method once for each lowering, when the graph has all of its operations.
         """
         del lowering
         return ExtensionLowering()
