@@ -100,13 +100,13 @@ class RecordedSteps(NamedTuple):
 
 
 def write_recorded_steps(directory: Path, recorded: RecordedSteps) -> None:
-    """Writes recorded steps to a run's directory. `Table.from_json` reads the file, too."""
+    """Writes a timeline to a run's directory; `Table.from_json` can read the file, too."""
     which = {"first": recorded.first, "last": recorded.last, "mesh": recorded.mesh}
     write_json(directory / TIMELINE_FILE, {**dataclasses.asdict(recorded.table), "recorded": which})
 
 
 def read_recorded_steps(directory: Path) -> RecordedSteps | None:
-    """Returns the recorded steps in a run's directory; None if there are none."""
+    """Returns the timeline that a run has left in its directory; None if there is none."""
     try:
         text = (directory / TIMELINE_FILE).read_text(encoding="utf-8")
         table, which = Table.from_json(text), json.loads(text)["recorded"]

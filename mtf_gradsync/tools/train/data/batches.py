@@ -67,10 +67,10 @@ class TrainingBatches:
         Args:
           make_dataset: a function that returns the data set. If it has an argument `start`, an
             int64 scalar, it has to return the examples from that number on, counted from 0, without
-            end. If it has none, a run that goes on draws the earlier examples again and drops them,
-            with a progress bar. If it has the arguments `part` and `parts`, it has to return every
-            `parts`-th example, beginning with example `part`. If it has none, these examples are
-            taken from its data set, which is repeated.
+            end. Without this argument, a run that goes on draws the earlier examples again and
+            drops them, with a progress bar. If it has the arguments `part` and `parts`, it has to
+            return every `parts`-th example, beginning with example `part`. Without these two
+            arguments, such examples are taken from its data set, which is repeated.
           batch_size: the number of examples in a batch.
           feature_length: a function that gets a feature's name and returns the feature's length.
           vocab_sizes: the number of ids in the vocabulary of each feature that holds ids, by name.
