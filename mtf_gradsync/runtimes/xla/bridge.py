@@ -165,7 +165,7 @@ class Randomness:
     def _samples(self, node: tf.NodeDef, data: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Returns the output that replaces a ``Multinomial``'s: classes ``[batch, samples]``.
 
-        The result is a list of this one tensor. `node` is the ``Multinomial``, and `data` are its
+        The result is a list with one tensor. `node` is the ``Multinomial``, and `data` are its
         inputs: logits ``[batch, classes]`` and the number of samples, a constant. Each sample is
         the argmax of the logits plus Gumbel noise.
         """

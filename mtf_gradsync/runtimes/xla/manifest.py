@@ -97,8 +97,8 @@ def master_names(
 ) -> list[str]:
     """Returns the names of the masters of which a program's variable, `given`, holds slices.
 
-    These are several names if Mesh-TensorFlow has stacked several variables into `given`, and none
-    if `given` is not a variable of Mesh-TensorFlow. `mesh_variables` is what the function
+    The result has several names if Mesh-TensorFlow has stacked several variables into `given`, and
+    no names if `given` is not a variable of Mesh-TensorFlow. `mesh_variables` is what the function
     `mesh_variables` returned.
     """
     variable, _ = mesh_variables.get(given.sources[0], (None, None))

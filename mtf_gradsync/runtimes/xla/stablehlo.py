@@ -78,9 +78,8 @@ def without_overwriting(module: str) -> str:
 def share_constants(operation: Any) -> None:
     """Replaces equal constant arrays in each block of an MLIR operation by the first of them.
 
-    Without this, programs become large: TensorFlow makes an array of relative positions, for
-    example, once for each layer. Such an array may have a megabyte, and more than two megabytes as
-    text.
+    Equal arrays make a program large: TensorFlow makes an array of relative positions, for example,
+    once for each layer. Such an array may have a megabyte, and more than two megabytes as text.
     """
     from jaxlib.mlir import ir
 

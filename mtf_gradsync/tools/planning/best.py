@@ -93,7 +93,8 @@ class Best:
     def nearest(self) -> tuple[Choice, float] | None:
         """The division that needs the least memory, and its bytes for a core.
 
-        Divisions that the compiler refused do not count. None if no division is possible.
+        Divisions that the compiler refused do not count. The value is None if no division is
+        possible.
         """
         said = dict(self.tried)
         possible = [c for c in self.choices if not (c in said and said[c].refused)]

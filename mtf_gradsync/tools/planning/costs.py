@@ -268,7 +268,8 @@ def _kept_results(
       backward_end: how many operations are the forward and the backward pass.
 
     Returns:
-      A dictionary from `Array` to the number of these results that have its dimensions and bytes.
+      A dictionary from each `Array` to the number of counted results that have its dimensions and
+      its bytes.
     """
     own = set(operations[:forward_end])
     read = {
@@ -483,9 +484,9 @@ class Predictor:
     def _only_renames(self, one: _Reshape, axis: str) -> bool:
         """Returns whether a reshape only renames the dimension that a mesh axis splits.
 
-        A reshape that does so needs no exchange of data along this axis. `one` is the reshape, and
-        `axis` is the name of the mesh axis. The dimension is only renamed if it is at the same
-        place before and after the reshape, and all sizes stay equal.
+        A reshape that only renames a dimension needs no exchange of data along the axis. `one` is
+        the reshape, and `axis` is the name of the mesh axis. The dimension is only renamed if it is
+        at the same place before and after the reshape, and all sizes stay equal.
         """
         places, sizes = [], []
         for array in (one.before, one.after):

@@ -215,8 +215,8 @@ class Machine(Protocol):
     def seconds(self, operation: str, groups: Sequence[Sequence[int]], size: float) -> float:
         """Returns the seconds that a collective takes on the links, without access to memory.
 
-        All groups run the collective at the same time. Planning adds these seconds to the estimated
-        time of the step's operations.
+        All groups run the collective at the same time. Planning adds the seconds of collectives to
+        the estimated time of the step's operations.
 
         Args:
           operation: HLO's name of the collective, such as "all-reduce".

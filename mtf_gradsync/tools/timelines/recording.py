@@ -44,7 +44,7 @@ class Event:
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """The facts about a collective that the program tells, without a recording.
+    """The facts about a collective that are known from the program, without a recording.
 
     Attributes:
       bytes_per_core: bytes that a core puts in (on a placement mesh: bytes that it receives); None
@@ -61,7 +61,7 @@ class Collective:
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """A step; it begins when the step before it ends, so that pauses count.
+    """A step, which begins when the step before it ends: the pause between them is part of it.
 
     Attributes:
       begin: the begin, in nanoseconds since the epoch.

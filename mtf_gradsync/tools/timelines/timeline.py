@@ -148,8 +148,8 @@ def _step_marks(recordings: Sequence[Recording]) -> list[dict[str, Any]]:
 def _host_entries(recordings: Sequence[Recording]) -> list[dict[str, Any]]:
     """Returns the entries of a trace that show the work of the hosts.
 
-    The shortest come last in the list, because entries at its end are left out first if the trace
-    becomes too large.
+    The shortest pieces of work come last in the list, because entries at its end are left out first
+    if the trace becomes too large.
     """
     first = _first(recordings)
     found = [(_host_pid(recording), call) for recording in recordings for call in recording.calls]

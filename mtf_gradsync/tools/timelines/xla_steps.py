@@ -102,7 +102,7 @@ def _on_all_processes(session: XlaSession, work: Callable[[], _Result]) -> _Resu
     """Calls `work` on this process, waits until every process has done so; returns its result.
 
     All processes of the session have to call this function. If `work` raises an exception on this
-    process, this exception is raised. If it raises an exception on another process only, a
+    process, this exception is raised. If `work` raises an exception on another process only, a
     TimelineError is raised here.
     """
     try:

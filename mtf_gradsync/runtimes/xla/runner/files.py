@@ -150,7 +150,7 @@ def distinct_rows(per_core: Sequence[np.ndarray]) -> tuple[np.ndarray, list[int]
 def assemble(parameter: Mapping[str, Any], per_core: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
     """Assembles a variable from its slices on the cores; returns a dict from name to array.
 
-    If Mesh-TensorFlow has stacked several variables into this one, the dict has each of them.
+    If Mesh-TensorFlow has stacked several variables into one, the dict has each of them.
     `parameter` is the manifest's entry for the variable, and `per_core` has each core's slice.
     """
     layout = parameter["whole"]

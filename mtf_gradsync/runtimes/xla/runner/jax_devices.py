@@ -251,8 +251,8 @@ def exchanged(row: np.ndarray, devices: tuple[Any, ...], how: str = "gather") ->
 def _exchange(devices: tuple[Any, ...], how: str) -> tuple[list[Any], Any, Callable[[Any], Any]]:
     """Returns one device of each process, a jax sharding, and a function that exchanges rows.
 
-    `devices` are the devices of all processes. The sharding puts one row of an array on each of the
-    chosen devices. The function is compiled. It takes the array, and returns all rows
+    `devices` are the devices of all processes. The sharding puts one row of an array on one device
+    of each process. The function is compiled. It takes such an array, and returns all rows
     (how="gather") or their sum (how="sum") on each of these devices.
     """
     import jax

@@ -1,7 +1,7 @@
 """Runs the TPU compiler in a process of its own.
 
-There are two reasons for this: libtpu reads its environment variables only once, when it is loaded,
-and a crash of the compiler ends the process that it runs in.
+The compiler has a process of its own for two reasons: libtpu reads its environment variables only
+once, when it is loaded, and a crash of the compiler ends the process that it runs in.
 """
 
 from __future__ import annotations
