@@ -188,7 +188,7 @@ def export(
     made = lowered(replica, Cache(default_cache_dir() if cache_dir == "default" else cache_dir))
     artifact = to_artifact(made.module)
     variables = replica.variables
-    contents = _Contents()
+    contents = _ParameterEntries()
     with host.session(checkpoint) as opened:
         fed = {
             program.graph.as_graph_element(tensor, allow_operation=False).name: value
@@ -251,7 +251,7 @@ def export(
         write()
 
 
-class _Contents:
+class _ParameterEntries:
     """The manifest's entries for a program's parameters, in order, and the parameters' values."""
 
     def __init__(self) -> None:

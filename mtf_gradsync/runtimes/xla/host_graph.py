@@ -37,14 +37,14 @@ _READS = frozenset(
 _HANDLES = frozenset(["VarHandleOp", "VariableV2", "Variable"])
 
 
-class Touched(NamedTuple):
+class TouchedVariables(NamedTuple):
     """The variables that some operations read or write, as names of their ``VarHandleOp``."""
 
     used: frozenset[str]  # variables that the operations read, and those in `written`
     written: frozenset[str]
 
 
-class Needs(NamedTuple):
+class NeedsOfLastPart(NamedTuple):
     """The values and operations that the last part of a step needs from what runs before it.
 
     The first part is what TensorFlow runs before the program, the last part what it runs after the
@@ -88,7 +88,7 @@ class HostGraph:
         with self.graph.as_default():
             tf.import_graph_def(graph_def, name="")
         self.graph.finalize()
-        self._touched: dict[frozenset[str], Touched] = {}
+        self._touched: dict[frozenset[str], TouchedVariables] = {}
 
     def is_after(self, name: str) -> bool:
         """Returns whether the operation or tensor `name` depends on results of the program."""
@@ -173,19 +173,19 @@ class HostGraph:
                 pending += [t.op.name for t in op.inputs] + [o.name for o in op.control_inputs]
         return found
 
-    def needs(self, names: Iterable[str]) -> Needs:
+    def needs(self, names: Iterable[str]) -> NeedsOfLastPart:
         """Returns what operations after the program need of it, and of what runs before it.
 
         `names` are the names of the tensors to compute and the operations to run after the program.
         """
         found = self.ancestors(names)
-        return Needs(
+        return NeedsOfLastPart(
             {k: v for k, v in self._carried.items() if split_input(k)[0] in found},
             {o for n in found for o in self._run_before.get(n, ())},
             {k: v for k, v in self._returned.items() if split_input(k)[0] in found},
         )
 
-    def touched(self, names: Iterable[str]) -> Touched:
+    def touched(self, names: Iterable[str]) -> TouchedVariables:
         """Returns the names of variables that are read or written when operations of `graph` run.
 
         `names` are names of operations of `graph`, or of tensors that such operations compute.
@@ -200,7 +200,7 @@ class HostGraph:
                     used.add(name)
                 elif op.type not in _READS:
                     written |= {t.op.name for t in op.inputs if t.op.type in _HANDLES}
-            self._touched[key] = Touched(frozenset(used), frozenset(written))
+            self._touched[key] = TouchedVariables(frozenset(used), frozenset(written))
         return self._touched[key]
 
     def _find_after(self, programs: set[str]) -> set[str]:
@@ -325,7 +325,7 @@ class FetchPlan(NamedTuple):
     inside: tuple[str, ...]  # tensors of the program to fetch, sorted
     first: frozenset[str]
     last: frozenset[str]
-    needs: Needs  # the needs of `last`
+    needs: NeedsOfLastPart  # the needs of `last`
     shared: frozenset[str]  # tensors of `first` that the caller, or `last`, gets
 
     @classmethod

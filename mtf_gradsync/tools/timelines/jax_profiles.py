@@ -16,7 +16,7 @@ _DEVICE_LINES = re.compile(r"^(XLA Ops|Stream #.*)$")
 _END = "end: "
 
 
-class Ran(NamedTuple):
+class OperationRun(NamedTuple):
     """One run of an operation of a compiled program, on one core."""
 
     core: int  # its number among this process's cores
@@ -26,7 +26,7 @@ class Ran(NamedTuple):
     end: int  # in nanoseconds, too; may be too late if other threads did the work
 
 
-class _Found(NamedTuple):
+class _ProfiledRun(NamedTuple):
     """One run of an operation, as a profile describes it.
 
     `where` is the profile's identifier of the device, and `execution` its identifier of the run of
@@ -40,7 +40,7 @@ class _Found(NamedTuple):
     end: int
 
 
-def read_profile(profile: Any, module: str, ordinals: Sequence[int]) -> list[Ran]:
+def read_profile(profile: Any, module: str, ordinals: Sequence[int]) -> list[OperationRun]:
     """Finds the runs of a program's operations in a profile of jax; returns them in no order.
 
     A profile also has events that are not runs of operations, and these are left out: events of
@@ -87,7 +87,7 @@ def _stats(event: Any) -> dict[str, Any]:
     return found
 
 
-def _runs_on_accelerator(plane: Any, start: int, ordinal: int) -> Iterator[_Found]:
+def _runs_on_accelerator(plane: Any, start: int, ordinal: int) -> Iterator[_ProfiledRun]:
     """Yields the runs of operations on one accelerator, a GPU or a TPU.
 
     `plane` is the part of a profile about the accelerator, and `ordinal` is the accelerator's
@@ -103,10 +103,10 @@ def _runs_on_accelerator(plane: Any, start: int, ordinal: int) -> Iterator[_Foun
             if operation is None and line.name == "XLA Ops":
                 operation = event.name.partition(" = ")[0].lstrip("%")
             if operation:
-                yield _Found(ordinal, stats.get("run_id"), operation, begin, end)
+                yield _ProfiledRun(ordinal, stats.get("run_id"), operation, begin, end)
 
 
-def _runs_on_cpu_devices(plane: Any, start: int, module: str, cores: int) -> list[_Found]:
+def _runs_on_cpu_devices(plane: Any, start: int, module: str, cores: int) -> list[_ProfiledRun]:
     """Returns the runs of operations on CPU devices: events of the threads that ran them.
 
     If the profile does not say which device an operation ran on, `_find_devices` finds the device.
@@ -119,7 +119,7 @@ def _runs_on_cpu_devices(plane: Any, start: int, module: str, cores: int) -> lis
     """
     ends: dict[Any, int] = {}
     pool = _ThreadPool()
-    found: list[tuple[Any, Any, list[Any], _Found]] = []
+    found: list[tuple[Any, Any, list[Any], _ProfiledRun]] = []
     for line in plane.lines:
         task = None
         begun: list[tuple[int, list[Any]]] = []
@@ -150,7 +150,7 @@ def _runs_on_cpu_devices(plane: Any, start: int, module: str, cores: int) -> lis
                     tasks: list[Any] = []
                     # Tasks that an operation schedules while it runs are parts of the operation.
                     begun = [(e, t) for e, t in begun if begin < e] + [(end, tasks)]
-                    one = _Found(where, execution, stats["hlo_op"], begin, end)
+                    one = _ProfiledRun(where, execution, stats["hlo_op"], begin, end)
                     found.append((task, stats.get("_p"), tasks, one))
     placed = []
     for _, producer, scheduled, one in found:
@@ -216,8 +216,8 @@ _Place = tuple[int, int]  # number of a program's execution, and number of the d
 
 
 def _find_devices(
-    found: Sequence[_Found], task_of: Sequence[Any], pool: _ThreadPool, cores: int
-) -> list[_Found]:
+    found: Sequence[_ProfiledRun], task_of: Sequence[Any], pool: _ThreadPool, cores: int
+) -> list[_ProfiledRun]:
     """Returns runs of operations with `where` and `execution` filled in, found from the tasks.
 
     Profiles of jaxlib 0.4 do not say on which device an operation ran. But each run of the program
@@ -242,11 +242,11 @@ def _find_devices(
         return [one._replace(where=0, execution=None) for one in found]
     begun = sorted(pool.starting_tasks - {None}, key=lambda root: pool.scheduled.get(root, (0, "")))
     place = {root: divmod(number, cores) for number, root in enumerate(begun)}
-    runs: dict[str, list[tuple[_Place | None, _Found]]] = {}
+    runs: dict[str, list[tuple[_Place | None, _ProfiledRun]]] = {}
     for one, task in sorted(zip(found, task_of), key=lambda pair: pair[0].begin):
         runs.setdefault(one.operation, []).append((place.get(pool.starting_task(task)), one))
     places = sorted(place.values())
-    by_place: dict[_Place, list[_Found]] = {p: [] for p in places}
+    by_place: dict[_Place, list[_ProfiledRun]] = {p: [] for p in places}
     in_branches = []
     for of_operation in runs.values():
         runs_per_place = min(
@@ -281,10 +281,10 @@ def _find_devices(
 
 
 def _executions_of_branch(
-    of_operation: Sequence[tuple[_Place | None, _Found]],
+    of_operation: Sequence[tuple[_Place | None, _ProfiledRun]],
     began: dict[_Place, int],
     trusts_tasks: bool,
-) -> tuple[list[tuple[_Place | None, _Found]], set[int]]:
+) -> tuple[list[tuple[_Place | None, _ProfiledRun]], set[int]]:
     """Finds the executions (runs of the program) in which an operation of a branch has run.
 
     If `trusts_tasks` is True, a run of the operation belongs to the execution of the run's task,
@@ -320,10 +320,10 @@ def _executions_of_branch(
 
 
 def _distribute_runs(
-    of_operation: Sequence[tuple[_Place | None, _Found]],
+    of_operation: Sequence[tuple[_Place | None, _ProfiledRun]],
     runs_per_place: int,
     places: Sequence[_Place],
-    by_place: dict[_Place, list[_Found]],
+    by_place: dict[_Place, list[_ProfiledRun]],
 ) -> None:
     """Distributes the runs of an operation, so that each place gets `runs_per_place` of them.
 
@@ -338,8 +338,8 @@ def _distribute_runs(
       places: the places to give runs to.
       by_place: a dict with a list of runs for each place; the runs are added to these lists.
     """
-    own: dict[_Place, list[_Found]] = {p: [] for p in places}
-    others: list[_Found] = []
+    own: dict[_Place, list[_ProfiledRun]] = {p: [] for p in places}
+    others: list[_ProfiledRun] = []
     for at, one in of_operation:
         if at is not None and at in own and len(own[at]) < runs_per_place:
             own[at].append(one)
@@ -350,7 +350,9 @@ def _distribute_runs(
         by_place[at] += [*own[at], *itertools.islice(left, runs_per_place - len(own[at]))]
 
 
-def _with_core_numbers(found: Sequence[_Found], ordinals: Sequence[int]) -> list[Ran]:
+def _with_core_numbers(
+    found: Sequence[_ProfiledRun], ordinals: Sequence[int]
+) -> list[OperationRun]:
     """Converts the runs in `found`, by numbering cores and executions.
 
     `ordinals` has, for each of this process's cores, the number by which profiles name the core's
@@ -370,13 +372,15 @@ def _with_core_numbers(found: Sequence[_Found], ordinals: Sequence[int]) -> list
     number: dict[Any, int] = collections.defaultdict(lambda: -1)
     number.update({execution: i for i, execution in enumerate(known)})
     return [
-        Ran(core_of[one.where], number[one.execution], one.operation, one.begin, one.end)
+        OperationRun(core_of[one.where], number[one.execution], one.operation, one.begin, one.end)
         for one in found
         if one.where in core_of
     ]
 
 
-def leaves(ran: Sequence[Ran], inside: Mapping[str, set[str]]) -> list[Ran]:
+def innermost_runs(
+    ran: Sequence[OperationRun], inside: Mapping[str, set[str]]
+) -> list[OperationRun]:
     """Returns `ran` without the runs of loops, branches and calls, whose time is in other runs.
 
     `inside` has, for the name of each loop, branch or call, the names of the operations in it. If
@@ -387,7 +391,9 @@ def leaves(ran: Sequence[Ran], inside: Mapping[str, set[str]]) -> list[Ran]:
     return [one for one in ran if one.operation not in around]
 
 
-def until_used(ran: Sequence[Ran], users: Mapping[str, set[str]]) -> list[Ran]:
+def cut_at_first_use(
+    ran: Sequence[OperationRun], users: Mapping[str, set[str]]
+) -> list[OperationRun]:
     """Returns the runs in `ran`, each cut off when the first operation that uses its result begins.
 
     On a CPU device, one thread begins an operation and other threads compute the result. In a

@@ -20,7 +20,7 @@ from mtf_gradsync.runtimes.xla.hlo_collectives import COLLECTIVES, HloCollective
 from mtf_gradsync.runtimes.xla.replica_program import ReplicaProgram
 from mtf_gradsync.runtimes.xla.xla_session import Dispatched, XlaSession
 from mtf_gradsync.tools._private.profiles import Profiler, profile_data
-from mtf_gradsync.tools.timelines.jax_profiles import leaves, read_profile, until_used
+from mtf_gradsync.tools.timelines.jax_profiles import cut_at_first_use, innermost_runs, read_profile
 from mtf_gradsync.tools.timelines.recording import (
     Call,
     Collective,
@@ -161,8 +161,8 @@ def _recording(
         [(compiled_hlo(p.program.executable), p.replica) for p in session.compiled], rows
     )
     ordinals = [_ordinal(device) for device in cores.local_devices]
-    ran = leaves(read_profile(profile, _MODULE, ordinals), operations.inside)
-    ran = until_used(ran, operations.users)
+    ran = innermost_runs(read_profile(profile, _MODULE, ordinals), operations.inside)
+    ran = cut_at_first_use(ran, operations.users)
     events = tuple(
         Event(
             cores.local[one.core],

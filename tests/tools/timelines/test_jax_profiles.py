@@ -5,7 +5,12 @@ from tensorflow.tsl.profiler.protobuf import xplane_pb2
 
 from mtf_gradsync.tools._private.profiles import profile_data
 from mtf_gradsync.tools.timelines import TimelineError
-from mtf_gradsync.tools.timelines.jax_profiles import Ran, leaves, read_profile, until_used
+from mtf_gradsync.tools.timelines.jax_profiles import (
+    OperationRun,
+    cut_at_first_use,
+    innermost_runs,
+    read_profile,
+)
 
 jax = pytest.importorskip("jax")
 
@@ -48,7 +53,7 @@ def runs(space, *args):
 
 
 def ran(core, execution, operation, begin, end):
-    return Ran(core, execution, operation, START + begin, START + end)
+    return OperationRun(core, execution, operation, START + begin, START + end)
 
 
 def test_devices_that_the_profile_names():
@@ -180,7 +185,7 @@ def test_an_empty_profile_has_nothing():
 def test_what_stands_in_loops_and_calls_counts_once():
     events = [ran(0, 0, name, 0, 9) for name in ("while.1", "dot", "call.2")]
     inside = {"while.1": {"dot"}, "call.2": {"not in the profile"}}
-    assert [one.operation for one in leaves(events, inside)] == ["dot", "call.2"]
+    assert [one.operation for one in innermost_runs(events, inside)] == ["dot", "call.2"]
 
 
 def test_an_operation_ends_when_its_result_is_used():
@@ -192,5 +197,5 @@ def test_an_operation_ends_when_its_result_is_used():
         ran(0, 0, "dot", 50, 70),  # the loop's next turn
         ran(0, 0, "add", 80, 85),
     ]
-    ends = [one.end - START for one in until_used(events, users)]
+    ends = [one.end - START for one in cut_at_first_use(events, users)]
     assert ends == [30, 40, 25, 70, 85]
