@@ -447,7 +447,7 @@ def draw_by_step() -> None:
 
 
 class _StepSeeds:
-    """What the random operations of a graph make their seeds of, so that the step decides them.
+    """The numbers that a graph's random operations make their seeds of; they differ in each step.
 
     Attributes:
       seed: the seed of the graph.

@@ -33,7 +33,7 @@ _logger = logging.getLogger("mtf_gradsync")
 
 
 class Use(NamedTuple):
-    """How an operation computes with pending (not yet reduced) inputs so that results are pending.
+    """The way in which an operation computes pending results from pending (not reduced) inputs.
 
     Attributes:
       positions: positions of the inputs that the operation is linear in, taken together. Its other
@@ -546,7 +546,7 @@ _REPEATABLE = frozenset({"ReadVariableOp", "VarHandleOp"})
 
 
 class _Dependence(enum.Enum):
-    """How a tensor depends on arguments of a function: not at all, linearly, or by being zero."""
+    """The dependence of a tensor on a function's arguments: none, linear, or both, as it is zero."""
 
     SHARED = enum.auto()
     LINEAR = enum.auto()
