@@ -546,7 +546,7 @@ _REPEATABLE = frozenset({"ReadVariableOp", "VarHandleOp"})
 
 
 class _Dependence(enum.Enum):
-    """The dependence of a tensor on a function's arguments: none, linear, or both, as it is zero."""
+    """A tensor's dependence on a function's arguments: none, linear, or both, as it is zero."""
 
     SHARED = enum.auto()
     LINEAR = enum.auto()
