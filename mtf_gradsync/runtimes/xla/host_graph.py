@@ -320,7 +320,7 @@ class FetchPlan(NamedTuple):
     program, and `last` has what TensorFlow runs after the program.
     """
 
-    places: tuple[FetchSource, ...]
+    fetch_sources: tuple[FetchSource, ...]
     runs_program: bool
     inside: tuple[str, ...]  # tensors of the program to fetch, sorted
     first: frozenset[str]
@@ -329,21 +329,21 @@ class FetchPlan(NamedTuple):
     shared: frozenset[str]  # tensors of `first` that the caller, or `last`, gets
 
     @classmethod
-    def of(cls, places: Sequence[FetchSource], outside: HostGraph) -> FetchPlan:
+    def of(cls, fetch_sources: Sequence[FetchSource], outside: HostGraph) -> FetchPlan:
         """Returns what a step has to run and to fetch before, in and after the program.
 
-        `places` are the sources of the fetches, as `HostGraph.source_of` returns them. `outside` is
-        the part of the user's graph outside the program.
+        `fetch_sources` are what `HostGraph.source_of` returned for the fetches, in their order.
+        `outside` is the part of the user's graph outside the program.
         """
-        names = {name for place in places for name in place.names if name}
+        names = {name for source in fetch_sources for name in source.names if name}
         last = {name for name in names if outside.is_after(name)}
         needs = outside.needs(last)
-        inside = {p.inside for p in places if p.inside}
+        inside = {s.inside for s in fetch_sources if s.inside}
         inside |= {inner for inner, _ in needs.returned.values()}
         shared = (names - last) | set(needs.carried.values())
         first = shared | needs.run_before
-        runs_program = bool(last) or any(p.runs_program for p in places)
+        runs_program = bool(last) or any(s.runs_program for s in fetch_sources)
         return cls(
-            tuple(places), runs_program, tuple(sorted(inside)), frozenset(first), frozenset(last),
-            needs, frozenset(shared),
+            tuple(fetch_sources), runs_program, tuple(sorted(inside)), frozenset(first),
+            frozenset(last), needs, frozenset(shared),
         )  # fmt: skip

@@ -48,7 +48,7 @@ class Dispatched:
     def __init__(
         self,
         structure: Any,
-        places: Sequence[FetchSource],
+        fetch_sources: Sequence[FetchSource],
         values: dict[str, Any],
         check_steps: Callable[[], None] = lambda: None,
     ):
@@ -56,12 +56,13 @@ class Dispatched:
 
         Args:
           structure: the fetches, nested as the user gave them; the result is nested alike.
-          places: where the values of the fetches come from, in the order of ``tf.nest.flatten``.
+          fetch_sources: where the values of the fetches come from, in the order of
+            ``tf.nest.flatten``.
           values: the step's values, by the name of the tensor.
           check_steps: a function that waits for all steps up to this one, and raises their errors.
         """
         self._structure = structure
-        self._places = places
+        self._fetch_sources = fetch_sources
         self._values = values
         self._check_steps = check_steps
 
@@ -76,8 +77,8 @@ class Dispatched:
           NoUpdateError: when there were too many steps without an update.
         """
         with devices_errors():
-            found = [place.value(self._values) for place in self._places]
-        if any(place.inside for place in self._places):
+            found = [source.value(self._values) for source in self._fetch_sources]
+        if any(source.inside for source in self._fetch_sources):
             self._check_steps()
         return tf.nest.pack_sequence_as(self._structure, found)
 
@@ -225,13 +226,15 @@ class XlaSession(ReplicaSession):
         names = tuple(self._name_of(f) for f in tf.nest.flatten(fetches))
         plan = self._plans.get((names, per_replica))
         if plan is None:
-            places = [self._outside.source_of(name, per_replica, self._cores) for name in names]
-            plan = self._plans[names, per_replica] = FetchPlan.of(places, self._outside)
+            fetch_sources = [
+                self._outside.source_of(name, per_replica, self._cores) for name in names
+            ]
+            plan = self._plans[names, per_replica] = FetchPlan.of(fetch_sources, self._outside)
         feeds = {self._name_to_feed(k): v for k, v in (feed_dict or {}).items()}
         values: dict[str, Any] = {}
         if not plan.runs_program:
             values.update(self._run_outside(plan.first, feeds))
-            return Dispatched(fetches, plan.places, values)
+            return Dispatched(fetches, plan.fetch_sources, values)
         compiled = self._prepared.compiled(tuple(sorted({*plan.inside, *self._counts})))
         sources = self._inputs.sources(compiled.replica.tensors, feeds)
         first = {n: v for n, v in feeds.items() if not self._outside.is_after(n)}
@@ -249,7 +252,9 @@ class XlaSession(ReplicaSession):
             last.update((k, values[v]) for k, v in plan.needs.carried.items())
             last.update(self._values_for_host(plan.needs.returned, values))
             values.update(self._run_outside(plan.last, last))
-        return Dispatched(fetches, plan.places, values, lambda: self._report_skips_until(step))
+        return Dispatched(
+            fetches, plan.fetch_sources, values, lambda: self._report_skips_until(step)
+        )
 
     def _report_skips_until(self, step: int) -> None:
         """Waits for this session's steps up to number `step`, and reports the updates they skipped.
