@@ -49,7 +49,7 @@ _DECAYS, _COUNTS = Bounds(0.0, 1.0), Bounds(0.0, math.inf)
 def check_averages(
     variable_averages: Any, variables_to_average: Sequence[mtf.Variable] | None
 ) -> tuple[AverageRule, list[mtf.Variable]]:
-    """Returns the settings of averages, and the variables to average, after a check.
+    """Checks two arguments of `SyncReplicasOptimizer`; returns settings and variables of averages.
 
     `variable_averages` is a decay or a `tf.train.ExponentialMovingAverage`. If `variable_averages`
     and `variables_to_average` are None, there are no variables to average. Raises ValueError if
@@ -69,7 +69,7 @@ def check_averages(
 def rule_of(
     argument: str, average: Any, num_updates: Any = None, zero_debias: Any = False
 ) -> AverageRule:
-    """Returns the settings of moving averages that a user's arguments have, after a check.
+    """Checks a user's arguments for moving averages, and returns them as settings.
 
     Args:
       argument: the name of the user's argument `average`, for errors.

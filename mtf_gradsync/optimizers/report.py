@@ -382,11 +382,18 @@ def reported(opt: AppliesGradients, axes: ReplicaAxes | None = None) -> dict[str
       were skipped because their weights were 0.
     - `accumulation/micro_step`: the number of microbatch steps whose gradients are in the sums.
       `accumulation/skipped`: the number of microbatch steps skipped so far.
+      `accumulation/steps_without_update`: the number of microbatch steps since the last update;
+      only with a limit for it (max_steps_without_update).
     - `sync_replicas/contributions`: `[shards...]`, the number of contributions that each replica
       has made so far. `sync_replicas/dropped`: `[shards...]`, the number of steps in which the
       replica made none. `sync_replicas/waiting_contributions`: the number of contributions since
       the last update. `sync_replicas/steps_without_update`: the number of steps since the last
       update.
+    - `loss_scale/scale`: the loss scale. `loss_scale/good_steps`: the number of updates in a row
+      since it changed. (These two are missing if the scale is fixed.) `loss_scale/skipped`: the
+      number of steps skipped so far. `loss_scale/steps_without_update`: the number of steps since
+      the last update; only with a limit for it (max_steps_without_update).
+    - `outer/step`, `outer/skipped`: see `OuterOptimizer.reported`.
 
     Counts include the step with which they are fetched. Norms of shards belong to this step, too
     (to the microbatch step, if gradients accumulate). Norms of gradients that exist only in steps

@@ -443,10 +443,10 @@ def partition_slots(
 def group_sums(operations: Sequence[mtf.Operation], axes: ReplicaAxes, strategy: Strategy) -> None:
     """Moves operations to the end of their graph, in an order that reduces many sums together.
 
-    Sums that do not depend on each other are made before the first of these sums is used, and
-    `strategy` reduces them together. Each operation comes after those that it depends on. No
-    operation outside of `operations` may use the outputs of `operations`. `axes` are the replica
-    axes.
+    `ShardedUpdateOptimizer` calls this function for the operations of an update. Sums that do not
+    depend on each other are made before the first of these sums is used, and `strategy` reduces
+    them together. Each operation comes after those that it depends on. No operation outside of
+    `operations` may use the outputs of `operations`. `axes` are the replica axes.
     """
     sums = [t for op in operations if is_product_or_sum(op) for t in op.outputs]
     graph = types.SimpleNamespace(operations=list(operations))

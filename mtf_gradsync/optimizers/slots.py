@@ -254,9 +254,9 @@ def _rounds_by_chance(optimizer: Any, variable: mtf.Variable) -> bool:
 def check_bare_optimizers() -> None:
     """Makes optimizers check, also without a wrapper, that no other optimizer has their slots.
 
-    This function patches `apply_grads` of Mesh-TF's `Optimizer` and of `MeshOptimizer`. These
-    optimizers then also note their slots for checkpoints, and warn as `warn_of_names_and_dtypes`
-    does.
+    This function is called when the package is imported. It patches `apply_grads` of Mesh-TF's
+    `Optimizer` and of `MeshOptimizer`. These optimizers then also note their slots for checkpoints,
+    and warn as `warn_of_names_and_dtypes` does.
     """
 
     def check_and_apply(apply: Any) -> Any:

@@ -149,9 +149,10 @@ def note_state(variable: mtf.Variable, note: StateNote | None = None, **how: Any
 def note_sums_not_kept(counter: str, remedy: str) -> None:
     """Records that sums which a checkpoint may have would be lost in the default graph.
 
-    `counter` is the name of a variable. If its value in a checkpoint is greater than 0, the
-    checkpoint has sums for which the graph has no variables. Reading the checkpoint then raises an
-    error, and `remedy` is the sentence of the error that says what to do.
+    A wrapper whose arguments make it keep no sums calls this function. `counter` is the name of a
+    variable. If its value in a checkpoint is greater than 0, the checkpoint has sums for which the
+    graph has no variables. Reading the checkpoint then raises an error, and `remedy` is the
+    sentence of the error that says what to do.
     """
     tf.add_to_collection(SUMS_NOT_KEPT, (counter, remedy))
 
@@ -383,7 +384,8 @@ class UpdateCounters(PlanExtension):
     def advances(self, graph: mtf.Graph, meshes: Collection[mtf.Mesh]) -> list[mtf.Operation]:
         """Makes assignments that add one to counters on `meshes`, if nothing else advances these.
 
-        The counters are those in `wanted`. Only operations that `graph` has now are looked at.
+        The last operations of a step call this method. The counters are those in `wanted`. Only
+        assignments that `graph` has now are looked at.
         """
         written = _assigned_variables(graph)
         free = [v for v in self.wanted if v.name not in written and v.mesh in meshes]

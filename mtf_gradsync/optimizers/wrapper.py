@@ -221,10 +221,11 @@ class Wrapper(TrainOptimizerInterface, mtf.optimize.Optimizer):
         check_order(self, self.inner_stack())
 
     def _check_inside(self, islands: ReplicaAxes, inside: ReplicaAxes) -> None:
-        """Raises ValueError if the wrapper makes no sense inside islands.
+        """Raises ValueError if the wrapper makes no sense inside islands of an `OuterOptimizer`.
 
-        The base class raises no error. `islands` are the axes between islands, and `inside` are the
-        replica axes inside an island.
+        The base class raises no error. `ShardedUpdateOptimizer` does if each island has one
+        replica. `islands` are the axes between islands, and `inside` are the replica axes inside an
+        island.
         """
 
     # Methods that subclasses override.

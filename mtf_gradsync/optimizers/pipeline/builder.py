@@ -367,7 +367,11 @@ class StepBuilder(StepConditions):
         return self.stack.shard_numbering(self._number, grads)
 
     def when_built(self, note: Callable[[], None]) -> None:
-        """Registers a function that is called once the whole step was built without an error."""
+        """Registers a function that is called once the whole step was built without an error.
+
+        `note` is the function. It may set a wrapper's attributes that describe the step, for
+        example.
+        """
         self._notes.append(note)
 
     def show(
