@@ -290,7 +290,7 @@ def meet(
 
 
 class MeetingResult(NamedTuple):
-    """What `meet_at` returns: the processes of a job of XLA devices, and where they have met."""
+    """The result of `meet_at`: the processes of a job of XLA devices, and where they have met."""
 
     me: Member
     peers: dict[Member, Connection]  # as `meet` returns them

@@ -77,7 +77,7 @@ def rebuild(
 
 
 class _Builder:
-    """What all function bodies of a rebuilt graph share: facts about the graph that is rebuilt."""
+    """The facts about a graph that is rebuilt, which all function bodies of the new graph share."""
 
     def __init__(self, facts: GraphFacts, stand_ins: Mapping[str, StandIn]):
         self.facts = facts
