@@ -51,7 +51,7 @@ class AllReduce(OneLevel):
         agg_small_grads_max_bytes: int = 0,
         agg_small_grads_max_group: int = 10,
     ):
-        """Sets the algorithm and the way to pack: num_packs if it is not 0, else small groups.
+        """Sets the algorithm, and how tensors are packed: into num_packs packs, or in small groups.
 
         Args:
           algorithm: "add_n" or "ring". None takes the compiler's all-reduce on a SIMD mesh, and

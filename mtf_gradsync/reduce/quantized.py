@@ -128,7 +128,7 @@ def blocks_per_part(count: int, parts: int) -> int:
 
 
 def _to_eight_bits(x: tf.Tensor) -> tf.Tensor:
-    """Rounds positive float32 numbers to the 8 significant bits of bfloat16."""
+    """Rounds positive float32 numbers to 8 significant bits, as bfloat16 has; returns float32."""
     # By its bits, as XLA removes a cast to bfloat16 and back.
     bits = tf.bitcast(x, tf.int32) + 0x8000
     return tf.bitcast(tf.bitwise.bitwise_and(bits, -0x10000), tf.float32)

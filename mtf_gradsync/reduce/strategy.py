@@ -411,7 +411,7 @@ def has_gradient_reduction(strategy: Any) -> bool:
 def check_strategy(reducer: Any) -> Any:
     """Returns `reducer` unchanged; raises TypeError if it is not a strategy.
 
-    Any object with a method `all_reduce` that is not a class counts as a strategy.
+    An object counts as a strategy if it has a method `all_reduce` and is no class.
     """
     if isinstance(reducer, type) or not callable(getattr(reducer, "all_reduce", None)):
         raise TypeError(

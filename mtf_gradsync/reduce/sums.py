@@ -153,8 +153,8 @@ def group_sum_dtype(group_sum: GroupSum, dtype: tf.DType) -> tf.DType:
 def check_algorithm(name: Any, argument: str = "algorithm") -> Algorithm:
     """Returns `name` unchanged; raises ValueError if it is not one of `ALGORITHMS`.
 
-    If other classes of this package have the algorithm, the error says which. `argument` is the
-    name of the caller's argument, for the error.
+    If `name` is an algorithm of another package, such as "nccl", the error says what to use in its
+    place. `argument` is the name of the caller's argument, for the error.
     """
     if not isinstance(name, str) or name not in ALGORITHMS:
         hint = _ELSEWHERE.get(name) if isinstance(name, str) else None

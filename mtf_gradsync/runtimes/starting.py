@@ -290,7 +290,10 @@ def start_from_newest(model_dir: str) -> Start:
 
 
 def latest_checkpoint(model_dir: str) -> str | None:
-    """Returns the path of the newest checkpoint in a directory, as its state file says, or None."""
+    """Returns the path of the newest checkpoint in a directory; None if there is none.
+
+    The directory's state file says which checkpoint is the newest.
+    """
     return next(reversed(_paths_in_state_file(model_dir)), None)
 
 

@@ -105,7 +105,7 @@ class Watchdog:
         threading.Thread(target=self._run, name="watchdog", daemon=True).start()
 
     def leave(self) -> None:
-        """Tells the other processes that this one has finished; waits until all have said so."""
+        """Tells the other processes that this one has finished; waits until all have finished."""
         self._request("goodbye", "")
         self._finished.wait()
 
@@ -115,7 +115,10 @@ class Watchdog:
         self.leave()
 
     def fail(self, reason: str) -> None:
-        """Tells the others that this process ends with an error, so that they end, too."""
+        """Tells the others that this process ends with an error, so that they end, too.
+
+        `reason` says in words what the error is; the errors of the other processes quote it.
+        """
         self._request("failed", reason)
         self._finished.wait(_GRACE_S)
 

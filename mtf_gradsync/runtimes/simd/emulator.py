@@ -117,11 +117,11 @@ class EmulatedGraph:
         return int(number), rest
 
     def groups_of_sums(self) -> dict[str, tuple[tuple[int, ...], ...]]:
-        """Returns the groups of cores of each sum; a sum is computed once per group.
+        """Returns the groups of cores of each ``CrossReplicaSum``.
 
         Returns:
-          The groups, by the sum's name before the rewriting. The first core of each group computes
-          the group's sum.
+          The groups, by the operation's name before the rewriting. The first core of each group
+          computes the sum for the whole group.
         """
         found = find_collectives(self._facts).values()
         return {one.name: one.groups for one in found if one.op == "CrossReplicaSum"}

@@ -66,7 +66,7 @@ class StatelessRandomOps:
         self._variables: dict[str, bool] = {}
 
     def rewrite(self, copy: tf.NodeDef, original: str, core: int) -> None:
-        """Makes a copy of a random operation stateless.
+        """Turns the copy of a random operation on a core into a stateless operation.
 
         `copy` is the node of the copy in the rewritten graph; this node is changed in place.
         `original` is the operation's name in the user's graph, and `core` is the core on which the

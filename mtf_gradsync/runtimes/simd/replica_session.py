@@ -371,7 +371,10 @@ class VariableAccess:
     """Operations that read and set a graph's variables, by the names of their ``VarHandleOp``."""
 
     def __init__(self, graph: tf.Graph):
-        """Finds the read and the assignment that TensorFlow made with each variable of a graph."""
+        """Finds, for each variable of `graph`, the operations by which it is read and assigned.
+
+        These are the operations that TensorFlow makes together with a variable.
+        """
         self.read: dict[str, str] = {}  # variable -> name of a tensor that holds its value
         self._exists: dict[str, str] = {}
         self._assign: dict[str, tuple[str, str]] = {}
