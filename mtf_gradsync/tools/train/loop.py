@@ -35,7 +35,7 @@ _STEPS_BEFORE_TIMELINE = 5
 
 
 class LoopResult(NamedTuple):
-    """The end of a training loop.
+    """The result of a training loop: what it has made, and why it has ended.
 
     `step` is the number of the last step that the loop has made, and `steps_made` is how many steps
     the loop has made. `stopped_by` is the number of the signal that ended the loop early, or None
