@@ -214,7 +214,7 @@ def choose_the_best(
 
 @late_configurable(module="mtf_gradsync")
 class BestAllReduce(Strategy):
-    """A strategy that `choose_the_best` picks when the graph is lowered.
+    """A strategy that sums by another one, which `choose_the_best` picks when a graph is lowered.
 
     Use `BestAllReduce` for a wrapper that is made before its mesh, by gin for example. Each choice
     is logged once. `BestAllReduce` never picks a strategy that keeps state for gradients, because
