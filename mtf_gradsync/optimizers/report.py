@@ -127,13 +127,13 @@ def _norms_of_terms(
         share = 1.0 / axes.num_shards
         of_shards = []
         for number in range(axes.num_shards):
-            remade = [
+            recomputed = [
                 one.compute_from(
                     [terms[s][number] for s in one.sums], [x * share for x in one.shared]
                 )
                 for one in made.values()
             ]
-            of_shards.append(global_norm([*remade, *(x * share for x in shared)], strategy))
+            of_shards.append(global_norm([*recomputed, *(x * share for x in shared)], strategy))
         shape = mtf.anonymous_shape(mtf.Shape(list(axes.shard_dims)))
         norms.append(mtf.reshape(mtf.stack(of_shards, "terms"), shape))
     return norms[0] if len(norms) == 1 else joined_norm(norms)

@@ -297,8 +297,8 @@ class _AggregateReplicas(Stage):
     @property
     def takes(self) -> PerShard:  # type: ignore[override]
         if self._needs_shards:
-            return PerShard("refuse", "give it accept_summed=True", remakes=True)
-        return PerShard("reduce", remakes=True)
+            return PerShard("refuse", "give it accept_summed=True", recomputes=True)
+        return PerShard("reduce", recomputes=True)
 
     @property
     def _can_update_each_step(self) -> bool:
@@ -455,7 +455,7 @@ def _split_by_replica(
 ) -> tuple[list[mtf.Tensor], list[mtf.Tensor], _Parts]:
     """Splits gradients into those of single replicas, reduced ones, and replicas' terms of sums.
 
-    Some reduced gradients are computed from sums over the replicas (`GradientSet.made_of_sums`).
+    Some reduced gradients are computed from sums over the replicas (`GradientSet.from_sums`).
     The third result has, by the position of such a gradient in the set, each replica's terms of
     these sums: a tensor `[shard dims...] + sum dims` for each sum.
 
@@ -463,7 +463,7 @@ def _split_by_replica(
     term keeps only one replica from contributing. The second result has all other reduced
     gradients, in which replicas are mixed. `reducer` is the reduction strategy.
     """
-    made = gradients.made_of_sums
+    made = gradients.from_sums
     sums = [x for one in made.values() for x in one.sums]
     each = iter(split_into_shards(sums, axes, reducer, accept_summed=False))
     parts = {i: [x for _, x in zip(one.sums, each) if x is not None] for i, one in made.items()}
@@ -512,6 +512,6 @@ def _sum_contributions(
         shared = [mtf.cast(multiply_by_count(counts, x), x.dtype) for x in one.shared]
         return one.compute_from(sums, shared)
 
-    again = {i: made_again(one, parts[i]) for i, one in gradients.made_of_sums.items()}
+    again = {i: made_again(one, parts[i]) for i, one in gradients.from_sums.items()}
     counted = gradients.change_reduced(lambda g: multiply_by_count(counts, g))
     return counted.with_grads([again.get(i, g) for i, g in enumerate(counted.grads)])

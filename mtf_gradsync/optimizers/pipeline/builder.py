@@ -525,11 +525,11 @@ class StepBuilder(StepConditions):
         own = [None if g is None or shard_dims_in(g.shape, axes) else g for g in grads]
         recoverability = Recoverability(own, axes)
         found = mixed_gradients(own, axes) if request.adds_up else recoverability.mixed
-        made = recoverability.from_sums if request.remakes else {}
-        shared = recoverability.shared if request.remakes else ()
+        made = recoverability.from_sums if request.recomputes else {}
+        shared = recoverability.shared if request.recomputes else ()
         if request.mixed == "refuse" and not request.adds_up:
             recoverability.check(
-                [f"variable {v.name!r}" for v in gradients.variables], request.remakes
+                [f"variable {v.name!r}" for v in gradients.variables], request.recomputes
             )
         # If an operation drops the sum, reduced gradients would differ between shards.
         mixed = {
@@ -554,7 +554,7 @@ class StepBuilder(StepConditions):
             [s if r is None else r for r, s in zip(reduced, shards)],
             Form.PER_SHARD,
             already_reduced=frozenset({*to_reduce, *made}),
-            made_of_sums=made,
+            from_sums=made,
         )
         if not (recoverability.mixed or recoverability.shared or gradients.form.is_reduced):
             self.per_shard = result

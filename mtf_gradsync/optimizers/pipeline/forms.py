@@ -126,7 +126,7 @@ class PerShard:
       adds_up: whether the stage only adds up the gradients of all shards. Then a shard may hold any
         term of the sum, and not just its own gradient: an expert's gradient for the examples of all
         shards, for example.
-      remakes: whether the stage computes gradients in `GradientSet.made_of_sums` again, without the
+      recomputes: whether the stage computes gradients in `GradientSet.from_sums` again, without the
         shards that it skips. Then `mixed` does not apply to such gradients, nor to gradients that
         depend on no shard's data but are split over a replica axis: they are passed to the stage
         reduced, with their positions in `already_reduced`.
@@ -136,7 +136,7 @@ class PerShard:
     or_else: str | None = None
     warning: str = ""
     adds_up: bool = False
-    remakes: bool = False
+    recomputes: bool = False
 
 
 class Weights(NamedTuple):
@@ -194,7 +194,7 @@ class GradientSet:
       already_reduced: the positions of gradients that are reduced although the form is `PER_SHARD`,
         because shards are mixed in them. Sums of such gradients over several steps count as
         reduced, too.
-      made_of_sums: for some of the gradients in `already_reduced`, by position: the sums over
+      from_sums: for some of the gradients in `already_reduced`, by position: the sums over
         shards from which they were computed, so that a stage can compute them again without shards
         that it skips.
       weights: the weights of the gradients, which are those of a weighted mean; None if no weights
@@ -212,7 +212,7 @@ class GradientSet:
     divisor: mtf.Tensor | None = None
     dtypes: tuple[tf.DType | None, ...] | None = None
     already_reduced: frozenset[int] = frozenset()
-    made_of_sums: Mapping[int, GradientFromSums] = dataclasses.field(default_factory=dict)
+    from_sums: Mapping[int, GradientFromSums] = dataclasses.field(default_factory=dict)
     weights: Weights | None = None
     unreduced: GradientSet | None = None
     condition: OnlyWhen | None = None
