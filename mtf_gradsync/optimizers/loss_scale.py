@@ -467,7 +467,7 @@ class _SkipNotFinite(Stage):
           step: the step that is being built.
 
         Returns:
-          The gate of these writes: an operation that holds them back. None if the stage is in a
+          The gate of the writes: an operation that holds them back. None if the stage is in a
           branch of the step: a branch waits as a whole and needs no gate.
         """
         wrapper = self.wrapper

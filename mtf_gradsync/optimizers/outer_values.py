@@ -57,8 +57,8 @@ def fragments_of(
     Layer l belongs to fragment l modulo `count`, as in streaming DiLoCo. The number of a layer is
     found in the names of the layer's variables (the first number at the end of a part of the name).
     Other variables, and layers that would make a fragment larger than its share, go to fragments
-    with room, the largest variable first. A variable for which no fragment has room is cut into
-    pieces, at most one for each fragment.
+    that have less than their share, the largest variable first. A variable that fits into no
+    fragment is cut into pieces, at most one for each fragment.
 
     No fragment is larger than an equal share, rounded up to a whole number. With `by_rows`
     variables are cut between rows, so that pieces of matrices are matrices: then a fragment may be

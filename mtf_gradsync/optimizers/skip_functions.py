@@ -357,9 +357,10 @@ class skip_spikes:
 
 
 def _loss(received: GradientSet) -> mtf.Tensor:
-    """Returns the loss of the whole batch from which `received` come: a float32 mtf scalar.
+    """Returns the loss of the whole batch from which gradients come: a float32 mtf scalar.
 
-    If the gradients come from several losses, the result is the sum of these.
+    `received` are the gradients as the wrapper received them. If they come from several losses, the
+    result is the sum of the losses.
     """
     losses = losses_of_step(received.present)
     with StepPlan.of(received.graph).outside_of_branches():

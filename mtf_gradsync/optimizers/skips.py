@@ -144,7 +144,7 @@ def not_finite_flags(
     NaNs in all gradients.
 
     Args:
-      given: gradients in any form, from which shards may be told apart.
+      given: gradients in any form. Each shard's gradient is checked, if it can be read from them.
       sums: the same gradients in the form in which the wrapper checks them.
       axes: the replica axes; None if they are not known.
       strategy: the reduction strategy for the flags.
@@ -449,8 +449,8 @@ class _CheckLimit(Watched):
     def _unpack_records(self, records: Sequence[Any]) -> tuple[Any, Any, Any]:
         """Returns the flags, the loss scale, and the number of steps that each replica has missed.
 
-        `records` is a list of these: slices of the recorded variables, or the variables' values in
-        a session. The second result is None without a loss scale, and the third is None if the
+        `records` are slices of the variables that have them, or these variables' values in a
+        session. The second result is None without a loss scale, and the third is None if the
         wrapper does not count missed steps.
         """
         skips, (found, *more) = self._skips, records

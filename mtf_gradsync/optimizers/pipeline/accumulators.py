@@ -182,7 +182,9 @@ class Accumulators:
                 sums = sums.change_reduced(lambda g: g * of_reduced)
             return dataclasses.replace(sums, divisor=divisor)
 
-        return self._given.only_when(due, gate, behind=self._written, first=take, last=self._clear)
+        return self._given.only_when(
+            due, gate, wait_for=self._written, first=take, last=self._clear
+        )
 
     def _clear(self) -> list[mtf.Operation]:
         """Returns the last operations of the update's branch: they zero the accumulators."""

@@ -105,7 +105,7 @@ class StepConditions:
         self,
         due: mtf.Tensor,
         gate: Gate | None,
-        behind: Sequence[mtf.Operation] = (),
+        wait_for: Sequence[mtf.Operation] = (),
         as_call: bool = False,
     ) -> Iterator[None]:
         """Adds a branch to the step: the operations that are added inside the `with` block.
@@ -114,7 +114,7 @@ class StepConditions:
           due: a boolean scalar, the same on all processors: whether a step runs the branch.
           gate: the gate (which holds back writes) that the branch waits for; None inside another
             branch.
-          behind: operations of the step that the branch waits for, too.
+          wait_for: operations of the step that the branch waits for, too.
           as_call: whether the branch is one function call, which makes steps without it cheap.
         """
         branch = Branch(self.plan)
@@ -122,7 +122,7 @@ class StepConditions:
         with branch.opened():
             yield
         self._lists.pop()
-        self.add(Conditional(due, gate, branch, behind, as_call).updates)
+        self.add(Conditional(due, gate, branch, wait_for, as_call).updates)
 
     def run_when(
         self, due: mtf.Tensor, gate: Gate | None, make: Callable[[], Sequence[mtf.Operation]]
@@ -294,11 +294,11 @@ class StepBuilder(StepConditions):
         block returned. The gradients for the stages in the branch are the value of `with ... as`.
         """
         assert gradients.condition is not None  # as `_apply_stage` has checked
-        holds, gate, behind, first, last = gradients.condition
+        holds, gate, wait_for, first, last = gradients.condition
         if not condition.counts_every_step and not self.plan.is_in_branch and self.updated is None:
             self.updated = mtf.cast(holds, tf.int32)
         gradients = dataclasses.replace(gradients, condition=None)  # they exist outside, too
-        with self.branch_when(holds, gate, behind, condition.as_call):
+        with self.branch_when(holds, gate, wait_for, condition.as_call):
             yield gradients if first is None else first(gradients)
             self.add(last())
 

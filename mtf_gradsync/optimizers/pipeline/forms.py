@@ -165,7 +165,7 @@ class OnlyWhen(NamedTuple):
       holds: a boolean scalar, the same on all processors: whether a step runs the branch.
       gate: the gate (which holds back writes) that the branch waits for; None inside another
         branch.
-      behind: operations of the step that the branch waits for, besides the gate.
+      wait_for: operations of the step that the branch waits for, besides the gate.
       first: a function that makes the set of gradients for the branch, inside the branch, from the
         set that the stage returned; None if the branch gets that set.
       last: a function that makes the last operations of the branch. They run even if the condition
@@ -174,7 +174,7 @@ class OnlyWhen(NamedTuple):
 
     holds: mtf.Tensor
     gate: Gate | None
-    behind: Sequence[mtf.Operation] = ()
+    wait_for: Sequence[mtf.Operation] = ()
     first: Callable[[GradientSet], GradientSet] | None = None
     last: Callable[[], Sequence[mtf.Operation]] = list
 
