@@ -412,7 +412,10 @@ def _carried_by_loops(operations: Iterable[mtf.Operation]) -> set[mtf.Tensor]:
 
 
 def _inputs_passed_on(operation: mtf.Operation) -> list[mtf.Tensor]:
-    """Returns, for each output of an operation that `passes_on` accepts, the tensor it equals."""
+    """Returns, for each output of `operation`, the tensor whose value this output has.
+
+    `operation` must be one that only passes tensors on: `passes_on(operation)` is true.
+    """
     if isinstance(operation, mtf.CustomGradientOperation):
         return custom_gradient_results(operation)
     return operation.inputs

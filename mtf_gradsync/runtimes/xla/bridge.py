@@ -41,11 +41,14 @@ _RUN_BITS = 23
 def collective(node: tf.NodeDef, data: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     """Makes a custom call that stands for a collective; returns its result, a list of one tensor.
 
-    TensorFlow's bridge to XLA cannot lower collectives. Each collective becomes a custom call with
-    the groups of cores and the dimensions as JSON. The module `stablehlo` later replaces this call
-    by XLA's own collective. `node` is the collective's node. `data` are the collective's inputs:
-    the operand, the groups of cores (a constant), and for a reduce-scatter the dimension (a
-    constant).
+    TensorFlow's bridge to XLA cannot lower collectives. So each collective becomes a custom call,
+    which states the groups of cores and the dimensions as JSON. The module `stablehlo` later
+    replaces this call by XLA's own collective.
+
+    Args:
+      node: the collective's node.
+      data: the collective's inputs: the operand and the groups of cores; for a reduce-scatter also
+        the dimension to scatter along. The groups and the dimension are constants.
     """
     sent, groups = data[:2]
     shape = sent.shape.as_list()
@@ -74,10 +77,10 @@ def collective(node: tf.NodeDef, data: Sequence[tf.Tensor]) -> list[tf.Tensor]:
 
 
 class Randomness:
-    """Makes operations that replace TensorFlow's random ones, and draw from a state of the core.
+    """Makes the operations that replace TensorFlow's random operations in a core's program.
 
-    `state` is the handle of an int64 variable ``[STATE_WORDS]`` that holds the state of the random
-    numbers.
+    Their random numbers depend on the core's state. `state` is the handle of an int64 variable
+    ``[STATE_WORDS]`` that holds this state.
     """
 
     def __init__(self, state: Any):
@@ -149,9 +152,10 @@ class Randomness:
         ]
 
     def _uniform(self, node: tf.NodeDef, shape: list[int]) -> tf.Tensor:
-        """Returns float32 random numbers of a shape between 0 and 1, never 0 (to take logarithms).
+        """Returns a tensor of random numbers above 0 and below 1, of which logarithms can be taken.
 
-        `node` is the replaced random operation. The numbers depend on its seeds and on the state.
+        The tensor is float32 and has the shape `shape`. `node` is the replaced random operation.
+        The numbers depend on this operation's seeds and on the core's state.
         """
         drawn = tf.raw_ops.StatelessRandomUniformV2(
             shape=shape, dtype=tf.float32, **self._draw(node, math.prod(shape))

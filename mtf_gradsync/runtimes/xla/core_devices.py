@@ -80,11 +80,11 @@ def devices_for(
 ) -> list[Any]:
     """Returns the devices for the cores of a mesh.
 
-    If `devices` is None and jax has not started its devices yet, jax is first asked for a CPU
-    device for each core, in case that the cores are to be CPU devices.
+    If `devices` is None and jax has not started its devices yet, jax is first asked to make a CPU
+    device for each core. These CPU devices are only used if the platform is "cpu".
 
     Args:
-      num_cores: cores of the mesh.
+      num_cores: the number of cores of the mesh.
       platform: "cpu", "gpu" ("cuda", "rocm") or "tpu"; None for jax's own choice, which the
         environment variable JAX_PLATFORMS can set.
       devices: jax devices to use in place of the first ones.
@@ -93,7 +93,7 @@ def devices_for(
       `num_cores` jax devices; with several processes, the devices of all processes.
 
     Raises:
-      ValueError: num_cores is not a whole number of 1 or more.
+      ValueError: when `num_cores` is not a whole number of 1 or more.
       XlaMissingError: when jax is not installed.
       DevicesError: when jax does not have the platform, or the platform has too few devices.
     """

@@ -58,8 +58,8 @@ class DeviceInputs:
           inputs: the program's inputs.
           values: the values of the tensors that `sources` returned and of fed tensors, by name.
           fed: the names of tensors that the user feeds in this step.
-          shared: the names of tensors whose arrays other code holds, too. Arrays of these and of
-            fed tensors are copied first, as the other code may write to them.
+          shared: the names of tensors whose arrays other code holds, too. The arrays of shared and
+            of fed tensors are copied first, because other code may write to these arrays.
         """
         copies: dict[str, np.ndarray] = {}
 

@@ -122,7 +122,7 @@ _Result = TypeVar("_Result")
 
 
 class Processes(Membership):
-    """This process as one of a job. Use it as a context manager around all work on the mesh.
+    """This process as a member of a job. Use it as a context manager around all work on the mesh.
 
     If an exception leaves the ``with`` block, the other processes of the job end, too. The other
     processes also end if this process dies. When the interpreter exits without an error, `close` is
@@ -162,7 +162,7 @@ class Processes(Membership):
         return work()
 
     def check_equal(self, what: str, value: str, advice: str = "") -> None:
-        """Checks that a short text is the same on all processes; all have to call this.
+        """Checks that a short text is the same on all processes, which all have to call this.
 
         Args:
           what: the name of the text, for the error.

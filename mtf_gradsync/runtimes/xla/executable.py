@@ -59,9 +59,9 @@ def default_cache_dir() -> str | None:
     """Returns the folder in which compiled programs are cached by default.
 
     Returns:
-      The value of the environment variable ``MTF_GRADSYNC_CACHE_DIR`` if it is set; None, for no
-      cache, if it is set to nothing. Otherwise a folder in the user's cache, or None if the user
-      has no home folder.
+      The value of the environment variable ``MTF_GRADSYNC_CACHE_DIR`` if this variable is set;
+      None, which means no cache, if its value is empty. If the variable is not set, a folder in the
+      user's cache, or None if the user has no home folder.
     """
     given = os.environ.get("MTF_GRADSYNC_CACHE_DIR")
     if given is not None:
@@ -308,7 +308,7 @@ class PreparedProgram:
 def _collective_order(program: LoadedProgram) -> bytes:
     """Lists a compiled program's collectives as one text, in the order in which they begin.
 
-    Processes compare these texts, as all processes have to run the same collectives in the same
+    Processes compare these texts, because all of them have to run the same collectives in the same
     order.
     """
     found = find_hlo_collectives(compiled_hlo(program.executable))

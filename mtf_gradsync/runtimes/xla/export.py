@@ -40,9 +40,9 @@ from mtf_gradsync.runtimes.xla.xla_session import XlaSession, host_config
 
 
 class _Host:
-    """The part of a user's graph outside the exported program, which TensorFlow runs.
+    """The part of a user's graph outside the exported program; TensorFlow runs this part.
 
-    `graph` is the part of the user's graph outside the program, with all variables. `counter` is
+    The attribute `graph` is a graph with this part and all variables. The attribute `counter` is
     the name of the variable that counts steps (TensorFlow's global step); None if the user's graph
     has no such variable.
     """
@@ -100,9 +100,9 @@ class _Host:
         return sorted(set(self._ops.masters) & set(self._access.read) - set(inside))
 
     def is_counter(self, name: str) -> bool:
-        """Returns whether a tensor is the step counter's value before the step, perhaps cast.
+        """Returns whether a tensor is the value that the step counter has before the step.
 
-        `name` is the tensor's name in `graph`.
+        The value may be converted to another dtype. `name` is the tensor's name in `graph`.
         """
         if self.counter is None or self.outside.touched([name]).written:
             return False
@@ -129,7 +129,7 @@ def export(
     replace: bool = False,
     cache_dir: str | None = "default",
 ) -> None:
-    """Writes a program to a folder that any machine with numpy and jax runs.
+    """Writes a program to a folder, so that any machine with numpy and jax can run it.
 
     The folder holds the program as StableHLO, the values of the program's variables, a manifest and
     a runner, which is a script: ``python FOLDER/run.py --help`` shows how to use it. No devices are
@@ -314,7 +314,8 @@ def _fetch_names(
     """Returns a dict from the name of each fetch to the name of its tensor.
 
     `program` and `fetches` are arguments of `export`; `fetches` may have tensors and operations.
-    Operations are left out of the result, as an exported step runs all operations of the program.
+    Operations are left out of the result, because an exported step runs all operations of the
+    program anyway.
     `cluster` maps the names of operations inside programs to the names of their programs. Raises a
     ValueError if an operation in `fetches` is outside all programs.
     """

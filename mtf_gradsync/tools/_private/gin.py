@@ -102,9 +102,9 @@ def note_user_bindings(texts: Iterable[str]) -> None:
 def unread_bindings() -> list[str]:
     """Returns the bindings, except macros, that no call has read yet, as "scope/name.parameter".
 
-    If `note_user_bindings` was called for gin's present configuration, bindings of optimizers are
-    left out that the user has not written. Such a binding comes from an included file, and is
-    unread because the user has chosen another optimizer.
+    If `note_user_bindings` was called for gin's present configuration, a binding of an optimizer is
+    left out unless the user has written this binding. A binding that the user has not written comes
+    from an included file. It is unread because the user has chosen another optimizer.
     """
     there, written = _written
     is_noted = set(bindings()) == there

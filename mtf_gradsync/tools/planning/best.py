@@ -50,9 +50,10 @@ class Checked(NamedTuple):
 
     Attributes:
       bytes_per_core: the memory that a core needs. If a model with fewer layers was compiled, this
-        is the prediction for all layers, times the compiler's bytes over the predicted bytes of the
-        smaller model.
-      seconds: the time of an update, found in the same way.
+        is the prediction for all layers, multiplied by a ratio: the compiler's bytes for the
+        smaller model, divided by the predicted bytes for the smaller model.
+      seconds: the time of an update. If a model with fewer layers was compiled, it is computed in
+        the same way as `bytes_per_core`.
       how: what was compiled, as text for users.
       refused: why the compiler refuses the division; "" if it does not.
     """
@@ -144,7 +145,7 @@ class Best:
         )
 
     def to_json(self) -> str:
-        """Returns the result as JSON text, with the five fastest of all choices."""
+        """Returns the result as JSON text; of all `choices`, it has the five fastest."""
 
         def plain(choice: Choice | None) -> Any:
             if choice is None:
@@ -208,8 +209,10 @@ def all_choices(
       costs: the facts of the training step, as `read_costs` returns them.
       machine: the machine.
       axes: names of the mesh axes.
-      layouts: layout rules; each is also tried without some of the rules that split the model.
-      steps: numbers of microbatch steps in an update to consider, if they divide the batch.
+      layouts: the layouts to consider, such as "batch:batch;heads:model". Each is also tried
+        without some of the rules that split the model.
+      steps: the numbers of microbatch steps in an update to consider. A number is not tried on
+        meshes where it does not divide the batch of a shard.
       inner_steps: numbers of steps between two outer steps (DiLoCo) to consider; () considers no
         outer steps.
       mesh_shapes: mesh shapes to consider; () for all factorizations of the machine's cores.
@@ -283,14 +286,14 @@ def best_of(
     budget: float | None,
     check: Check | None = None,
 ) -> Best:
-    """Returns the division with the shortest predicted time that fits into memory.
+    """Returns the division that has the shortest predicted time of all that fit into memory.
 
     Args:
       choices: the possible divisions, sorted by predicted time, as `all_choices` returns them.
       machine: the machine.
       budget: bytes of memory that a core may use; None for no limit.
-      check: a function that asks the compiler what a division needs. If it is None, the predicted
-        memory decides.
+      check: a function that asks the compiler what a division needs. If it is None, a division fits
+        into memory if its predicted memory is within the budget.
 
     Returns:
       The best division, with the compiler's answers. A larger `budget` never leads to a division

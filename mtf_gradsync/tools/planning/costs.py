@@ -44,7 +44,7 @@ _MESSAGES = 0.5
 class Array(NamedTuple):
     """The kind of an array in an mtf graph: its dimensions' names and sizes, and bytes per number.
 
-    All arrays of the same dimensions and the same number of bytes are one `Array`.
+    One `Array` describes all arrays that have the same dimensions, and the same bytes per number.
     """
 
     dims: tuple[tuple[str, int], ...]
@@ -100,7 +100,7 @@ class StepCosts(NamedTuple):
 
     Attributes:
       products: products of matrices in the forward and the backward pass.
-      touched: arrays that other operations read or write.
+      touched: arrays that operations other than products and reshapes read or write.
       kept: results of the forward pass that stay in memory because the backward pass reads them.
       sums: results that are sums over dimensions.
       reshapes: reshapes, whose results may be split in another way than their inputs.
@@ -135,7 +135,7 @@ class Predicted(NamedTuple):
       seconds: the time of an update of the whole batch, with all its microbatch steps.
       bytes_per_core: the peak memory of a core.
       compute_seconds: the part of `seconds` for operations and their access to memory.
-      model_seconds: the part of `seconds` for collectives that are needed as the model is split.
+      model_seconds: the part of `seconds` for collectives that a model needs because it is split.
       sync_seconds: the part of `seconds` for collectives of gradients and of new values.
     """
 
@@ -153,7 +153,7 @@ def read_costs(
     batch_dims: Sequence[str],
     batch_size: int,
 ) -> StepCosts:
-    """Returns the facts that decide a step's cost, from its mtf graph.
+    """Reads the facts that decide a step's cost from the step's mtf graph.
 
     Call `read_costs` after the step's gradients have been computed and applied.
 
@@ -168,7 +168,7 @@ def read_costs(
       The facts of the step.
 
     Raises:
-      ValueError: the model is in a loop, which hides how often it runs.
+      ValueError: when the model is in a loop, because the graph does not say how often a loop runs.
     """
     graph = loss.graph
     place = {operation: number for number, operation in enumerate(graph.operations)}
@@ -236,11 +236,12 @@ def _pending_sums(operations: Sequence[mtf.Operation]) -> dict[mtf.Operation, fr
     """Finds the sums that need an all-reduce if the dimensions that they sum over are split.
 
     If two sums over the same dimensions are added to each other, Mesh-TensorFlow makes one
-    all-reduce after the addition. So the result has the addition in place of the two sums.
+    all-reduce after the addition. So the returned dictionary has one key for both sums: the
+    addition.
 
     Returns:
-      A dictionary from each sum among `operations` to the names of the dimensions that it sums
-      over.
+      A dictionary whose keys are the sums among `operations`. Its values are the names of the
+      dimensions that each sum is over.
     """
     over: dict[mtf.Operation, frozenset[str]] = {}
     for operation in operations:
@@ -299,7 +300,7 @@ class Predictor:
           layout: the layout rules, such as "batch:batch;heads:model".
 
         Raises:
-          ValueError: this mesh and layout cannot split the model.
+          ValueError: when this mesh and layout cannot split the model.
         """
         self._costs, self._machine = costs, machine
         dims = mtf.convert_to_shape(mesh_shape).dims
@@ -543,7 +544,7 @@ class Predictor:
 
 
 def _in_float32(arrays: Mapping[Array, int]) -> Mapping[Array, int]:
-    """Returns `arrays`, which are counts by array, as if each number took four bytes."""
+    """Returns the counts in `arrays`, with arrays of float32 (four bytes per number) as keys."""
     found: collections.Counter[Array] = collections.Counter()
     for array, count in arrays.items():
         found[array._replace(number_bytes=_FLOAT32)] += count

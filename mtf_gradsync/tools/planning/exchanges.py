@@ -46,14 +46,16 @@ def exchanges_of(
     is alone are left out.
 
     Args:
-      compiled: the collectives of the compiled program. Those outside loops are taken from here,
-        since the compiler has merged them.
-      report: the collectives of the program before compilation. Those inside loops are taken from
-        here, since it says how many iterations a loop has (one if that is unknown).
+      compiled: the collectives of the compiled program. The result has those of them that are
+        outside loops, because the compiler may have merged collectives.
+      report: the collectives of the program before compilation. The result has those of them that
+        are inside loops, because the report says how many iterations a loop has. A loop counts as
+        one iteration if the number is unknown.
       axes: a mapping from the groups of cores along a mesh axis (a set of sets of core numbers) to
         the axis's name, or to several names joined by "+", as `groups_by_axes` returns it.
       cores: the number of cores.
-      conditions: whether all conditions of the program are true, as in a step with the update.
+      conditions: whether the step is one in which all conditions of the program are true, as in a
+        step with the update, or one in which all are false.
       slices: the number of TPU slices that a data center network joins, along the first mesh axis.
     """
     cores_per_slice = cores // slices
@@ -91,7 +93,7 @@ def _axis_around(groups: Groups, axes: Mapping[Any, str]) -> str | None:
     """Returns the mesh axes along which all the given groups of cores lie.
 
     A group of cores lies along mesh axes if its cores differ in their positions on these axes only.
-    If there are several choices of axes, the one with the fewest cores is returned.
+    If there are several choices of axes, the choice whose groups have the fewest cores is returned.
 
     Args:
       groups: the numbers of the cores in each group.

@@ -200,9 +200,8 @@ class Machine(Protocol):
     def lower(self, program: Program, fetches: Sequence[object]) -> LoweredProgram:
         """Returns the program of a core in the form that `compile` takes.
 
-        `fetches` are the tensors that a step of the program returns besides the updates, such as
-        the loss. If the program cannot be compiled at all, `LoweredProgram.refused` of the result
-        says why.
+        `fetches` are the tensors that a step of the program returns, such as the loss. If the
+        program cannot be compiled for any machine, `LoweredProgram.refused` of the result says why.
         """
 
     def compile(self, lowered: LoweredProgram, begun: Begun) -> Compiled:
@@ -213,7 +212,7 @@ class Machine(Protocol):
         """
 
     def seconds(self, operation: str, groups: Sequence[Sequence[int]], size: float) -> float:
-        """Returns the seconds that a collective takes on the links, without access to memory.
+        """Returns the seconds that a collective takes on the links, not counting access to memory.
 
         All groups run the collective at the same time. Planning adds the seconds of collectives to
         the estimated time of the step's operations.
@@ -231,7 +230,7 @@ class TpuMachine:
     def __init__(
         self, topology: str, dcn_bytes_per_second: float | None = None, by_branches: bool = False
     ):
-        """Asks the TPU compiler where the cores of a topology are, and makes its machine.
+        """Asks the TPU compiler where the cores of a topology are, and makes the machine.
 
         Args:
           topology: the TPU slice, such as "v5e:4x4"; "2xv5e:4x4" for two TPU slices.
@@ -242,8 +241,8 @@ class TpuMachine:
             of the one compiled program (see `compile_lowered`).
 
         Raises:
-          ValueError: several slices are given without `dcn_bytes_per_second`, or there is no such
-            topology.
+          ValueError: when `topology` has several slices but `dcn_bytes_per_second` is None, or when
+            the topology does not exist.
         """
         named = slice_of(topology)
         if named.slices > 1 and dcn_bytes_per_second is None:
@@ -268,8 +267,7 @@ class TpuMachine:
     def lower(self, program: Program, fetches: Sequence[object]) -> LoweredProgram:
         """Returns the program of a core as StableHLO, or the reason why it is refused.
 
-        `fetches` are the tensors that a step of the program returns besides the updates, such as
-        the loss.
+        `fetches` are the tensors that a step of the program returns, such as the loss.
         """
         return lower(program, fetches)
 
@@ -324,7 +322,7 @@ def topology_of(chips: str) -> str:
     `chips` is returned unchanged if it already names a topology, or has an unknown kind of chip.
 
     Raises:
-      ValueError: the number is no power of two, so that the arrangement is unknown.
+      ValueError: when the number of chips is no power of two, so that the arrangement is unknown.
     """
     slices, _, rest = chips.rpartition("x") if ":" in chips.rpartition("x")[2] else ("", "", chips)
     kind, _, count = rest.partition(":")
@@ -353,10 +351,11 @@ def factorizations(cores: int, axes: Sequence[str]) -> list[str]:
       axes: names of the mesh axes.
 
     Returns:
-      Mesh shapes as text, such as "batch:4;model:2"; most cores on the first axis come first.
+      Mesh shapes as text, such as "batch:4;model:2". Those with more cores on the first axis come
+      before those with fewer.
 
     Raises:
-      ValueError: when there is no axis, a name appears twice, or cores is not positive.
+      ValueError: when there is no axis, a name appears twice, or `cores` is not positive.
     """
     if not axes or len(set(axes)) < len(axes):
         raise ValueError(f"axes must be names of mesh axes, each once; got {list(axes)}")

@@ -1,4 +1,4 @@
-"""Predicts what a training step costs on each mesh of TPU slices, which need not be here."""
+"""Predicts what a training step costs on each mesh of TPU slices; no TPU is needed for this."""
 
 from __future__ import annotations
 
@@ -41,23 +41,26 @@ def plan(
 
     Args:
       build: a function that builds the training step in `simd.tpu_program` and returns the
-        program, or a `Built` with the fetches and the number of tokens of a step. It is called
-        with a mesh shape ("batch:4;model:2") and a layout, in a new graph. If the mesh is not
-        possible, it raises ValueError, whose message becomes the reason in the plan.
-      topologies: as for `xla.compile_for_tpu`, such as "v5e:4x4,v5p:4x4x8" or "v4-8"; "2xv5e:4x4"
-        for two TPU slices that a data center network joins.
+        program, or a `Built`, which has also the fetches and the number of tokens of a step. The
+        function is called with a mesh shape ("batch:4;model:2") and a layout, in a new graph. If
+        the mesh is not possible, the function raises ValueError. The plan then lists the mesh as
+        refused, with the error's message as the reason.
+      topologies: one or several topologies as `xla.compile_for_tpu` takes them, such as
+        "v5e:4x4,v5p:4x4x8" or "v4-8"; "2xv5e:4x4" for two TPU slices that a data center network
+        joins.
       layouts: Mesh-TF's layout rules ("batch:batch;heads:model"), or several of them.
       mesh_shapes: the mesh shapes to plan; None for all factorizations of a topology's cores over
         `axes`. With several TPU slices, the first axis of a mesh shape crosses the data center
-        network. So None then tries each axis as the first one, if its size is a multiple of the
-        number of slices.
-      axes: names of the mesh axes; None for those that the first layout names, in its order.
+        network. So, for several slices, None tries each axis as the first one whose size is a
+        multiple of the number of slices.
+      axes: names of the mesh axes; None for the axes that the first layout names, in the order in
+        which it names them.
       jobs: the number of compilers that run at once. Each takes a CPU of this computer, and memory.
       progress: whether to show a progress bar on terminals.
       refusals: further types of errors by which `build` says that a mesh is not possible.
-      price: dollars for an hour of one chip: one number for all topologies, or a dictionary with
-        one for each generation, such as ``{"v5e": 1.2, "v5p": 4.2}``. There is no default, as
-        prices depend on where you rent.
+      price: dollars for an hour of one chip: one number for all topologies, or a dictionary with a
+        number for each generation of chips, such as ``{"v5e": 1.2, "v5p": 4.2}``. If it is None,
+        the plan has no costs in dollars.
       dcn_bandwidth: GB/s that a chip sends over the data center network; needed for several TPU
         slices.
       inner_steps: numbers of steps. For several TPU slices and each number, the plan says how long
@@ -66,12 +69,13 @@ def plan(
 
     Returns:
       The plan, sorted by predicted speed. If Ctrl-C or SIGTERM stops the planning, the plan has the
-      meshes planned until then, and `Plan.is_partial` is true.
+      meshes that were planned until then, and `Plan.is_partial` is true.
 
     Raises:
-      KeyboardInterrupt: when a signal comes before all topologies are known.
+      KeyboardInterrupt: when Ctrl-C or SIGTERM comes before the compiler has described all
+        topologies.
       XlaMissingError: when there is no TPU compiler.
-      ValueError: when an argument is out of range, or there is no such topology.
+      ValueError: when an argument is out of range, or a topology does not exist.
     """
     for steps in inner_steps:
         if not is_whole_number(steps):
@@ -186,7 +190,7 @@ def _without_duplicates(
       example: a text of the right form, for the error.
 
     Raises:
-      ValueError: a text cannot be read.
+      ValueError: when Mesh-TF cannot read a text.
     """
     found: dict[Any, str] = {}
     for text in texts:

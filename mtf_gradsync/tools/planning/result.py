@@ -31,7 +31,7 @@ class AxisTraffic:
     Attributes:
       axis: names of the axes, joined by "+".
       collectives: the number of collectives that run in a step.
-      bytes_per_core: the bytes that each core gives to all of these collectives.
+      bytes_per_core: the bytes that each core gives to these collectives, all together.
       seconds: the time that the collectives take on the links.
     """
 
@@ -46,7 +46,8 @@ class FewerMessages:
     """The time of a step if TPU slices exchange values only once in several steps.
 
     Attributes:
-      way: "OuterOptimizer", or "islands" (programs that exchange changes through a folder).
+      way: how slices exchange values: by an "OuterOptimizer", or as "islands" (separate programs
+        that exchange changes through a folder).
       inner_steps: the number of steps from one exchange to the next.
       step_seconds: the mean time of a step, with its share of the exchange.
       exchange_seconds: the time of one exchange over the data center network.
@@ -81,24 +82,25 @@ class PlanRow:
       step_seconds: the predicted time of a step: `estimate_seconds` plus `link_seconds`.
       overlapped_seconds: the larger of `estimate_seconds` and `link_seconds`: the time of a step in
         which operations and links overlap completely.
-      tokens_per_second: the predicted rate, by `mean_step_seconds`; None if the tokens of a step
-        are unknown.
-      share_of_peak: operations per second by the compiler's count, as a share of the chip's peak
-        ("hardware FLOPs utilization", HFU), by `mean_step_seconds`; None if the peak is unknown.
-        Recomputed operations count twice, so compare programs by `mfu`.
+      tokens_per_second: the predicted rate, computed from `mean_step_seconds`; None if the number
+        of tokens in a step is unknown.
+      share_of_peak: the operations that the compiler counts, divided by the operations that the
+        chip could make at its peak in `mean_step_seconds` ("hardware FLOPs utilization", HFU). None
+        if the peak is unknown. Recomputed operations count twice, so compare programs by `mfu`.
       build_seconds: the time that building the program took.
       compile_seconds: the time that the compiler took.
-      is_repeated: whether an equal program had been compiled before.
+      is_repeated: whether an equal program had been compiled before, so that this one was not
+        compiled again.
       unknown_names: the targets of the custom calls in `unknown_operations`.
-      loops_counted_once: the number of loops of which only one iteration is counted, since their
+      loops_counted_once: the number of loops of which only one iteration is counted, because their
         number of iterations is unknown.
-      is_of_update: whether the program has conditionals. The figures are then those of a step on
-        which all conditions are true: with accumulation, the step that makes the update.
+      is_of_update: whether the program has conditionals. If it has, the figures are those of a step
+        in which all conditions are true: with accumulation, the step that makes the update.
       parameters: the number of trainable parameters; None if unknown.
       steps_per_update: the number of steps of which one makes the update; see `Built`.
-      skipped_step_seconds: the predicted time of a step on which all conditions are false, links
-        included; None without conditionals.
-      skipped_step_traffic: the collectives, by mesh axis, of a step on which all conditions are
+      skipped_step_seconds: the predicted time of a step in which all conditions are false, links
+        included; None if the program has no conditionals.
+      skipped_step_traffic: the collectives, by mesh axis, of a step in which all conditions are
         false.
       mean_step_seconds: the mean time over `steps_per_update` steps, of which one makes the update.
         It is `step_seconds` if `steps_per_update` is 1, or if the program has no conditionals.
@@ -106,14 +108,16 @@ class PlanRow:
         "measured" for rates that were measured on this machine.
       roofline_seconds: the roofline of the whole step: `flops` at the peak or `bytes_accessed` at
         the memory's bandwidth, whichever takes longer; None if the rates are unknown.
-      doubt: why the estimate cannot be right, compared with `roofline_seconds`; "" if it can. Rows
-        with a doubt come last.
+      doubt: why the estimate cannot be right, compared with `roofline_seconds`; "" if it can be
+        right. Rows with a doubt come last in a plan.
       model_flops: operations that the model needs in a step on all cores together, by
         `Built.model_flops`; None if unknown.
-      mfu: `model_flops` per second as a share of all chips' peak ("model FLOPs utilization"), by
-        `mean_step_seconds`; None if `model_flops` or the peak is unknown.
-      dollars_per_hour: what the machine's chips cost by the given price; None without a price.
-      tokens_per_dollar: from `dollars_per_hour` and `tokens_per_second`; None if one is unknown.
+      mfu: `model_flops` divided by the operations that all chips could make at their peak in
+        `mean_step_seconds` ("model FLOPs utilization"). None if `model_flops` or the peak is
+        unknown.
+      dollars_per_hour: what an hour of all the machine's chips costs; None if no price was given.
+      tokens_per_dollar: the number of tokens that are trained for a dollar; None if
+        `dollars_per_hour` or `tokens_per_second` is unknown.
       slices: the number of TPU slices that a data center network joins.
       dcn_seconds: the part of `link_seconds` spent on the data center network (the axis "DCN").
       fewer_messages: the times of a step if TPU slices exchange values only once in several steps.
@@ -182,9 +186,9 @@ class Plan:
     """The predicted cost of a training step on each mesh and machine.
 
     Attributes:
-      rows: the possible meshes. Programs that fit into memory come first and estimates in doubt
-        (see `PlanRow`) last; among equals, the fastest for a token (or for a step, if the number of
-        tokens is unknown) comes first.
+      rows: the possible meshes. Rows with a `PlanRow.doubt` come last. Otherwise, programs that fit
+        into memory come before those that do not. Rows that are alike in both are sorted by the
+        time for a token (or for a step, if the number of tokens is unknown), the shortest first.
       refused: the meshes that are not possible, with the reasons.
       is_partial: whether planning was stopped before all meshes were planned.
       not_reached: the number of meshes that were not planned before the stop.
@@ -311,7 +315,7 @@ def _name(row: PlanRow | Refused, with_layout: bool) -> str:
 
 
 def _lines_on_fewer_messages(rows: tuple[PlanRow, ...]) -> list[str]:
-    """Returns the lines of a plan's text about TPU slices that exchange values less often.
+    """Returns the lines of a plan's text about exchanges of TPU slices once in several steps.
 
     The lines are a table of the step times in `PlanRow.fewer_messages`, and a sentence for each row
     on how much of a step's time is saved. There are no lines if `PlanRow.fewer_messages` is empty

@@ -43,7 +43,7 @@ class Built(NamedTuple):
 
     Attributes:
       program: what `simd.tpu_program` yielded, with the training step built in it.
-      fetches: tensors that a step returns besides the updates, such as the loss.
+      fetches: tensors that a step returns, such as the loss.
       tokens: the number of tokens (or examples) in a step; None if unknown.
       parameters: the number of trainable parameters; None if unknown.
       steps_per_update: the number of steps of which one makes the update, such as the steps over
@@ -64,9 +64,10 @@ def model_flops(loss: mtf.Tensor) -> float:
     """Returns how many floating-point operations a model needs in a training step (model FLOPs).
 
     Each pair of a weight and a token that are multiplied counts as 6 operations: 2 in the forward
-    and 4 in the backward pass. Attention adds 12 operations for each layer, element of a head,
-    token, and token attended to, whether the latter is masked or not. These counts are the formulas
-    6 N D and 12 L H Q T D of Chowdhery et al. (2022), https://arxiv.org/abs/2204.02311, appendix B.
+    and 4 in the backward pass. Attention adds 12 operations for each combination of a layer, an
+    element of a head, a token, and a token that it may attend to; tokens that a mask hides count,
+    too. These counts are the formulas 6 N D and 12 L H Q T D of Chowdhery et al. (2022),
+    https://arxiv.org/abs/2204.02311, appendix B.
     Embedding lookups and the dispatch of tokens to experts do not count, although Mesh-TensorFlow
     computes them as products of matrices. Recomputed operations count once.
 
@@ -77,8 +78,8 @@ def model_flops(loss: mtf.Tensor) -> float:
       The number of floating-point operations of a step on all cores together.
 
     Raises:
-      ValueError: the model is in a loop, whose number of iterations is unknown. Build the model
-        without the loop to count its operations.
+      ValueError: when the model is in a loop, because the loop's number of iterations is unknown.
+        To count the model's operations, build the model without the loop.
     """
     selects: dict[mtf.Tensor, bool] = {}
 
@@ -156,8 +157,8 @@ def search(
     """Builds and compiles the program of each candidate; returns the predicted costs of all.
 
     After a KeyboardInterrupt the result has the candidates planned so far. Programs are built one
-    after the other, while compilers work on the programs built before. A mesh shape and layout is
-    built once for all machines, and equal programs are compiled once for each machine.
+    after the other, while compilers work on the programs built before. The program of a mesh shape
+    and layout is built once for all machines. Equal programs are compiled once for each machine.
 
     Args:
       build: builds the program for a mesh shape and a layout, in a new graph.
@@ -391,7 +392,7 @@ _BATCH = ("batch", "outer_batch")
 
 
 def _times_with_fewer_messages(work: _LoweredCandidate, alone: float) -> tuple[FewerMessages, ...]:
-    """Returns step times if TPU slices exchange values only once in several steps.
+    """Returns how long a step takes if TPU slices exchange values only once in several steps.
 
     The result has two entries for each number of steps in the candidate's `inner_steps`, because
     there are two ways to exchange. With "OuterOptimizer", an outer step adds up float32 values of

@@ -18,7 +18,7 @@ class Stack(NamedTuple):
       reducer: the strategy that reduces gradients: "fused", or, if replicas lie along several mesh
         axes, "hierarchical".
       inner_steps: the number of steps from one outer step (DiLoCo) to the next; 0 for no outer
-        steps. Outer steps change what is trained.
+        steps. Unlike the other settings, outer steps change the values that training leads to.
     """
 
     steps: int = 1

@@ -41,7 +41,7 @@ class _ProfiledRun(NamedTuple):
 
 
 def read_profile(profile: Any, module: str, ordinals: Sequence[int]) -> list[OperationRun]:
-    """Finds the runs of a program's operations in a profile of jax; returns them in no order.
+    """Finds the runs of a program's operations in a profile of jax; returns them in any order.
 
     A profile also has events that are not runs of operations, and these are left out: events of
     threads that wait, and events that only mark the end of another event.
@@ -69,9 +69,9 @@ def read_profile(profile: Any, module: str, ordinals: Sequence[int]) -> list[Ope
 def _events(line: Any, start: int) -> Iterator[tuple[Any, int, int]]:
     """Yields (event, begin, end) for the events of a line, in the order in which they begin.
 
-    The times are in nanoseconds since the epoch. `line` is a line of a profile: the events of one
-    thread or stream. `start` is the time at which the profile begins; some versions of jax give the
-    times of events from `start`.
+    The times `begin` and `end` are in nanoseconds since the epoch. `line` is a line of a profile:
+    the events of one thread or stream. `start` is the time at which the profile begins. It is added
+    to the times of events in versions of jax that count these times from the begin of the profile.
     """
     for event in sorted(line.events, key=lambda e: (e.start_ns, -e.duration_ns)):
         # Versions of jax count from the epoch, or from the begin of the profile.
@@ -80,7 +80,7 @@ def _events(line: Any, start: int) -> Iterator[tuple[Any, int, int]]:
 
 
 def _stats(event: Any) -> dict[str, Any]:
-    """Returns the statistics of a profile's event by name; for a repeated name its first value."""
+    """Returns the statistics of a profile's event by name; a repeated name has its first value."""
     found: dict[str, Any] = {}
     for name, value in event.stats:
         found.setdefault(name, value)
@@ -107,7 +107,7 @@ def _runs_on_accelerator(plane: Any, start: int, ordinal: int) -> Iterator[_Prof
 
 
 def _runs_on_cpu_devices(plane: Any, start: int, module: str, cores: int) -> list[_ProfiledRun]:
-    """Returns the runs of operations on CPU devices: events of the threads that ran them.
+    """Returns the runs of operations on CPU devices, from the events of the host's threads.
 
     If the profile does not say which device an operation ran on, `_find_devices` finds the device.
 
@@ -165,7 +165,8 @@ class _ThreadPool:
     """The tasks that ran in XLA's thread pool: which task scheduled which, and when they ended.
 
     A run of a program begins on each CPU device with one task, a starting task. This task schedules
-    other tasks, which may schedule further ones, and all of them run the program's operations.
+    other tasks, which may schedule further tasks. All these tasks together run the program's
+    operations on the device.
     """
 
     def __init__(self) -> None:
@@ -218,16 +219,17 @@ _Place = tuple[int, int]  # number of a program's execution, and number of the d
 def _find_devices(
     found: Sequence[_ProfiledRun], task_of: Sequence[Any], pool: _ThreadPool, cores: int
 ) -> list[_ProfiledRun]:
-    """Returns runs of operations with `where` and `execution` filled in, found from the tasks.
+    """Returns the runs in `found` with `where` and `execution` filled in, by means of the tasks.
 
     Profiles of jaxlib 0.4 do not say on which device an operation ran. But each run of the program
-    has one starting task for each device, in the devices' order, and an operation mostly belongs to
-    the starting task that led to the task that ran the operation.
+    has one starting task for each device, and these tasks are scheduled in the devices' order. The
+    task that ran an operation was scheduled, directly or indirectly, by a starting task. Mostly the
+    operation ran on the device of this starting task.
 
     There are exceptions: if a device has to wait in the middle of the program, a task of another
-    device, or of an earlier run, may go on with its operations. All devices run the same program.
-    So if one starting task has more runs of an operation than the others, the runs that are too
-    many are given to a device that has too few.
+    device, or of an earlier run of the program, may go on with the waiting device's operations. All
+    devices run each operation equally often. So if one starting task has more runs of an operation
+    than other starting tasks have, the surplus runs are given to a device that has too few.
 
     Args:
       found: the runs.
@@ -236,7 +238,7 @@ def _find_devices(
       cores: how many cores this process has.
 
     Raises:
-      TimelineError: when the device of more than one run in a hundred cannot be found.
+      TimelineError: when the device cannot be found for more than one in a hundred runs.
     """
     if cores == 1:
         return [one._replace(where=0, execution=None) for one in found]
@@ -421,8 +423,8 @@ def cut_at_first_use(
 def _recorded_users(name: str, users: Mapping[str, set[str]], seen: set[str]) -> set[str]:
     """Returns the names of operations in a profile that use the result of operation `name`.
 
-    An operation that uses the result may be missing in the profile: it is taken for one that needs
-    no time, and the operations that use its own result are returned in its place.
+    If an operation that uses the result is missing in the profile, it is taken to need no time. The
+    operations that use the missing operation's own result are then returned in its place.
 
     Args:
       name: the operation's name.

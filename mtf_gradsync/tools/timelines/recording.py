@@ -61,7 +61,7 @@ class Collective:
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """A step, which begins when the step before it ends: the pause between them is part of it.
+    """A step and the pause before it: the step begins when the step before it ends.
 
     Attributes:
       begin: the begin, in nanoseconds since the epoch.
@@ -234,7 +234,7 @@ def steps_until(
       events: the operations that ran.
       of_updates: names of operations that only run in steps with an update. A step in which one of
         them begins has updated the variables. If `of_updates` is empty, it is not known which steps
-        have updated the variables.
+        have updated the variables, and `is_update` of each returned step is None.
     """
     moments = [begin, *sorted(ends)]
     at = sorted(e.begin for e in events if e.name in of_updates)
@@ -252,7 +252,7 @@ def sums_of_updates(collectives: Mapping[str, Collective], graph: tf.Graph) -> s
     These are the collectives that are in branches and whose results go into trained variables. A
     collective whose result goes only into a wrapper's own variables is not one of them, as a
     wrapper may sum its own variables also in steps without an update. `collectives` has the
-    program's collectives by name, and the collections of `graph` have the variables.
+    program's collectives by name, and the collections of `graph` tell which variables are trained.
     """
     keys = tf.GraphKeys
     collections = (keys.GLOBAL_VARIABLES, keys.LOCAL_VARIABLES, STAND_INS, keys.TRAINABLE_VARIABLES)

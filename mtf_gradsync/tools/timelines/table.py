@@ -108,12 +108,12 @@ class Table:
     collectives: tuple[CollectiveTimes, ...]
 
     def to_json(self) -> str:
-        """Returns the table as JSON text, with the attributes' names."""
+        """Returns the table as JSON text: an object whose keys are the attributes' names."""
         return json.dumps(dataclasses.asdict(self), indent=2)
 
     @classmethod
     def from_json(cls, text: str) -> Table:
-        """Returns the table in a text of `to_json`; other attributes in the text are ignored.
+        """Reads a table from a text of `to_json`; keys that are no attributes are ignored.
 
         Raises:
           TimelineError: when `text` was not made by `to_json`.

@@ -144,9 +144,9 @@ def _record_session(
 
     Args:
       session: the session.
-      graph: the model's graph, for the variables.
-      runtime: the name of the runtime, for the recording.
-      level: the name of TensorFlow's level of traces, as in "SOFTWARE_TRACE".
+      graph: the model's graph, whose collections tell which variables are trained.
+      runtime: the runtime's name, which the recording gets.
+      level: TensorFlow's name for how detailed the traces are, such as "SOFTWARE_TRACE".
       read: a function that takes the ``StepStats`` of each call of ``run``. It returns the names of
         the cores by number, a list of events for each call, and the collectives by name.
     """
@@ -210,7 +210,7 @@ def _collective_of(name: str, collectives: dict[str, Collective]) -> str:
 
 
 def _joined_bytes(operation: tf.Operation) -> int | None:
-    """Returns how many bytes a collective takes from other devices; None for other operations.
+    """Returns how many bytes an operation takes from other devices; None if it is no collective.
 
     On a placement mesh, an operation counts as a collective if it is one of TensorFlow's own
     collectives, if it joins tensors of several devices, or if it copies a tensor of another device.

@@ -32,7 +32,7 @@ class Written(NamedTuple):
       dropped: how many of the shortest runs the trace leaves out, so that the file is not too
         large.
       dropped_calls: how many pieces of work of the hosts the trace leaves out.
-      dropped_steps: of how many steps, in the middle of the recording, the trace has no mark.
+      dropped_steps: how many steps, in the middle of the recording, have no mark in the trace.
     """
 
     path: Path
@@ -58,8 +58,8 @@ def write_trace(
     """Writes the recordings of processes as one trace in Chrome's trace event format.
 
     In the trace, every core has a group of tracks: tracks that show operations, and tracks that
-    show collectives. If operations run at the same time, they are on several tracks. Each process
-    has a track that shows its steps, and a track that shows the work of its host.
+    show collectives. Operations that run at the same time are on different tracks. Each process has
+    a track that shows its steps, and a track that shows the work of its host.
 
     Args:
       recordings: the recording of each process.
@@ -70,7 +70,7 @@ def write_trace(
       The path, how many operations the trace shows, and how much it leaves out.
 
     Raises:
-      ValueError: when `most_bytes` are fewer than an empty trace has.
+      ValueError: when `most_bytes` is smaller than the size of an empty trace.
     """
     path = Path(path)
     timed, tracks = _operation_entries(recordings)
@@ -286,8 +286,8 @@ def timeline(session: Any, path: str | Path | None = None, *, lowering: Any = No
       session: what runs the steps: a session of `mtf_gradsync.simd` or `mtf_gradsync.xla`, or, for
         a placement mesh, a ``tf.Session`` or a monitored session.
       path: a file to write the trace to at the end, as `Timeline.save` does.
-      lowering: the program's lowering, to name each of the variables that Mesh-TF has stacked into
-        one.
+      lowering: the program's lowering. It tells the names of all variables that Mesh-TF has stacked
+        into one. Without it, a stack has the name of its first variable.
 
     Returns:
       A `Timeline`, to be used as a context manager.
@@ -311,8 +311,8 @@ class Timeline:
         """Makes a timeline; users call `timeline` or `Timeline.of` for this.
 
         `recorder` is a context manager that records steps: it gives an empty list, and adds the
-        recordings to this list at the end of the ``with`` block. `Timeline.of`, which has the
-        recordings already, gives None. `path` is the file to write a trace to, or None.
+        recordings to this list at the end of the ``with`` block. It is None in `Timeline.of`, which
+        has the recordings already. `path` is the file to write a trace to; None to write no trace.
         """
         self._recorder, self._path = recorder, path
         self._running: ContextManager[list[Recording]] | None = None
@@ -380,8 +380,9 @@ class Timeline:
         """Marks the steps that updated the variables, for programs that count their updates.
 
         Args:
-          updates: how many updates were made before the first step, and then before the end of each
-            step: three numbers for two steps. A list of another length is ignored.
+          updates: the number of updates that were made before the first step, and for each step the
+            number that were made until its end. For two steps these are three numbers. A list of
+            another length is ignored.
         """
 
         def marked(recording: Recording) -> Recording:
@@ -430,7 +431,7 @@ class Timeline:
 
         Raises:
           TimelineError: before the end of the block.
-          ValueError: when most_bytes are fewer than an empty trace has.
+          ValueError: when `most_bytes` is smaller than the size of an empty trace.
         """
         self.written = write_trace(self.recordings, path, most_bytes)
         return self.written

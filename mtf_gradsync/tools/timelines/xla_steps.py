@@ -99,7 +99,7 @@ def record_xla(session: XlaSession, lowering: Any) -> Iterator[list[Recording]]:
 
 
 def _on_all_processes(session: XlaSession, work: Callable[[], _Result]) -> _Result:
-    """Calls `work` on this process, waits until every process has done so; returns its result.
+    """Calls `work`, waits until all processes have called theirs; returns this process's result.
 
     All processes of the session have to call this function. If `work` raises an exception on this
     process, this exception is raised. If `work` raises an exception on another process only, a
@@ -298,11 +298,11 @@ def _parts(name: str, nodes: AbstractSet[str] = frozenset()) -> list[str]:
 
 
 def _node_name(name: str, nodes: AbstractSet[str]) -> str:
-    """Returns the part of a name that names a node of the graph, without branches and loops.
+    """Returns the end of `name` that names a node of the graph.
 
-    `nodes` are the names of the graph's nodes. If one of them is "node", the result for the name
-    "cond/cond_1/node" is "node". If `name` does not end with the name of a node, `name` is returned
-    unchanged.
+    The names of branches and loops in front of the node's name are left out. `nodes` are the names
+    of the graph's nodes. If one of them is "node", the result for the name "cond/cond_1/node" is
+    "node". If `name` does not end with the name of a node, `name` is returned unchanged.
     """
     rest = name
     while rest and rest not in nodes:
