@@ -447,11 +447,19 @@ class _CheckLimit(Watched):
         lowering.operations[self] = done.op
 
     def _unpack_records(self, records: Sequence[Any]) -> tuple[Any, Any, Any]:
-        """Returns the flags, the loss scale, and the number of steps that each replica has missed.
+        """Splits `records` into the values of three variables: flags, loss scale, missed steps.
 
-        `records` are slices of the variables that have them, or these variables' values in a
-        session. The second result is None without a loss scale, and the third is None if the
-        wrapper does not count missed steps.
+        The flags say why the last skipped step was skipped. The missed steps are, for each replica,
+        the number of steps in a row that it has missed.
+
+        Args:
+          records: the values of these variables, in this order, as slices or as arrays from a
+            session. It has no loss scale if the wrapper has none, and no missed steps if the
+            wrapper does not count them.
+
+        Returns:
+          Three values: the flags, the loss scale, and the missed steps. A value that `records`
+          does not have is None.
         """
         skips, (found, *more) = self._skips, records
         scale = more[0] if skips.loss_scale else None

@@ -81,13 +81,14 @@ def devices_for(
     """Returns the devices for the cores of a mesh.
 
     If `devices` is None and jax has not started its devices yet, jax is first asked to make a CPU
-    device for each core. These CPU devices are only used if the platform is "cpu".
+    device for each core. These CPU devices are used only if the mesh runs on CPUs.
 
     Args:
       num_cores: the number of cores of the mesh.
       platform: "cpu", "gpu" ("cuda", "rocm") or "tpu"; None for jax's own choice, which the
         environment variable JAX_PLATFORMS can set.
-      devices: jax devices to use in place of the first ones.
+      devices: jax devices, of which the first `num_cores` are used; None for the devices that jax
+        has on the platform.
 
     Returns:
       `num_cores` jax devices; with several processes, the devices of all processes.

@@ -169,7 +169,7 @@ def export(
     Raises:
       XlaMissingError: when jax is not installed.
       UnsupportedProgramError: when XLA cannot run the program.
-      StepError: when the folder is there already.
+      StepError: when something that may not be replaced is at the path `folder` already.
       ValueError: when a fetch is not inside the program, an input is not one of its inputs, or
         both a session and a checkpoint are given.
     """

@@ -46,7 +46,7 @@ _TEXT_BYTES = 600
 
 
 def call_on_all_processes(work: Callable[[], _Result]) -> _Result:
-    """Calls `work` on this process, waits until every process has done so; returns its result.
+    """Calls `work`, waits until all processes have called theirs; returns this process's result.
 
     All processes have to call `call_on_all_processes`, each with its own function. If `work` raises
     an exception on this process, this exception is raised. If a function raises an exception on
@@ -64,10 +64,10 @@ def call_on_all_processes(work: Callable[[], _Result]) -> _Result:
 
 
 def check_same(what: str, content: bytes) -> None:
-    """Raises a ProcessesError unless all processes give the same `content`; all have to call this.
+    """Raises a ProcessesError unless all processes give the same `content`.
 
-    The processes exchange only checksums of the content. `what` is the name of the content in the
-    error's text, in the plural, as in "the programs".
+    All processes have to call this function. They exchange only checksums of the content. `what` is
+    the name of the content in the error's text, in the plural, as in "the programs".
     """
     digest = np.frombuffer(hashlib.sha256(content).digest(), np.uint8)
     (digests,) = _exchanged([digest])
@@ -96,10 +96,10 @@ def check_equal(what: str, value: str, advice: str) -> None:
 
 
 def _texts_of_all(text: str) -> list[str]:
-    """Returns the texts of all processes, in the processes' order; all have to call this.
+    """Returns the texts of all processes, in the processes' order.
 
-    `text` is the text of this process. A text of more than `_TEXT_BYTES` bytes is cut to that
-    length.
+    All processes have to call this function. `text` is the text of this process. A text of more
+    than `_TEXT_BYTES` bytes is cut to that length.
     """
     padded = np.zeros(_TEXT_BYTES, np.uint8)
     data = np.frombuffer(text.encode()[:_TEXT_BYTES], np.uint8)
@@ -207,9 +207,10 @@ class Cores:
         return self.is_alone or self._me == 0
 
     def gather(self, local: Sequence[Sequence[np.ndarray]]) -> list[list[np.ndarray]]:
-        """Returns, for each of several arrays, its values on all cores, in the cores' order.
+        """Gathers values that each core has its own array of; returns all cores' arrays of each.
 
-        `local` has, for each of the arrays, the list of its values on this process's cores.
+        `local` has, for each value, the list of the arrays on this process's cores. The result has,
+        for each value, the list of the arrays on all cores, in the order of the cores' numbers.
         """
         if self.is_alone:
             return [list(per_core) for per_core in local]
@@ -241,10 +242,10 @@ class Cores:
         return found
 
     def call_on_all_processes(self, work: Callable[[], _Result]) -> _Result:
-        """Calls `work` on this process, and waits until every process of these cores has done so.
+        """Calls `work`, waits until all processes of these cores have called their functions.
 
-        Returns what `work` returned. If it fails on any process, an error is raised on all; see
-        `gathering.call_on_all_processes`.
+        Returns what `work` returned on this process. If the function of any process fails, an error
+        is raised on all processes; see `gathering.call_on_all_processes`.
         """
         return work() if self.is_alone else call_on_all_processes(work)
 

@@ -105,9 +105,10 @@ def _walk(
 
     `inside` are the branches and loops around the computation, as in `HloCollective`.
 
-    The TPU compiler may put copies of one collective into several fusions; the copies have the same
-    id, and only the first of them is yielded. If the computation is a fusion, `yielded_ids` has the
-    ids that were yielded before; the new ones are added to it. Otherwise `yielded_ids` is None.
+    The TPU compiler may put copies of one collective into several fusions. The copies have the same
+    id, and only the first copy is yielded. If the computation is a fusion, `yielded_ids` has the
+    ids of the collectives that were yielded before, and the function adds the ids that it yields.
+    If the computation is no fusion, `yielded_ids` is None.
     """
     is_fused = yielded_ids is not None
     yielded_ids = set() if yielded_ids is None else yielded_ids
@@ -170,7 +171,7 @@ def _sent_by_fused_all_reduce(all_reduce: Instruction, size: int) -> tuple[str, 
         )
 
     def bytes_put_in(value: Instruction) -> int | None:
-        """Returns how many bytes were written into an array of zeros, or a constant, for `value`.
+        """Returns how many bytes were written into zeros, or into a constant, to make `value`.
 
         The result is None if `value` was made in another way.
         """
@@ -191,10 +192,11 @@ def _sent_by_fused_all_reduce(all_reduce: Instruction, size: int) -> tuple[str, 
 
 
 def _branch_or_loop(instruction: Instruction) -> list[tuple[str, ...]]:
-    """Returns, for each computation that an instruction calls, the branch or loop that it is in.
+    """Returns which branch or part of a loop each computation is that an instruction calls.
 
-    The branch or loop is a tuple of one name, as in ("body of while.7",) or ("branch true of
-    cond.5",). For a computation that is no branch and no part of a loop, the tuple is empty.
+    The result has a tuple for each of these computations. The tuple has one name, as in ("body of
+    while.7",) or ("branch true of cond.5",). For a computation that is no branch and no part of a
+    loop, the tuple is empty.
     """
     count = len(instruction.called)
     if instruction.opcode == "while":

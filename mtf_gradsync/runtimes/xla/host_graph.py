@@ -61,9 +61,10 @@ class HostGraph:
     """The part of a user's graph outside a program, as a finalized `graph` for a ``tf.Session``.
 
     If the user's graph has other programs, these other programs do not run. The constructor adds
-    operations that initialize, copy and save variables, `ops`, to the user's graph. `facts` is a
-    `GraphFacts` of the user's graph: its nodes and how they are connected. If the user's graph
-    cannot run, the constructor raises an UnsupportedProgramError and leaves the graph unchanged.
+    operations to the user's graph that initialize, copy and save variables; the attribute `ops`
+    holds them. The attribute `facts` is a `GraphFacts` of the user's graph: its nodes and how they
+    are connected. If the user's graph cannot run, the constructor raises an UnsupportedProgramError
+    and leaves the user's graph unchanged.
     """
 
     def __init__(self, program: Program, lowerings: Sequence[mtf.Lowering]):
@@ -174,9 +175,10 @@ class HostGraph:
         return found
 
     def needs(self, names: Iterable[str]) -> NeedsOfLastPart:
-        """Returns what operations after the program need of it, and of what runs before it.
+        """Returns what the last part of a step needs from the program and from the first part.
 
-        `names` are the names of the tensors to compute and the operations to run after the program.
+        The first part runs before the program, and the last part after it. `names` are the names of
+        the tensors that the last part computes and of the operations that it runs.
         """
         found = self.ancestors(names)
         return NeedsOfLastPart(

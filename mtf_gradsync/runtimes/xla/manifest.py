@@ -30,11 +30,11 @@ def input_names(
 ) -> dict[str, ReplicaInput]:
     """Gives names to the inputs of a program; returns the inputs by name, in their order.
 
-    `tensors` are the program's inputs that are tensors, not variables. `names` has the names that
-    the user chose. It is a dict whose values say which tensor the program reads: the tensor, the
-    tensor's name, or the result of `Program.per_replica`. Inputs that are not in `names` are named
-    after their operations. Raises a ValueError if the program does not read a tensor in `names`, or
-    if two inputs have the same name.
+    `tensors` are the program's inputs that are tensors, not variables. The keys of the dict `names`
+    are names that the user chose. The value of a key says which input gets the name: it is the
+    tensor that the program reads, this tensor's name, or the result of `Program.per_replica`.
+    Inputs that are not in `names` are named after their operations. Raises a ValueError if the
+    program does not read a tensor in `names`, or if two inputs have the same name.
     """
     by_tensor: dict[str, ReplicaInput] = {}
     for i in tensors:

@@ -50,7 +50,7 @@ class ReplicaProgram(NamedTuple):
 
 
 def replica_program(program: Program, fetches: Sequence[Any] = ()) -> ReplicaProgram:
-    """Returns the program of one core, with the operations for all side effects and some fetches.
+    """Returns the program of one core, with the operations for all side effects and for `fetches`.
 
     `program` is what `tpu_program` yielded. `fetches` are tensors of the program, or names of such
     tensors. The tensors must not be inside loops or conditionals. Raises a ValueError if a fetch is
@@ -112,8 +112,8 @@ class _CoreExtraction:
     def _is_inside(self, name: str) -> bool:
         """Returns whether the node `name` is in the core's program.
 
-        Constants that were made outside the program are also in the core's program, as XLA needs
-        constants for shapes.
+        Constants that were made outside the program are also in the core's program, because XLA
+        needs constants for shapes.
         """
         return name in self._facts.cluster or self._facts.node[name].op == "Const"
 
@@ -194,9 +194,10 @@ class _CoreExtraction:
     def _fetched_tensor(self, fetch: Any) -> str:
         """Returns the name of the program's tensor that a fetch asks for, as in "loss:0".
 
-        `fetch` is a tensor of the user's graph, or its name: a tensor in the program, or an output
-        of a ``TPUReplicatedOutput``, which stands outside for a result of the program. Raises a
-        ValueError if `fetch` is anything else.
+        `fetch` is a tensor of the user's graph, or the tensor's name. The tensor has to be in the
+        program, or an output of a ``TPUReplicatedOutput``. An operation of this type is outside the
+        program and passes on a result of the program. Raises a ValueError if `fetch` is anything
+        else.
         """
         try:
             tensor = self._program.graph.as_graph_element(fetch, allow_operation=False)

@@ -34,10 +34,12 @@ def to_stablehlo(hlo: Hlo, with_names: bool = False) -> str:
     """Turns a core's program into the text of an MLIR module of StableHLO.
 
     In the module, results that are new values of variables are marked as values that may be written
-    over the old values. If `with_names` is True, each operation of the module has the name of the
-    operation in the TensorFlow graph from which it was made, and profiles of the compiled program
-    show these names. If `with_names` is False, a loop has its number of iterations as the attribute
-    `ITERATIONS`, provided that the TensorFlow graph says this number.
+    over the old values.
+
+    If `with_names` is True, each operation of the module has the name of the TensorFlow operation
+    from which it was made, and profiles of the compiled program show these names. If `with_names`
+    is False, operations have no such names. Instead, each loop whose number of iterations is known
+    from the TensorFlow graph has this number as the attribute `ITERATIONS`.
     """
     from jax.interpreters import mlir
     from jaxlib.mlir import ir
@@ -163,7 +165,7 @@ def _type_of(function: Any) -> Any:
 
 
 def _return_separately(main: Any) -> None:
-    """Makes a function that returns one tuple return the tuple's elements as results.
+    """Changes a function that returns one tuple, so that it returns the tuple's elements.
 
     `main` is the function, an MLIR operation. If `main` does not return a tuple, it is not changed.
     """

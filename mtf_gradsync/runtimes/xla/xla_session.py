@@ -55,7 +55,8 @@ class Dispatched:
         """Stores what `result` needs; `XlaSession.dispatch` makes the object.
 
         Args:
-          structure: the fetches, nested as the user gave them; the result is nested alike.
+          structure: the fetches, nested as the user gave them; the result is nested in the same
+            way.
           fetch_sources: where the values of the fetches come from, in the order of
             ``tf.nest.flatten``.
           values: the step's values, by the name of the tensor.
@@ -209,7 +210,7 @@ class XlaSession(ReplicaSession):
         Raises:
           DevicesError: when the step failed on the devices.
           UnsupportedProgramError: when XLA cannot run the program.
-          ValueError: a fetch or feed is not in the graph, or cannot be fetched or fed.
+          ValueError: when a fetch or feed is not in the graph, or cannot be fetched or fed.
         """
         return self.dispatch(fetches, feed_dict, per_replica).result()
 
@@ -286,8 +287,8 @@ class XlaSession(ReplicaSession):
           compiled: the program, compiled for the fetches.
           values: the values of tensors outside the program, by name.
           fed: the names of tensors that the user feeds in this step.
-          shared: the names of tensors whose values other code holds, too. Values of these and of
-            fed tensors are copied, so that no result is written over them.
+          shared: the names of tensors whose values other code holds, too. The values of shared and
+            of fed tensors are copied, so that no result is written over the values themselves.
         """
         self.steps += 1
         self._is_stepped = True
@@ -318,7 +319,7 @@ class XlaSession(ReplicaSession):
     def _values_for_host(
         self, returned: dict[str, tuple[str, int]], values: dict[str, Any]
     ) -> dict[str, np.ndarray]:
-        """Returns what the program computed for operations after it, by placeholder's name.
+        """Returns the values that operations after the program take from it, by placeholder's name.
 
         `returned` says, for the name of each placeholder, which tensor of the program is fed to it,
         and from which core. `values` has the values of these tensors on this process's cores, by
@@ -344,8 +345,9 @@ class XlaSession(ReplicaSession):
         Args:
           names: the names of the operations to run, and of the tensors to return.
           feeds: the values to feed, by the name of the tensor.
-          run_by_any: the names of the operations and tensors that at least one process runs: all
-            processes have to copy the same variables. None if all processes run the same.
+          run_by_any: the names of all operations and tensors that at least one process runs; None
+            if all processes run the same ones. They decide which variables are copied, because all
+            processes have to copy the same variables.
         """
         names = sorted(names)
         feeds = {name: copy_array(value) for name, value in feeds.items()}
@@ -432,7 +434,7 @@ class XlaSession(ReplicaSession):
 def host_config() -> tf.ConfigProto:
     """Returns the default configuration of sessions that run operations outside the program.
 
-    In sessions with this configuration TensorFlow uses no GPUs, as jax uses the GPUs.
+    In sessions with this configuration TensorFlow uses no GPUs, because jax uses the GPUs.
     """
     return tf.ConfigProto(device_count={"GPU": 0}, allow_soft_placement=True)
 
@@ -466,9 +468,9 @@ def session(
     Raises:
       XlaMissingError: when jax is not installed.
       DevicesError: when there are too few devices.
-      ProcessesError: several processes cannot work on the mesh together, for example if they have
-        different numbers of cores.
-      UnsupportedProgramError: an operation of the graph cannot run on XLA devices.
+      ProcessesError: when several processes cannot work on the mesh together, for example because
+        they have different numbers of cores.
+      UnsupportedProgramError: when an operation of the graph cannot run on XLA devices.
       TypeError: when lowering is of no known kind.
     """
     return XlaSession(program, lowering, devices, platform, config, cache_dir)

@@ -36,8 +36,8 @@ def text_of(module: Any, with_names: bool) -> str:
 def fill_with_sum(region: Any, operand: Any) -> None:
     """Makes a new collective add up what cores send, by filling its empty MLIR region.
 
-    `region` is the collective's region, and `operand` the value that it sends: its elements have
-    the type of the sum.
+    `region` is the collective's region. `operand` is the value that a core sends; the sum has
+    elements of the same type.
     """
     from jaxlib.mlir import ir
 
@@ -63,8 +63,8 @@ def create(
       name: the operation's name, as in "stablehlo.reshape".
       result: the MLIR type of the result.
       operands: the values that the operation takes.
-      attributes: its attributes, by name.
-      regions: how many empty regions it gets.
+      attributes: the operation's attributes, by name.
+      regions: how many empty regions the operation gets.
     """
     from jaxlib.mlir import ir
 
@@ -99,12 +99,12 @@ def group_names(module: Any) -> list[str | None]:
 
 
 def combined_for_cpus(program: bytes | str, groups: Sequence[str | None] = ()) -> bytes | str:
-    """Returns a program in which the collectives of each group are combined into few of them.
+    """Returns a program in which the collectives of each group are combined into few collectives.
 
-    The results of the program stay the same. `program` is StableHLO: text in which attributes of
-    the collectives name their groups, or a portable artifact. For an artifact without these
-    attributes, `groups` are the names that `group_names` returned. A program that this jax cannot
-    read is returned unchanged.
+    The results of the program stay the same. `program` is StableHLO, as text or as a portable
+    artifact. In a text, attributes of the collectives name their groups. An artifact may lack these
+    attributes; `groups` are then the names that `group_names` returned for its collectives. A
+    program that this jax cannot read is returned unchanged.
     """
     from jax.interpreters import mlir
     from jaxlib.mlir import ir
@@ -185,10 +185,11 @@ def _combination_key(op: Any) -> tuple[str, ...] | None:
 
 
 def _combine_group(block: Any, key: tuple[str, ...]) -> bool:
-    """Combines the collectives of an MLIR block that have a key and do not depend on each other.
+    """Combines collectives of an MLIR block that have one key and do not depend on each other.
 
     `key` is what `_combination_key` returned for the collectives. A combined collective has at most
-    `_MOST_BYTES`, so there may be several. Returns whether any collectives were combined.
+    `_MOST_BYTES`, so one key may lead to several combined collectives. Returns whether any
+    collectives were combined.
     """
     operations = [op.operation for op in block]
     run: list[int] = []  # the positions of the collectives to combine next
@@ -301,9 +302,10 @@ def _combine(members: Sequence[_Member], next_operation: Any) -> None:
 def _packable_operand(member: _Member, stacks: bool) -> Any:
     """Returns a collective's operand, reshaped so that it can be concatenated with others.
 
-    `stacks` says that all operands have the same shape: then the result has a new first dimension
-    of size 1. Otherwise the result is flat for an all-reduce, a matrix with one row for an
-    all-gather, and a matrix with a row for each core for a reduce-scatter.
+    If `stacks` is True, all operands have the same shape, and the returned value has a new first
+    dimension of size 1. If `stacks` is False, the returned value is flat for an all-reduce. It is a
+    matrix with one row for an all-gather, and a matrix with a row for each core for a
+    reduce-scatter.
     """
     x, shape, axis = member.op.operands[0], list(member.given), member.axis
     if stacks:
@@ -424,12 +426,12 @@ def _is_summed(op: Any) -> bool:
 
 
 def _skip_reshape_of_pack(op: Any) -> None:
-    """Makes a reduce-scatter take a concatenation of tensors as it is before a reshape.
+    """Makes a reduce-scatter take a concatenation of tensors directly, without a reshape of it.
 
     Programs reshape the concatenation into the tiles of a TPU. On CPUs, XLA would fuse this reshape
-    with the write of the last tensor, into a loop over all tensors. `op` is the reduce-scatter, an
-    MLIR operation. It is not changed if its operand is not reshaped, or if the reshape changes the
-    number of rows.
+    with the write of the last tensor, into a loop over all tensors. So the reshape is made after
+    the reduce-scatter. `op` is the reduce-scatter, an MLIR operation. The reduce-scatter is not
+    changed if its operand is not reshaped, or if the reshape changes the number of rows.
     """
     from jaxlib.mlir import ir
 

@@ -163,7 +163,7 @@ def assemble(parameter: Mapping[str, Any], per_core: Sequence[np.ndarray]) -> di
 
 
 def dtype_of(name: str) -> np.dtype:
-    """Returns the numpy dtype of a name such as "float32", or "bfloat16", which numpy lacks."""
+    """Returns the dtype with a name such as "float32", or "bfloat16" (from ``ml_dtypes``)."""
     try:
         return np.dtype(name)
     except TypeError:

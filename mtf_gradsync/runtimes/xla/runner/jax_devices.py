@@ -13,7 +13,7 @@ _LONGEST = 600
 
 
 class StepError(Exception):
-    """The error of an exported step that cannot run; the message says why, and a remedy."""
+    """The error of an exported step that cannot run; the message says why, and what to do."""
 
 
 class DevicesError(StepError, RuntimeError):
@@ -24,8 +24,8 @@ class DevicesError(StepError, RuntimeError):
 def devices_errors(in_step: bool = True) -> Iterator[None]:
     """Turns XLA's errors in a ``with`` block into `DevicesError`, with XLA's message and a remedy.
 
-    `in_step` says that the block runs a step. With in_step=False the block compiles: then only
-    errors about too little memory become a `DevicesError`, and all others stay as they are.
+    `in_step` says whether the block runs a step. If it is False, the block compiles a program. Then
+    only errors about too little memory become a `DevicesError`, and other errors stay as they are.
     """
     try:
         yield
@@ -208,8 +208,8 @@ def _with_types_of_jax(value: np.ndarray) -> np.ndarray:
 def on_all_cores(value: DeviceValues, devices: Sequence[Any]) -> list[np.ndarray]:
     """Returns a value as it is on each core of all processes, in the cores' order.
 
-    All processes have to call this. `value` is what this process's cores hold, and `devices` are
-    the devices of all cores.
+    All processes have to call this function. `value` is what this process's cores hold, and
+    `devices` are the devices of all cores.
     """
     with devices_errors():
         mine = [np.array(array) for array in value.arrays]

@@ -19,14 +19,14 @@ _results: weakref.WeakSet[DeviceValues] = weakref.WeakSet()
 def run_after_last_program(
     run: Callable[[Sequence[DeviceValues]], list[DeviceValues]], arguments: Sequence[DeviceValues]
 ) -> list[DeviceValues]:
-    """Calls `run`, which starts a program, so that this program cannot overlap the last program.
+    """Starts a program by a call of `run`; keeps the program from overlapping the last program.
 
     The last program is the one that this function has started before. If the new program takes one
-    of its results, the devices themselves wait for this result. If not, this process first waits
-    until the last program has ended; an error of the last program is raised here.
+    of the last program's results, the devices themselves wait for this result. If not, this process
+    first waits until the last program has ended; an error of the last program is raised here.
 
-    `arguments` are the values that the new program takes, for `run`. Returns what `run` returns:
-    the new program's results, which may not be computed yet.
+    `run` is called with `arguments`, the values that the new program takes. Returns what `run`
+    returns: the new program's results, which may not be computed yet.
     """
     global _last, _results
     if _results.isdisjoint(arguments):
@@ -64,8 +64,8 @@ def compiled(
     """Compiles a program for devices, one replica on each; returns jaxlib's loaded executable.
 
     `program` is StableHLO: text, or a portable artifact. `devices` are jax devices, one for each
-    core. `options` are options of XLA's compiler by name, besides the defaults. Raises a
-    RefusedError if this jax cannot compile the program, a DevicesError if the devices have too
+    core. `options` are options of XLA's compiler by name; other options keep their defaults. Raises
+    a RefusedError if this jax cannot compile the program, a DevicesError if the devices have too
     little memory for it, and a StepError if this version of jax has an unknown interface.
     """
     import jax
@@ -95,7 +95,7 @@ def compile_options(devices: Sequence[Any], options: Mapping[str, Any] | None = 
     """Returns jaxlib's ``CompileOptions`` for a program with one replica on each device.
 
     `devices` are jax devices, or devices that a topology describes. `options` are options of XLA's
-    compiler by name, besides the defaults.
+    compiler by name; other options keep their defaults.
     """
     try:
         from jax.extend.backend import get_compile_options

@@ -182,7 +182,9 @@ class Step:
                     array.block_until_ready()
 
     def variables(self, per_core: bool = False) -> dict[str, Any]:
-        """Returns the newest values of all variables; with several processes, all must call it.
+        """Returns the newest values of all variables.
+
+        If the step runs in several processes, all of them have to call this method.
 
         Args:
           per_core: whether to return, for each variable, the list of the cores' slices in place of
@@ -236,7 +238,7 @@ class Step:
             write_folder(Path(folder), manifest, arrays, others, replace)
 
     def _finish(self) -> None:
-        """Waits for all steps; called before another program exchanges values between processes."""
+        """Waits for all steps, so that another program may exchange values between processes."""
         with devices_errors():
             wait_for_last_program()
 

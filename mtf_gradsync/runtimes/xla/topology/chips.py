@@ -21,9 +21,9 @@ class Chip(NamedTuple):
       hbm_bytes_per_second: bytes read from the memory and written to it.
       links: the number of links to neighbouring chips.
       link_bytes_per_second: bytes over one link in one direction.
-      full_ring: the least number of chips along a direction whose links close to a ring: that of a
-        whole pod. 0 if optical switches close the rings: they do so in slices whose sizes are
-        multiples of 4 along all directions.
+      full_ring: how many chips a direction must have, at least, so that its links close to a ring;
+        this is the size of a whole pod. 0 if optical switches close the rings. They close rings in
+        slices whose sizes are multiples of 4 along all directions.
       sources: web addresses of the sources: for the chip's figures, and for the links' figures.
     """
 

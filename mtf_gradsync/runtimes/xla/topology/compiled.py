@@ -1,4 +1,4 @@
-"""The result of compiling a SIMD program for a TPU; prints as a table, and as JSON."""
+"""The result of compiling a SIMD program for a TPU, which can be written as a table or as JSON."""
 
 from __future__ import annotations
 
@@ -63,22 +63,24 @@ class CompiledProgram:
       before: collectives of the program before the compiler's optimization. Empty if TensorFlow
         itself refused the program.
       after: collectives of the compiled program. Empty if the program was refused.
-      after_unsharded: collectives of the program compiled without splitting the weight update over
-        the cores. The split turns one all-reduce into several operations, so compare the bytes of
-        these collectives. Empty unless `update_not_split` asked for it.
+      after_unsharded: collectives of the program, compiled a second time without splitting the
+        weight update over the cores. The split turns one all-reduce into several operations. So, to
+        compare the bytes of programs, compare these collectives. Empty unless the caller has asked
+        for them with `update_not_split`.
       memory: bytes on one core; None if the program was refused.
       seconds: how long the compilation took. This says nothing about how fast the program runs.
-      estimates: name -> estimate of a program's cost. "step": the program; branches of conditionals
-        do not count (but in `flops` by libtpu 0.0.17 the most expensive branch counts).
-        "conditions_true" and "conditions_false", if the program has conditionals: the program with
-        all conditions true, as in an update step, or with all false. "bare": the program with the
-        bare optimizer, with all conditions true.
-      bare_memory: bytes on one core of the program with the bare optimizer; None if none was given.
+      estimates: estimates of programs' costs, by name. "step" is the program itself; no branch of a
+        conditional counts. (In the `flops` of libtpu 0.0.17 the most expensive branch counts.) If
+        the program has conditionals, "conditions_true" is the program with all conditions true, as
+        in an update step, and "conditions_false" the program with all conditions false. "bare" is
+        the program with the bare optimizer, with all conditions true.
+      bare_memory: bytes on one core of the program with the bare optimizer; None if no such program
+        was given.
       of_update: collectives of the compiled program with all conditions true, as in an update step.
-        If the program has no conditionals, the same as `after`.
+        If the program has no conditionals, they are those of `after`.
       of_skipped_step: collectives of the compiled program with all conditions false, as in a step
         that only accumulates. Empty if the program has no conditionals.
-      not_estimated: name of an estimate -> why the program for it was refused.
+      not_estimated: for the name of each estimate that is missing, why its program was refused.
       bare_lacks_fetches: whether a step of the bare program returns less than a step of the
         program, so that the bare step is a little cheaper.
     """

@@ -43,8 +43,8 @@ def compile_in_process(
       folder: an empty folder, into which the other process writes the answer and the compiled HLO.
       module: the program's StableHLO; None to ask about the topology only.
       topology: the name of the topology, as in "v3:2x2".
-      num_cores: how many cores the program has. If the topology has another number, nothing is
-        compiled.
+      num_cores: how many cores the program has. If the topology has another number of cores,
+        nothing is compiled.
       estimate: the StableHLO of further programs to compile, by name.
       update_not_split: whether to compile the program a second time, without splitting the weight
         update over the cores.
@@ -112,8 +112,8 @@ def compile_in_process(
 def reason_in(output: str) -> str:
     """Returns the line of a crashed process's `output` that is most likely to say why it crashed.
 
-    This is a fatal message of Google's logs, or else the last line that is no stack frame; "" if
-    there is none.
+    This is a fatal message of Google's logs. If there is no such message, it is the last line that
+    is no stack frame; "" if all lines are stack frames.
     """
     fatal = _FATAL.search(output)
     if fatal:

@@ -54,7 +54,7 @@ def compile_for_tpu(
 
     Args:
       program: what `tpu_program` yielded, with the whole model built.
-      fetches: tensors of the program that a step returns besides the updates, such as the loss.
+      fetches: tensors of the program that a step returns, such as the loss.
       topology: TPU generation and chips, as in "v3:2x2", or a slice of Google Cloud, as in "v4-8".
         It must have as many cores as the program's mesh. A "v3" chip has two cores. A "v4" chip
         counts as one core, as users run it; with "/two_cores" ("v4:2x2x1/two_cores") it counts as
@@ -64,8 +64,8 @@ def compile_for_tpu(
         the name "bare" in the answer.
       update_not_split: whether to compile a second time, without splitting the weight update over
         the cores, so that the bytes of collectives can be compared.
-      bare_fetches: the tensors that a step of `bare` returns, such as its loss. Without them, the
-        bare step is a little cheaper than a real step.
+      bare_fetches: the tensors that a step of `bare` returns, such as its loss. Give those that
+        correspond to `fetches`: a step that returns fewer tensors is a little cheaper.
 
     Returns:
       The compiler's answer, also if the compiler refuses the program.
@@ -74,8 +74,8 @@ def compile_for_tpu(
       XlaMissingError: when jax or libtpu are not installed.
       CompilerDiedError: when the compiler's process crashed.
       UnsupportedProgramError: when an operation or input has no counterpart in HLO.
-      ValueError: there is no such topology, its number of cores is not that of the program's mesh
-        or of `bare`, or a fetch is no tensor of its program.
+      ValueError: when the topology does not exist, when its number of cores is not that of the
+        program's mesh or of `bare`, or when a fetch is no tensor of its program.
     """
     slice_of(topology)
     check_installed("jax", "jaxlib", "libtpu")
@@ -236,8 +236,8 @@ def _with_loops(
       read: estimates by name: of the program, in which one iteration of each loop counts, and of
         each program in `loops`.
       loops: for each loop, the program with one more iteration of this loop.
-      unknown: of how many loops one iteration counts, because their number of iterations is not
-        known.
+      unknown: the number of loops of which only one iteration counts, because their number of
+        iterations is not known.
     """
     once = total = read[name]
     for i, one in enumerate(loops):

@@ -65,7 +65,7 @@ class CostEstimate:
 
     @property
     def roofline_seconds(self) -> float:
-        """The least possible time in seconds: that of all operations or of all bytes, if longer.
+        """The least possible time in seconds: the longer of all operations' and all bytes' times.
 
         The value is 0 if the rates are unknown.
         """
@@ -130,7 +130,7 @@ def with_conditions(module: str, value: bool) -> str | None:
     the branches. Only a condition that is the negation of another one ("report if not finite"
     beside "update if finite") has the opposite value. Returns None for a program without
     conditionals. A program is changed in this way to estimate the cost of the branches that a step
-    runs, because the compiler's estimate of a conditional is another cost.
+    runs, because the compiler's own estimate of a conditional is not the cost of one branch.
     """
     from jax.interpreters import mlir
     from jaxlib.mlir import ir
@@ -189,9 +189,9 @@ def with_one_more_iteration(module: str) -> tuple[list[OneMoreIteration], int]:
     between the estimates of the new program and of the original one.
 
     Returns:
-      The new programs, and the number of loops for which there is none because their number of
-      iterations (attribute `ITERATIONS`), or that of a loop around them, is not known. There is no
-      new program either for a loop with fewer than two iterations.
+      The new programs, and a number: of how many loops the number of iterations is not known. These
+      loops lack the attribute `ITERATIONS`, or a loop around them lacks it, and there is no new
+      program for them. There is no new program either for a loop with fewer than two iterations.
     """
     if _WHILE not in module:
         return [], 0

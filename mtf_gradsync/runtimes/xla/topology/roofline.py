@@ -58,8 +58,8 @@ class Work(NamedTuple):
 def work_of(module: HloModule, rates: Rates, conditions: bool | None = None) -> Work:
     """Adds up the operations, bytes and seconds of a compiled program's step on one core.
 
-    `rates` are the core's rates, for the time. `conditions` is the value of all conditions, which
-    decides which branches count; None counts no branch.
+    `rates` are the core's rates, from which the seconds are computed. `conditions` is the value of
+    all conditions, which decides which branches count; None counts no branch.
     """
     flops = bytes_ = seconds = 0.0
     custom_calls = []
@@ -112,8 +112,8 @@ def _bytes(instruction: Instruction) -> int:
     """Returns how many bytes an instruction reads and writes, as one sum.
 
     An operation that is split into start and end reads at its start and writes at its end. Copies
-    to and from the core's fast memory count as 0, because they run beside other operations: their
-    bytes count in the operation that reads them.
+    to and from the core's fast memory count as 0, because they run beside other operations. The
+    copied bytes count in the operations that read the copies.
     """
     opcode = instruction.opcode
     is_free_call = opcode == "custom-call" and instruction.proto.custom_call_target in _FREE_CALLS
