@@ -1,4 +1,4 @@
-"""Finds why a division's update differs: parts of the model that depend on it, or usual faults.
+"""Finds why the update differs between divisions: by parts of the model, or by usual faults.
 
 A division is a way to divide the same training over cores: by mesh, runtime or microbatches.
 """
@@ -131,8 +131,8 @@ def _only_scales_loss(op: mtf.Operation, users: Mapping[mtf.Tensor, list[mtf.Ope
 def products_of_means(losses: Sequence[mtf.Tensor], batch_dims: Sequence[str]) -> list[str]:
     """Returns the names of operations that multiply two means or sums over the batch.
 
-    A product is left out of the result unless both means or sums depend on variables, as in a loss
-    that balances experts.
+    The result has only products in which both means or sums depend on variables. A loss that
+    balances experts has such a product.
 
     Args:
       losses: the losses of the model.
@@ -172,8 +172,8 @@ def name_of_factor(factor: float, numbers: Mapping[str, float]) -> str:
       numbers: a dictionary from labels, such as "the number of shards", to their numbers.
 
     Returns:
-      The labels of the numbers that equal `factor`, or whose reciprocal does, joined by ", or ";
-      "" if there are none.
+      The label of each number that equals `factor`, and "1 over " with the label of each number
+      that equals 1 / `factor`. They are joined by ", or "; "" if there are none.
     """
     found = []
     for name, value in numbers.items():
@@ -189,17 +189,19 @@ class DifferenceFacts(NamedTuple):
 
     Attributes:
       what: the kind of value that differs first: see `DivisionResult.what`.
-      culprit: the wrapper, axis or change without which nothing differs; "" if unknown.
-      factor: the value divided by the reference's, if that is one number for all elements; else
-        None.
+      culprit: the wrapper, mesh axis or other part of the division without which nothing differs;
+        "" if unknown.
+      factor: the value divided by the reference's value, if the quotient is one number for all
+        elements; else None.
       of_factor: the meaning of `factor`, such as "the number of shards"; "" if unknown.
       error: the largest difference, divided by the largest number of the reference.
       factors_are_one: whether all variables' gradients have the same factor.
-      forward: whether the loss differs, too.
-      rounds: whether the update has bfloat16 although the model has none.
+      forward: whether the loss differs from the reference's loss, too.
+      rounds: whether the update has tensors in bfloat16 although the model has none.
       products: names of operations that multiply means over the batch (`products_of_means`).
-      reducer: the name of the culprit's strategy, if it rounds gradients when it reduces them.
-      counts: the cause in words, if it lies in the program's own counters; else "".
+      reducer: the class name of the culprit's strategy, if this may round gradients; else "".
+      counts: the cause in words, if a counter of the program (such as its global step) is the
+        cause; else "".
       sees_gradients: whether gradients were compared.
     """
 

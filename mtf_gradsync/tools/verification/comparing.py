@@ -31,8 +31,8 @@ class Difference(NamedTuple):
       variable: the variable's name.
       error: the largest difference, divided by the largest number of the reference.
       expected: the largest error that rounding explains.
-      factor: the number by which the reference has to be multiplied to give the value; None if it
-        is not one number, or if nothing differs.
+      factor: the number by which the reference's value has to be multiplied to give the
+        division's; None if there is no such number, or if nothing differs.
     """
 
     variable: str
@@ -101,11 +101,12 @@ def compare(
     """Returns the differences of variables from the reference, one for each name in `order`.
 
     Args:
-      values: a dictionary from the names of variables to their values, or gradients, in a division.
-      reference: the same dictionary of the reference.
+      values: a dictionary from the names of variables to their values (or their gradients) in a
+        division.
+      reference: the same for the reference.
       order: the names to compare. A name that `values` or `reference` lacks has an infinite error.
-      expected: a dictionary from names to the largest errors that rounding explains; `LEAST` for
-        names that are not in it.
+      expected: a dictionary from names to the largest errors that rounding explains. For a name
+        that is not in it, this error is `LEAST`.
 
     Returns:
       The differences, in the order of `order`.
@@ -125,10 +126,10 @@ def compare(
 def expected_errors(reference: Values, others: Sequence[Values]) -> dict[str, float]:
     """Returns a dictionary from each variable's name to the largest error that rounding explains.
 
-    `others` have values of the same variables as `reference`, but computed in float64 or from the
-    examples in another order. The result for a variable is eight times the largest difference
-    between its value in `reference` and its values in `others`, divided by the variable's largest
-    number. The result is at least `LEAST`.
+    Each dictionary in `others` has values of the same variables as `reference`, but computed in
+    float64 or from the examples in another order. The error of a variable in the returned
+    dictionary is eight times the largest difference between its value in `reference` and its values
+    in `others`, divided by its largest number. It is at least `LEAST`.
     """
     return {
         name: max(

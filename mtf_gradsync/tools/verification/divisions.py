@@ -22,7 +22,7 @@ class Division:
       runtime: the name of the runtime that runs the program.
       changes: changes of the program's stack of wrappers and of its model.
       params: pairs (name, value) of settings that replace the program's own.
-      is_reference: whether this is the reference, with which the others are compared.
+      is_reference: whether this is the reference, with which all other divisions are compared.
       precision: the narrowest floating-point dtype in which the model is built, such as "float32";
         "" keeps the model's own dtypes.
     """
@@ -91,17 +91,19 @@ def on_one_core(mesh_shape: str) -> str:
 def default_divisions(
     base: Division, recorded: RecordedProgram, kinds: Sequence[str] = KINDS, k_of_stack: int = 1
 ) -> list[Division]:
-    """Returns the divisions that `verify` tries by default, as far as a program allows them.
+    """Returns the divisions that `verify` tries by default; leaves out those that do not fit.
 
     Each of the returned divisions differs from the program's own division in one respect, such as
-    the mesh shape, the runtime or one wrapper.
+    the mesh shape, the runtime or one wrapper. A division does not fit if, for example, it adds
+    microbatch steps to a program that accumulates gradients already.
 
     Args:
-      base: the program's own division.
+      base: the program's own division: the mesh, layout and runtime that the user configured.
       recorded: what was recorded when the program was built.
-      kinds: the kinds of divisions to return, out of `KINDS`. "mesh" adds none, since it stands for
-        the program's own division.
-      k_of_stack: the number of steps whose gradients the program's own stack accumulates.
+      kinds: the kinds of divisions to return, out of `KINDS`. The kind "mesh" is for the program's
+        own division, so that it adds nothing to the result.
+      k_of_stack: in how many steps the program accumulates gradients for one update; 1 if every
+        step makes an update.
     """
     found = []
     dims = mtf.convert_to_shape(base.mesh_shape).dims

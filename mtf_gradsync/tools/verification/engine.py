@@ -49,17 +49,18 @@ class Outcome(NamedTuple):
       recorded: what was recorded when the program was built in this division.
       losses: for each update the mean loss of its steps, weighted if the program gives weights.
       gradients: for each update, a dictionary from the names of variables to their gradients.
-      values: a dictionary from names to values after the last update, for all variables except
-        wrappers' state.
+      values: a dictionary from the names of variables to their values after the last update. It
+        does not have the state of wrappers, except moving averages.
       changed_before: names of variables and slots that changed in a step without an update.
-      written_early: names of the program's own other variables that changed in such a step.
+      written_early: names of the program's untrained variables that changed in a step without an
+        update.
       different_copies: names of variables whose copies differ between cores.
       equal_draws: a pair for each tensor of random numbers that is equal on several cores: its
         name, and the mesh axes along which these cores lie.
       batches: the largest number of batches in an update.
-      weighted: whether the program gives weights of the losses of steps.
+      weighted: whether the program gives a weight for the loss of each step.
       exchanges: whether the program's model sends float32 numbers as bfloat16.
-      rounds: whether the update has bfloat16 although the model has none.
+      rounds: whether the update has tensors in bfloat16 although the model has none.
     """
 
     recorded: RecordedProgram
@@ -89,8 +90,8 @@ class BatchSeries(NamedTuple):
 
     Attributes:
       groups: for each update, its batches.
-      counters: for each update, the values of the program's own counters (such as a global step)
-        before it; None to leave counters alone.
+      counters: for each update, the values to which the program's counters (such as a global step)
+        are set before the update; None to set no counters.
     """
 
     groups: list[list[Batch]]
@@ -135,9 +136,9 @@ class Engine:
 
         If False, the reference makes each update from one step, on a batch with the examples of all
         microbatch steps. If True, the program seems to accumulate gradients by code of its own,
-        which the reference cannot remove. The engine assumes this in two cases: an optimizer gets
-        gradients of zeros in steps without an update, or no optimizer was seen in a program that
-        needs several steps for an update.
+        which the reference cannot remove. The engine assumes that a program has such code in two
+        cases: an optimizer gets gradients of zeros in steps without an update, or no optimizer was
+        seen in a program that needs several steps for an update.
         """
         return max(self._applied) > 1 or (self.steps_per_update > 1 and not self.sees_gradients)
 
@@ -151,8 +152,8 @@ class Engine:
         Raises:
           CannotBeDivided: the program fails, or makes no update.
           BatchesEndError: there are too few batches.
-          NotOnCoresError: the program makes a placement mesh where it should not. Call `begin`
-            again with the runtime "placement_mesh".
+          NotOnCoresError: the program makes a placement mesh although `division` has a SIMD
+            runtime. Call `begin` again with the runtime "placement_mesh".
         """
         first = self._next_batch()
         try:
@@ -193,12 +194,12 @@ class Engine:
 
         Args:
           division: the division.
-          series: a list of functions, one for each run. Each function takes a list that has, for
-            each update, the list of this division's batches. It returns the `BatchSeries` on which
+          series: a list of functions, one for each run. A function takes the division's batches: a
+            list that has the list of batches of each update. It returns the `BatchSeries` on which
             the division runs.
 
         Returns:
-          The outcome of each run. The first is kept for later calls of `run`.
+          The outcome of each run. The outcome of the first run is kept for later calls of `run`.
 
         Raises:
           CannotBeDivided: the program does not build or run in this division.
@@ -221,8 +222,8 @@ class Engine:
         """Builds a division, and runs it on each series of batches from the same initial values.
 
         The result has one outcome for each series. A graph is for batches of one size. So if the
-        updates' batches have different sizes, the program is built again each time that the size
-        changes, and goes on from the variables' values after the update before.
+        size of the batches changes from one update to the next, the program is built again. It then
+        goes on from the values that variables had after the update before.
         """
         sizes = [size_of(group[0]) for group in series[0].groups]
         outcomes: list[list[Outcome]] = [[] for _ in series]
@@ -250,9 +251,9 @@ class Engine:
         """Returns the batches from which a division makes an update.
 
         `group` has the batches from which the unchanged program makes the same update. If the
-        division does not accumulate gradients, they are joined into one batch. If the division has
-        an added number of microbatch steps, they are joined and split into so many batches. In
-        other cases `group` itself is returned.
+        division does not accumulate gradients, these batches are joined into one. If the division
+        adds microbatch steps, the batches are joined and split again: into one batch for each
+        microbatch step. In other cases `group` itself is returned.
         """
         if self.repeats_steps:
             return group
@@ -281,9 +282,10 @@ class Engine:
     def _batches_by_update(self, running: Running, first: Batch) -> Iterator[Iterable[Batch]]:
         """Yields, for each update, an iterator of the batches from which the program makes it.
 
-        The caller runs a step on each batch, in the session `running`, before it takes the next
-        one; the iterator of an update ends when variables show that the update was made. The
-        batches are also recorded in `self.groups`. `first` is the first batch of all.
+        After the caller has taken a batch from such an iterator, it runs a step on this batch in
+        the session `running`, and then takes the next batch. The iterator of an update ends when
+        variables show that the update was made. The batches are also recorded in `self.groups`.
+        `first` is the first batch of all updates.
         """
         self._batches = itertools.chain([first], self._batches)
         for _ in range(self._steps):
@@ -294,8 +296,8 @@ class Engine:
     def _until_update(self, running: Running, group: list[Batch]) -> Iterator[Batch]:
         """Yields the batches of one update, and appends them to `group`; see `_batches_by_update`.
 
-        The iterator ends when the step that the caller has run on the last batch, in the session
-        `running`, has made an update. It raises ValueError if very many steps make no update.
+        The caller runs a step on each batch in the session `running`. The iterator ends when such a
+        step has made an update. It raises ValueError if very many steps make no update.
         """
         recorded = running.built.recorded
         first = before = running.values()
@@ -331,10 +333,10 @@ class Engine:
           built: the built program.
           running: its session.
           groups: for each update, the batches of its steps.
-          counters: for each update, counted from the first of all, a dictionary from the names of
-            the program's counters to the values that they get before it; None leaves counters
-            alone.
-          begin: the number of the first update in `groups`, if earlier updates were made before.
+          counters: for each update, also for those before `begin`, a dictionary from the names of
+            the program's counters to the values to which they are set before the update. None sets
+            no counters.
+          begin: how many updates were made before the first one in `groups`.
 
         Raises:
           ValueError: an update needs more or fewer steps than in the unchanged program.
@@ -477,8 +479,8 @@ def _is_updated(recorded: RecordedProgram, before: Values, after: Values) -> boo
 
     If an optimizer was seen in the program, a step makes an update if the optimizer has applied
     gradients. Gradients that are all zero and change no variable do not count: a program that
-    accumulates gradients by code of its own gives them to its optimizer. If no optimizer was seen,
-    a step makes an update if it changes trained variables.
+    accumulates gradients by code of its own gives its optimizer such gradients in steps without an
+    update. If no optimizer was seen, a step makes an update if it changes trained variables.
 
     Args:
       recorded: what was recorded when the program was built.
@@ -546,7 +548,7 @@ def _exchanges_in_bfloat16(built: BuiltDivision) -> bool:
 
     Mesh-TensorFlow's all-to-all sends float32 numbers as bfloat16. The result is False if a wrapper
     reduces gradients by a strategy object: the strategy might send bfloat16 as well, and the graph
-    does not show which of the two does.
+    does not show whether the model or the strategy sends it.
     """
     wrappers, out = built.recorded.wrappers, built.division.changes.without
     strategies = [getattr(one, "reducer", None) for k, one in wrappers.items() if k not in out]

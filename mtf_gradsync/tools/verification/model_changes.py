@@ -1,7 +1,8 @@
 """Changes a model while it is built, so that its update does not depend on the division.
 
-The functions of this module remove random numbers, capacities of experts and statistics over the
-batch from a model, and replace its narrow floating-point dtypes by wider ones.
+The functions of this module remove three things from a model: random numbers, capacities of experts
+(limits to how many examples an expert takes), and statistics over the batch. One more function
+replaces the model's narrow floating-point dtypes by wider ones.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ def _drop_random(undo_stack: contextlib.ExitStack, random_sizes: list[int]) -> N
 
 
 def _drop_capacity(undo_stack: contextlib.ExitStack, random_sizes: list[int]) -> None:
-    """Removes the limit to the examples of Mesh-TensorFlow's experts until `undo_stack` is closed.
+    """Lets each of Mesh-TensorFlow's experts take all examples until `undo_stack` is closed.
 
     The argument `random_sizes` is not used. The function takes it because all functions in `_DROPS`
     take the same arguments.
@@ -84,8 +85,8 @@ def remove_parts(
     Args:
       names: the parts to remove, out of `DROPS`.
       undo_stack: an exit stack; closing it undoes the removal.
-      random_sizes: for each removed dropout, the count of random numbers that it would have drawn
-        is appended to this list.
+      random_sizes: a list. For each removed dropout, the function appends how many random numbers
+        the dropout would have drawn.
     """
     for name in names:
         _DROPS[name](undo_stack, random_sizes)

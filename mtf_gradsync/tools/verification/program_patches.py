@@ -28,8 +28,8 @@ def recording(changes: Changes) -> Iterator[RecordedProgram]:
 
     Until the block ends, methods of optimizers and of Mesh-TensorFlow are replaced by methods that
     record what the program does. `changes` says how the program's stack of wrappers and its model
-    are changed. The `with` statement gives the block a `RecordedProgram`, which says what was
-    recorded once the program is built.
+    are changed. The `with` statement gives the block a `RecordedProgram`. Once the program is
+    built, this object says what was recorded.
     """
     recorded = RecordedProgram(changes)
     with contextlib.ExitStack() as undone:
@@ -138,9 +138,9 @@ def _init_for_one_core(init: Any) -> Any:
     """Returns a replacement of a wrapper's `__init__` that also accepts a mesh of one core.
 
     Some wrappers raise ValueError on a mesh of one core, or for arguments that do not fit such a
-    mesh. The replacement calls `init`, the wrapper's own `__init__`. If this raises ValueError, and
-    the wrapper is complete, the error is ignored. If it is not complete, the replacement makes the
-    wrapper from the arguments that all wrappers have.
+    mesh. The replacement calls `init`, the wrapper's own `__init__`. If `init` raises ValueError
+    after it has set all attributes of the wrapper, the error is ignored. If `init` raises it
+    earlier, the replacement makes the wrapper from the arguments that all wrappers have.
     """
 
     def made(self: Any, *args: Any, **kwargs: Any) -> None:

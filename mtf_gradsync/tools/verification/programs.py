@@ -241,13 +241,14 @@ class Running:
         self._session.run(self._to_slices)
 
     def compare_cores(self) -> tuple[list[str], list[tuple[str, str]]]:
-        """Finds copies that differ between cores, and random numbers that are equal and should not.
+        """Finds copies that differ between cores, and random numbers that cores wrongly share.
 
         Returns:
-          Two lists. The first has the names of variables of which two cores hold the same slice,
-          but with values or gradients that differ by more than rounding. The second has a pair for
-          random numbers of which two cores hold different slices with equal values: the name of the
-          random numbers, and the mesh axes in whose coordinates the two cores differ.
+          Two lists. The first has the names of variables whose slice, or the slice's gradient,
+          differs between two cores that should hold equal copies of it. The second is about random
+          numbers of which two cores hold different slices, and yet equal numbers. It has a pair for
+          each: the name of the random numbers, and the mesh axes in whose coordinates the two cores
+          differ.
         """
         if self._to_masters is None:
             self._session.variables()  # brings the slices to TensorFlow

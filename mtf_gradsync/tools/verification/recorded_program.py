@@ -44,11 +44,14 @@ class Changes(NamedTuple):
 
     Attributes:
       without: labels of wrappers to remove (`RecordedProgram.stack`).
-      unwrapped: whether all other wrappers are removed, too, as for the reference. A plain clip by
-        global norm then replaces each removed `ClipByGlobalNormOptimizer` that is not in `without`.
-      micro_steps: over how many steps gradients are accumulated, by an added wrapper; 1 adds none.
-      mask: for each shard, whether it contributes to `SyncReplicasOptimizer`; None for all.
-      mesh: mesh shape and layout of the added accumulation.
+      unwrapped: whether the wrappers that are not in `without` are removed, too, as in the
+        reference. Gradients are then still clipped for each `ClipByGlobalNormOptimizer` that is
+        not in `without`.
+      micro_steps: the number of steps over which an added wrapper accumulates gradients; 1 adds no
+        wrapper.
+      mask: for each shard, whether `SyncReplicasOptimizer` takes its gradients; None takes those of
+        all shards.
+      mesh: mesh shape and layout of the added wrapper.
       drops: names of the parts to remove from the model (`model_changes.DROPS`).
       statistics: names of the batch's dimensions; statistics over these are replaced by constants.
         () replaces none.
@@ -77,8 +80,8 @@ class RecordedProgram:
       slots: names of the variables that the innermost optimizer has made.
       averages: names of moving averages that wrappers keep for variables.
       has_experts: whether the model has experts of Mesh-TensorFlow's transformer.
-      random_sizes: how many random numbers each operation draws, for the operations on which losses
-        depend, and for removed dropouts.
+      random_sizes: a list with the number of random numbers that each random operation draws, for
+        operations on which losses depend, and that each removed dropout would draw.
     """
 
     def __init__(self, changes: Changes):
@@ -137,7 +140,8 @@ class RecordedProgram:
         """The names of the variables' moving averages, if a wrapper keeps averages.
 
         The set is empty unless the program's stack has a wrapper that keeps averages and has no
-        effect on updates. A name may be of an average that the wrapper does not keep.
+        effect on updates. Otherwise it has a name for each variable with a gradient, even if the
+        wrapper keeps no average of this variable.
         """
         if not any(map(self.keeps_averages, self.wrappers)):
             return set()
@@ -166,7 +170,7 @@ class RecordedProgram:
         """Computes gradients; called in place of the method `compute_gradients` of any wrapper.
 
         The gradients are computed by the stack of wrappers that is changed as `changes` says. If no
-        wrapper is left in it, they are the gradients of the mean loss.
+        wrapper is left in this stack, the gradients are those of the mean loss.
 
         Args:
           method: the method that this one replaces.
@@ -258,7 +262,7 @@ class RecordedProgram:
     ) -> Sequence[mtf.Operation]:
         """Makes update operations that wait until the step has read all variables.
 
-        Wrappers make updates wait themselves. For a program without wrappers, this method makes the
+        The updates of wrappers wait already. For a program without wrappers, this method makes the
         updates wait, so that they do not race with the reads.
 
         Args:
@@ -290,8 +294,8 @@ class RecordedProgram:
     def _changed_stack(self, opt: Any) -> Any:
         """Changes a stack of wrappers as `changes` says; returns its new outermost optimizer.
 
-        `opt` is the outermost optimizer of the stack. What the stack was before is recorded.
-        Further calls for the same stack return the same optimizer.
+        `opt` is the outermost optimizer of the stack. The wrappers that the stack had before the
+        change are recorded. Further calls for the same stack return the same optimizer.
         """
         if id(opt) in self._outermost:
             return self._outermost[id(opt)]
@@ -347,8 +351,8 @@ class RecordedProgram:
     def end(self) -> None:
         """Completes the record; called once, when the program is built.
 
-        How many random numbers the model draws is recorded. If no optimizer was seen, all trainable
-        variables of the program are recorded in place of those that got a gradient.
+        The method records how many random numbers the model draws. If no optimizer was seen, it
+        records all trainable variables of the program in place of those that got a gradient.
         """
         self.random_sizes += [op.outputs[0].shape.size for op in random_operations(self.losses)]
         if self.variables:
@@ -397,11 +401,11 @@ class RecordedProgram:
             self._set(wrapper, "_to_aggregate", min(wrapper._to_aggregate, sum(mask)))
 
     def _add_accumulation(self, left: Sequence[Any]) -> Any:
-        """Adds a `GradientAccumulationOptimizer` to a stack, as far outside as wrappers permit.
+        """Adds a `GradientAccumulationOptimizer` to a stack, as far out as wrappers permit.
 
         `left` are the stack's optimizers, from the outside in. The result is the outermost
-        optimizer of the stack, which may be the added one. Raises ValueError if the stack permits
-        no accumulation.
+        optimizer of the stack, which may be the added one. Raises ValueError if the added optimizer
+        fits nowhere in the stack.
         """
         shape, layout = self.changes.mesh
         names = next((x._given_names for x in left if isinstance(x, Wrapper)), ("batch",))
@@ -443,9 +447,9 @@ class RecordedProgram:
     ) -> list[mtf.Tensor | None]:
         """Averages gradients over shards and clips them, as the removed wrappers would do.
 
-        Per-shard gradients are replaced by their mean over the shards. Gradients are clipped by
-        global norm if a removed wrapper does so that is not named in `changes.without`. The result
-        has the gradients in the order of `grads`.
+        Per-shard gradients are replaced by their mean over the shards. Then they are clipped by
+        global norm, once for each `ClipByGlobalNormOptimizer` of the stack that `changes.without`
+        does not name. The result has the gradients in the order of `grads`.
 
         Args:
           opt: the outermost optimizer of the program's stack.
@@ -475,7 +479,7 @@ class RecordedProgram:
 
         After a step, the values of the gradients and random numbers can be read from the added
         variables and compared. One of the operations counts the updates. If an earlier call has
-        made an operation for a variable's gradient, this call makes none.
+        made an operation for a variable's gradient, this call makes none for this variable.
 
         Args:
           grads: the gradients that reach the innermost optimizer; None for a variable without one.
@@ -509,9 +513,9 @@ def _clips(opt: Any) -> bool:
 def _position_of_first_use(graph: mtf.Graph, name: str) -> int:
     """Returns the index, in an mtf graph's operations, of the first that reads a variable.
 
-    The backward pass goes through the operations from the last to the first. It has the variable's
-    gradient when it reaches this operation. `name` is the variable's name, and the result is 0 if
-    no operation reads the variable.
+    The backward pass goes through the operations from the last to the first. So the variable's
+    gradient is complete once the backward pass has passed the operation at this index. `name` is
+    the variable's name, and the result is 0 if no operation reads the variable.
     """
     for number, operation in enumerate(graph.operations):
         if any(x.operation.name == name for x in operation.inputs):

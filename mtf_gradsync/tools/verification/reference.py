@@ -39,20 +39,23 @@ class Reference(NamedTuple):
     Attributes:
       initial: a dictionary from the names of variables to the values with which divisions begin.
       outcome: the outcome on one core without wrappers, in the program's own dtypes.
-      exact: the same outcome computed in float64; equal to `outcome` if float64 was impossible.
+      exact: the outcome of the same run in float64; equal to `outcome` if float64 was impossible.
       expected: a dictionary with the largest errors that rounding explains. Its keys are names of
         variables, for their values; keys such as "kernel@0", for gradients (see `flatten_updates`);
         and "loss".
       by_order: a dictionary from the names of variables to the errors of their gradients if the
         examples are in another order; it has only errors larger than rounding.
-      with_first_counters: if an update has several steps, the outcome if the program's own counters
-        have the values of the update's first step, and not of its last; None if there are no such
+      with_first_counters: the outcome of a run in which counters of the program (such as its global
+        step) have in each update the values from the update's first step. In `exact` they have
+        those from its last step. None if each update has only one step, or if the program has no
         counters.
-      with_later_counters: the outcome if the program's own counters are advanced before the update,
-        and not after it; None if there are no counters.
+      with_later_counters: the outcome of a run in which these counters are larger by 1 in each
+        update than in `exact`, as if the program advanced them before the update and not after it.
+        None if the program has no counters.
       step_by_step: the outcome of the program's microbatch steps one by one on one core. It serves
-        to compare variables that the program writes in each step; None if there are none.
-      source: how the expected errors were found: "float64", or by another order of the examples.
+        to compare variables that the program writes in each step; None if it has no such variables.
+      source: how the expected errors were found: by "float64", or by "another order of the
+        examples".
     """
 
     initial: Values
@@ -176,8 +179,8 @@ class Comparison(NamedTuple):
 
     Attributes:
       gradients: the differences of gradients, in the order of the backward pass.
-      values: the differences of variables with a gradient, after the last update.
-      slots: the differences of all other variables.
+      values: the differences of the values, after the last update, of variables with a gradient.
+      slots: the differences of the values of all other variables.
       loss: the difference of the losses.
     """
 
@@ -230,8 +233,8 @@ def compare_with(
       exact: the outcome to compare with; default `reference.exact`.
 
     Returns:
-      The differences of gradients, values, slots and the loss. A difference of each compared
-      variable is listed, also where it is equal.
+      The differences of gradients, values, slots and the loss. Each compared variable has a
+      `Difference`, even if it is equal.
     """
     exact = exact or reference.exact
     more = BFLOAT16 if outcome.exchanges else 0.0
@@ -306,8 +309,8 @@ def _compare_slots(
       expected: a dictionary from names to the errors that rounding explains.
 
     Returns:
-      A difference for each variable, also where it is equal, in the order in which the backward
-      pass reaches the variables that the slots belong to.
+      A `Difference` for each compared variable, even if it is equal. The order is that in which the
+      backward pass reaches the variables that the slots belong to.
     """
     known = {*exact.recorded.order, *left_out}
     names = [k for k, v in computed.items() if k not in known and v.dtype.kind in "iufbV"]
@@ -333,8 +336,8 @@ def flatten_updates(updates: Sequence[Mapping[str, np.ndarray]]) -> dict[str, np
       updates: for each update, a dictionary from the names of variables to their gradients.
 
     Returns:
-      A dictionary to the gradients. A key is a variable's name and the update's number, from 0:
-      "kernel@0".
+      A dictionary of the gradients. A key is the variable's name and the number of the update, from
+      0, such as "kernel@0".
     """
     return {f"{k}@{number}": v for number, of in enumerate(updates) for k, v in of.items()}
 
@@ -349,8 +352,8 @@ def _exact_where_rounding(
     """Returns a division's values, with the reference's values where a gradient is only rounding.
 
     If an element of a gradient is no larger than rounding errors, its sign may be wrong. An
-    optimizer such as Adam makes a full step even from such an element, so that an element of the
-    variable would differ from the reference for no fault of the division.
+    optimizer such as Adam makes a full step even from such an element. So an element of the
+    variable would differ from the reference although the division has no fault.
 
     Args:
       outcome: the outcome of the division.

@@ -22,7 +22,8 @@ class Compared(NamedTuple):
     Attributes:
       gradients: the number of variables whose gradients were compared, and are not all zero.
       values: the number of variables with a gradient whose new values were compared.
-      slots: the number of other variables that were compared: slots, and the program's own.
+      slots: the number of other variables that were compared: slots, and untrained variables of the
+        program.
     """
 
     gradients: int = 0
@@ -41,18 +42,20 @@ class DivisionResult:
       runtime: the runtime's name.
       verdict: `EQUAL`, `NOT_EQUAL`, `NOT_SHOWN` (the comparison proves nothing) or `CANNOT_BE` (the
         program does not run in this division).
-      error: the worst error of a gradient, relative to the reference's largest number; if values
-        differ, the error of the first one that differs.
+      error: the error of the first variable that differs, relative to the reference's largest
+        number; if none differs, the error of the gradient that is closest to differing.
       expected: the largest error of the same variable that rounding explains.
       variable: the first variable that differs, in the order of the backward pass.
-      what: the kind of value that differs: "gradient", "value", "slot", "loss", "copies", "random
-        numbers", "value before the update".
+      what: the kind of value that differs: "gradient", "value", "slot", "loss", "copies" (a
+        variable's copies on cores), "random numbers", or "value before the update".
       factor: the number by which the reference's gradient (or, if a value differs, the reference's
         change of this value) has to be multiplied to give the division's; None if it is not one
         number for all elements.
       of_factor: the meaning of `factor`, such as "the number of shards".
-      brought_in_by: the wrapper, mesh axis or other part without which the division is equal.
-      cause: the likely cause of a difference; or why nothing is shown, or the program cannot run.
+      brought_in_by: the wrapper, mesh axis or other part of the division without which its update
+        equals the reference's; "" if unknown.
+      cause: in words, the likely cause of a difference, why nothing is shown, or why the program
+        cannot run.
       errors: a dictionary from the names of variables to the errors of their gradients.
       compared: how many variables were compared.
       not_shown: names of variables whose gradient is zero everywhere or not finite.
@@ -115,7 +118,7 @@ class Verification:
       batches: for each update, the number of its batches.
       variables: the number of variables that have a gradient.
       sees_gradients: whether an optimizer was seen, so that gradients could be compared. Otherwise
-        only values were.
+        only values were compared.
     """
 
     lines: tuple[DivisionResult, ...]

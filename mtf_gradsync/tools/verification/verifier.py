@@ -199,12 +199,14 @@ class Verifier:
     def _with_constant_statistics(self, division: Division) -> tuple[Division, tuple[str, ...]]:
         """Replaces statistics over the batch by constants, if a step does not use the whole batch.
 
-        A statistic over a microbatch, or over a batch without the examples of a masked shard, is
-        not the one over the whole batch, so that it would make the division's update differ.
+        A statistic over a microbatch, or over a batch without the examples of a masked shard,
+        differs from the statistic over the whole batch. So the division's update would differ from
+        the reference without any fault.
 
         Returns:
-          A pair: the division with this change, or unchanged if it is not needed; and the names of
-          all parts that were removed from the model, for the user.
+          A pair. The first is the division with constants, or `division` itself if the statistics
+          can stay. The second has the names, for the user, of all parts that were removed from the
+          model.
         """
         other_steps = division.changes.micro_steps > 1 or division.changes.mask is not None
         if not self._statistics or not (other_steps or self._engine.steps_per_update > 1):
@@ -232,10 +234,12 @@ class Verifier:
     def _check_schedules(self, line: DivisionResult, reference: Reference) -> DivisionResult:
         """Checks whether a schedule counts microbatch steps where it should count updates.
 
-        A learning rate schedule that follows a counter of steps is an example of this fault.
+        A learning rate schedule that follows a counter of steps is an example of this fault. To
+        find it, the method compares the reference with a run in which counters have other values
+        (`Reference.with_first_counters`).
 
         Args:
-          line: the result of a division that is equal so far.
+          line: the result of a division in which all compared values equal the reference's.
           reference: the reference of the division.
 
         Returns:
@@ -279,11 +283,12 @@ class Verifier:
           reference: the reference.
           outcome: the outcome of the division.
           compared: the differences of the outcome from the reference.
-          line: the result so far, which has the errors.
+          line: the result of the division without a cause; it has the errors.
 
         Returns:
-          A copy of `line` with the verdict `NOT_EQUAL`, what differs, and why. The verdict is
-          `NOT_SHOWN` if gradients also change as much when the same examples come in another order.
+          A copy of `line` with the verdict `NOT_EQUAL`, what differs, and why. But the verdict is
+          `NOT_SHOWN` if another order of the same examples changes the reference's gradients, too,
+          by at least half of the difference.
         """
         what, first = _first_difference(compared, outcome)
         assert first is not None
@@ -362,17 +367,21 @@ class Verifier:
     ) -> str:
         """Finds out whether a difference comes from a counter that is advanced before the update.
 
-        Such a counter, say the global step, is the program's own. The division is compared with
-        `Reference.with_later_counters`, in which counters are advanced before the update.
+        The counters are scalar variables that the program advances by 1 in each step, such as its
+        global step. The reference reads a counter in the update, and advances it afterwards. If the
+        division advances the counter first, its update reads a value that is larger by 1. To find
+        this, the method compares `outcome` with `reference.with_later_counters`, a run of the
+        reference in which all counters are larger by 1.
 
         Args:
           division: the division.
           reference: the reference of the division.
           outcome: the outcome of the division.
-          line: the result so far.
+          line: the result of the division without a cause; it names variables to leave out.
 
         Returns:
-          The cause, in words for the user, if the division equals this outcome; else "".
+          The cause, in words for the user, if `outcome` equals `reference.with_later_counters`;
+          else "", also if the program has no counters.
         """
         later = reference.with_later_counters
         if later is None:
@@ -492,8 +501,8 @@ class Verifier:
 def _first_difference(compared: Comparison, outcome: Outcome) -> tuple[str, Difference | None]:
     """Returns the first difference of a division from the reference, and what kind of value it is.
 
-    Two kinds of differences come first, since they explain later ones: values that were written
-    before the update, and copies of a variable that differ between cores.
+    Two kinds of differences come before all others, because they may be the cause of the others:
+    values that were written before the update, and copies of a variable that differ between cores.
 
     Args:
       compared: the comparison with the reference.

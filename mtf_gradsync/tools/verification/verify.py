@@ -49,9 +49,11 @@ def verify(
     A division is a way to divide the training: a mesh and layout, a runtime, or microbatch steps.
     `verify` makes an update on one core without wrappers (the reference), and an update from the
     same values and batches in each division. It compares the gradients that reach the innermost
-    optimizer, the new values of all variables on all cores, and the losses. Some parts of a model
-    cannot be the same in all divisions, and are removed first: random numbers, capacities of
-    experts, and, with microbatches, statistics over the batch. A model in bfloat16 or float16 is
+    optimizer, the new values of all variables on all cores, and the losses.
+
+    Some parts of a model cannot be the same in all divisions, and are removed first. They are
+    random numbers, capacities (limits to how many examples an expert takes), and, for divisions
+    with microbatches or masked shards, statistics over the batch. A model in bfloat16 or float16 is
     run in float32.
 
     Args:
@@ -64,18 +66,23 @@ def verify(
         `tf.data.Dataset`. The function is called with `params` if it has an argument of this name.
         A batch is a structure of arrays (for a model_fn features, or features and labels), with the
         examples as first dimension; a number without dimensions is for all examples.
-      params: the program's settings; "mesh_shape" and "layout" (as strings) are among them. If a
-        list of several settings is given, the reference uses the first, and each is a division.
-      meshes: mesh shapes to try; None for the default divisions.
+      params: the program's settings; "mesh_shape" and "layout" (as strings) are among them. It may
+        also be a list of several such dictionaries: each of them makes a division, and the
+        reference uses the first.
+      meshes: mesh shapes to try, each as a division; None for none.
       steps: number of updates.
-      divisions: which kinds of default divisions to try: "mesh" (the program as it is, always
-        tried), "batch", "model", "order", "microbatches", "wrappers", "masked", "runtimes". None
-        tries all, or none if `meshes` is given.
-      without: what to remove from the model from the beginning: "dropout", "random", "capacity".
-      runtime: the runtime of divisions that do not name one: "placement_mesh", "cpu_replicas" or
-        "xla".
-      own_values: whether variables begin with the program's own initial values. By default small
-        random numbers are added to these, so that a layer of zeros hides no fault.
+      divisions: which kinds of further divisions to try: "batch" and "model" (all cores along one
+        mesh axis), "order" (mesh axes in the reverse order), "microbatches" (added accumulation),
+        "wrappers" (without one wrapper), "masked" (one shard masked), "runtimes" (other runtimes).
+        "mesh" is the program as it is, which is always tried. None tries all kinds if `meshes` is
+        None, and no further division if `meshes` is given.
+      without: what to remove from the model before its first run: "dropout", "random" (all random
+        numbers), or "capacity" (limits to how many examples an expert takes).
+      runtime: the runtime of all divisions but those of the kind "runtimes": "placement_mesh",
+        "cpu_replicas" or "xla".
+      own_values: whether variables begin with exactly the initial values that the program gives
+        them. If False, small random numbers are added to these values, so that a layer of zeros
+        hides no fault.
       progress: whether to show a progress bar on terminals.
 
     Returns:
@@ -147,8 +154,9 @@ def verify(
 def _remove_dependent_parts(base: Division, outcome: Outcome) -> tuple[Division, tuple[str, ...]]:
     """Returns the program's own division without parts whose results depend on the division.
 
-    Such parts are random numbers, limits to the examples of experts, and wrappers whose islands
-    train without exchanging gradients. All divisions are compared without them.
+    Such parts are random numbers, capacities (limits to how many examples an expert takes), and
+    wrappers whose islands train without exchanging gradients. All divisions are compared without
+    them.
 
     Args:
       base: the program's own division.
