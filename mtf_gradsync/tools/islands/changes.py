@@ -11,8 +11,8 @@ Some variables are averaged over islands and not trained: those whose names begi
 become the weighted mean of the islands' values, with no learning rate and no momentum.
 
 A change is sent in float32, in bfloat16, or in integers of 8 or 4 bits. Each block of integers has
-a scale, by which its integers are multiplied. An island adds the rounding errors of a change to its
-next change (error feedback), as `QuantizedAllReduce` does with gradients.
+a scale: the reader of a change multiplies the block's integers by it. An island adds the rounding
+errors of a change to its next change (error feedback), as `QuantizedAllReduce` does with gradients.
 """
 
 from __future__ import annotations
@@ -118,10 +118,9 @@ def scale_of(change: Length, others: Sequence[Length], max_ratio: float) -> floa
     """Returns the factor that makes a change at most `max_ratio` times as long as usual.
 
     `change` is the length of the change. The usual length is the median of `others`: the lengths of
-    other islands' changes for the same version, and of earlier changes of the same island. If a
-    change in `others` has fewer steps than this change, its length is first multiplied by the ratio
-    of the two numbers of steps. The factor is 1 if the change is short enough, if `others` is
-    empty, or if `max_ratio` is 0.
+    other islands' changes for the same version, and of earlier changes of the same island. If one
+    of them was learned in n times fewer steps than `change`, its length is first multiplied by n.
+    The factor is 1 if the change is short enough, if `others` is empty, or if `max_ratio` is 0.
 
     Examples:
       >>> usual = [Length(norm, steps=5) for norm in (1.0, 1.5, 2.0)]
@@ -212,9 +211,10 @@ def encoded(
       form: "float32", "bfloat16", "int8" or "int4".
 
     Returns:
-      Two dictionaries. The first has the tensors of the variables by name, and for integers also
-      the scales of their blocks under the name with "/scales" added. The second has, by name of the
-      variable, the change minus what a reader decodes; it is empty for "float32".
+      Two dictionaries. The first has the tensor to send for each variable, by the variable's name.
+      For a tensor of integers, it also has the scales of the blocks, by this name with "/scales"
+      added. The second has the rounding errors by the variable's name: the change minus what a
+      reader decodes. It is empty for "float32".
     """
     sent: dict[str, np.ndarray] = {}
     errors: dict[str, np.ndarray] = {}

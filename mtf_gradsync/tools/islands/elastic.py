@@ -82,9 +82,10 @@ class ElasticIslands:
       folder: path or URL of the folder that all islands share; "" for a run that is no island.
       name: the island's name; default the name of the run's directory.
       parts: the number of parts that the data are divided into. This island learns from one part;
-        see `claim_part`. With 1 each island learns from all data. A data set that does not take
-        parts itself is read completely and repeated, and each `parts`-th example is used: if
-        `parts` is a prime number, an island then uses all examples in turn.
+        see `claim_part`. If `parts` is 1, each island learns from all data. If the data set's
+        function has no arguments for the part, the island reads all examples again and again, and
+        uses every `parts`-th one. It then meets each example some time if `parts` is a prime number
+        that does not divide the number of examples.
     """
 
     folder: str = ""

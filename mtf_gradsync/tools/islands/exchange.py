@@ -63,7 +63,7 @@ class Exchange:
         heartbeats contain.
 
     Attributes:
-      reminders: logs failures and waits that last.
+      reminders: a logger of failures, and of waits that last long.
       lease: the lease of the island's name, which only one living process can hold.
       journal: the journal of this run of the process.
       number: the number of the last contribution, counted from 1 in each run of the process.
@@ -234,7 +234,7 @@ class Exchange:
         """Writes this island's values into the folder, so that a merger can make version 0 of them.
 
         If the folder has a good offer of this island, it stays. If the offer was lost, damaged or
-        refused, it is written again. The method does nothing within two seconds after a call.
+        refused, it is written again. A call within two seconds after an earlier one does nothing.
 
         Args:
           facts: the facts that are sent with the values.

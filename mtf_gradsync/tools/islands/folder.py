@@ -1,13 +1,13 @@
 """The folder through which islands exchange objects; objects are written atomically.
 
 A folder is a path (a local disk, NFS) or a URL of an object store (``gs://``, ``s3://``, ``az://``)
-that `obstore` opens. Every process that can read and write the folder can take part. An object is a
-file of the folder. The size and the schema of an object are checked before it is used; module
-`tensor_files` says how objects with tensors are checked.
+that `obstore` opens. A process that can read and write the folder can be an island, or merge. An
+object is a file of the folder. The size and the schema of an object are checked before it is used;
+module `tensor_files` says how objects with tensors are checked.
 
 Most objects (files of the folder) are created once and never replaced. If two processes create the
-same object, only one of them succeeds. So processes need no locks, and the clocks of two machines
-are never compared.
+same object, only one of them succeeds. So processes need no locks. The clocks of two machines are
+never compared, either.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`Island`: a training program that exchanges what it learned with others through a folder."""
+"""`Island`: a training program that shares what it learns with other islands, through a folder."""
 
 from __future__ import annotations
 
@@ -83,10 +83,11 @@ class Island:
       variables: names of the variables to exchange; default all trainable ones.
       values: for another kind of session, an object with `specs`, `read` and `write` like those of
         `Values`. It replaces `lowering` and `variables`.
-      wait: "grace" waits for merged values after a contribution, up to `wait_seconds`; "none" goes
-        on with steps at once. Either way, merged values that come later are taken after a step,
-        and everything that the island has learned since its contribution is kept.
-      wait_seconds: see `wait`.
+      wait: "grace" waits for merged values after a contribution, for at most `wait_seconds`; "none"
+        goes on with steps at once. Either way, merged values that come later are taken after a
+        step, and everything that the island has learned since its contribution is kept.
+      wait_seconds: the most seconds to wait for merged values: after a contribution if `wait` is
+        "grace", and in `finish`.
       begin_seconds: how long to wait for the first version when the folder has none.
       form: how a change is sent: "float32", "bfloat16", "int8" with a scale for every 256 numbers,
         or "int4" with one for every 64. Rounding errors are added to the next change.
@@ -97,8 +98,8 @@ class Island:
       merge_settings: the settings of that thread's merger; see `MergeSettings`.
       waiting: how long that merger waits; see `Waiting`.
       keep_all: whether that merger keeps all objects that a replay needs.
-      replay: whether to repeat an earlier run of this island: merged values are taken after the
-        same steps as its journal says, and nothing is written.
+      replay: whether to repeat an earlier run of this island. The island then takes merged values
+        after the steps after which that run took them, by its journal. Nothing is written.
       poll_seconds: the least time between two looks into the folder; default 0.2 s on a local disk,
         else 2 s.
 
@@ -203,8 +204,9 @@ class Island:
           session: a session in which variables are initialized or restored from a checkpoint.
           step: the number of steps that the island has made before. After `begin` the attribute
             `step` may be larger: if `follow` is "version", it is raised to the version's step.
-          checkpoint: path of the checkpoint from which the session was restored. If `save` has
-            written a file beside it, the island also contributes what it had learned by then.
+          checkpoint: path of the checkpoint from which the session was restored; None if there is
+            none. If `save` has written a file beside it, the island also contributes what it had
+            learned when the checkpoint was written.
 
         Raises:
           IslandError: there was no version within `begin_seconds`; another living process has the
@@ -299,10 +301,12 @@ class Island:
         )  # fmt: skip
 
     def _restore(self, session: Any, saved: SavedIsland) -> None:
-        """Restores the island's state from `saved`, the content of the file beside its checkpoint.
+        """Restores what the island had learned and sent, from the file beside its checkpoint.
 
-        The method does not change the variables of `session`: these have been restored from the
-        checkpoint already.
+        `saved` is the content of this file; it has all attributes of `Learning`. The variables of
+        `session` have been restored from the checkpoint already. The method makes a first write to
+        the session, which sets no variable. In a session of TensorFlow, averages and other derived
+        variables can begin anew only at the first write. So later writes leave them as restored.
         """
         self._learning.restore(saved)
         self._sent_at = time.monotonic()
@@ -446,9 +450,9 @@ class Island:
     def _follow_version(
         self, decision: Decision, counts: Mapping[str, int], before: Mapping[str, int]
     ) -> dict[str, int]:
-        """Raises the attribute `step` to a version's step; returns new values of other counters.
+        """Lets the island's counters follow a version: sets `step`, returns the others' new values.
 
-        `Learning.advance_counters` computes the new values.
+        `Learning.advance_counters` computes the new values, which are never smaller than the old.
 
         Args:
           decision: the decision that made the version, which has the version's counters.
@@ -615,8 +619,8 @@ class Island:
 
         Args:
           session: the session that trains.
-          is_early: whether the contribution is made before it is due, as when the merger is about
-            to decide or the island ends. It is only recorded in the journal.
+          is_early: whether the contribution is made before it is due, because the merger is about
+            to decide, or the island ends. This is only recorded in the journal.
 
         Returns:
           Whether the contribution is surely in the folder. The result is False if there was nothing
@@ -685,10 +689,10 @@ class Island:
         found: tuple[dict[str, np.ndarray], Decision] | None = None,
         merged_as: str | None = "?",
     ) -> None:
-        """Takes a newer version: sets variables to its values plus what it does not contain yet.
+        """Takes a newer version's values, and adds to them what only the island has learned.
 
-        What the island has learned is added to the values as far as no merged contribution contains
-        it. If the island's last contribution can no longer be merged, it is withdrawn. If the
+        What the island has learned is added to the values, except what a merged contribution
+        contains. If the island's last contribution can no longer be merged, it is withdrawn. If the
         version cannot be read, nothing happens.
 
         Args:
@@ -762,9 +766,10 @@ class Island:
         )
 
     def _repeat_events(self, session: Any) -> None:
-        """Repeats what the earlier run did after this step, as its journal says.
+        """Repeats what the earlier run did after the step that was made last, by its journal.
 
-        Called after each step of an island that repeats an earlier run (`Island(replay=True)`).
+        Called at the beginning and after each step of an island that repeats an earlier run
+        (`Island(replay=True)`).
         """
         for event in self._events.get(self._at, []):
             kind = event["event"]

@@ -29,8 +29,8 @@ class Sent(NamedTuple):
     """The values and counts of an island when it contributed, until a version contains them.
 
     Attributes:
-      version: the version from which the change begins.
-      values: the values of the variables that it contributed.
+      version: the number of the version from which the change begins.
+      values: a dictionary from the names of the contributed variables to the values that they had.
       counts: the counters that schedules follow (global step, updates).
       tokens: the number of tokens from which the change was learned.
       steps: the number of updates in the change.
@@ -61,7 +61,7 @@ class Learned(msgspec.Struct, frozen=True, kw_only=True):
       life: the number of the run of the island's process: 1 for the first, and so on.
       number: the number of the last contribution in this run.
       events: the number of events that the journal has of this run.
-      version: the version from which the island went on.
+      version: the number of the version that the island took last.
       counts: the counters that schedules follow (global step, updates), as they were before the
         updates that are not contributed yet.
       since: the number of updates since the last contribution.
@@ -91,7 +91,8 @@ class SavedIsland(NamedTuple):
 
     Attributes:
       learned: the island's counts.
-      base: the values from which the island went on.
+      base: a dictionary from the names of variables to their values in the version that the island
+        took last.
       residual: a dictionary from the names of variables to the rounding errors that are added to
         their next changes.
       attempts: a dictionary from the names of the contributions that the island has made from the
@@ -117,7 +118,7 @@ class SavedIsland(NamedTuple):
         learned by then, or if the file beside the checkpoint belongs to another folder.
 
         Args:
-          contributed: the names of the island's last contributions; "" stands for none.
+          contributed: the names of this island's newest contributions; "" stands for none.
           life: the number of the current run of the island's process.
           version: the number of the folder's newest version.
           fragments: the number of sets of variables that versions change in turn.

@@ -1,9 +1,9 @@
 """The journal of a folder of islands: what happened to each island, after which step and when.
 
 Each run of an island's process writes lines of JSON into objects (files of the folder) of its own.
-An object gets a limited number of lines, since an object store cannot append to an object. The
-journal does not say which contributions were merged: the objects in which the merger writes down
-each version's contributions (its decisions) do.
+An object gets a limited number of lines, because an object store cannot append to an object. The
+journal does not say which contributions were merged. The merger's decisions say it: objects in
+which it writes down the contributions to each version.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Journal:
 
     Attributes:
       life: the number of the run of the process. Set it before the first event.
-      keeps_all: whether old events stay; if not, only the newest 50 objects of events do.
+      keeps_all: whether all objects with events stay; if not, only the newest 50 of them stay.
     """
 
     def __init__(self, folder: Folder, island: str, reminders: Reminders):
@@ -340,8 +340,8 @@ def plot_status(
     Args:
       status: what `read_status` returns.
       axes: the axes of matplotlib to draw into.
-      colors: the colors of the times at which an island ran, of merged contributions, of late ones,
-        and of changes that were not finite.
+      colors: four colors: for the times at which an island ran, for merged contributions, for late
+        contributions, and for changes that were not finite.
     """
     rows = {row.island: number for number, row in enumerate(status.rows)}
     start = min((e["time"] for e in status.events), default=0.0)

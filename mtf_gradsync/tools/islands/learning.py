@@ -125,9 +125,10 @@ class Learning:
         return {name: self._specs[name] for name in names}
 
     def count_step(self, counts: StepCounts, tokens: float) -> None:
-        """Counts a step: an update and its tokens, unless the step accumulated or was skipped.
+        """Counts a step: an update and its tokens, if the step has made an update.
 
-        Tokens of a step that only accumulates gradients are counted with the next update.
+        Tokens of a step that only accumulates gradients are counted with the next update. Tokens of
+        a skipped update are not counted.
 
         Args:
           counts: the counts of the session's optimizers after the step.
@@ -226,9 +227,8 @@ class Learning:
         """Sets `sent` to the contribution that the merger has merged, and corrects the counts.
 
         The island may have contributed several times from the same version; the merger merges one
-        of these contributions. If it was not the last one, the tokens and updates that only later
-        ones contain count as not contributed. `name` is the name of the merged contribution, a key
-        of `attempts`.
+        of these contributions. The tokens and updates that only a later contribution contains count
+        as not contributed. `name` is the name of the merged contribution, a key of `attempts`.
         """
         then, sent = self.attempts[name], self.sent
         if sent is not then:
@@ -248,17 +248,17 @@ class Learning:
     ) -> dict[str, np.ndarray]:
         """Records that the island takes a newer version; returns what to add to the new values.
 
-        This is what the island has learned and the version does not contain. The caller passes the
-        result to `add_learned`.
+        The result is what the island has learned and the version does not contain. The caller
+        passes it to `add_learned`.
 
         Args:
           version: the number of the newer version.
           merged: a dictionary from the names of the variables that the version changed to their
             values in it.
           now: a dictionary from the names of variables to their values in the session.
-          may_still_merge: whether `sent` may still be merged into a later version. If True, its
-            change counts as learned since, and it stays in `sent`. If False, the version contains
-            its change, and `sent` becomes None.
+          may_still_merge: whether the contribution in `sent` may still be merged into a later
+            version. If True, its change is in the result, and the contribution stays in `sent`. If
+            False, the version contains its change, and `sent` becomes None.
 
         Returns:
           A dictionary from the names in `merged` to arrays, to be added to the values in `merged`.

@@ -5,7 +5,8 @@ Only one process can create this object. The process that has a lease writes hea
 folder, which show that it still runs. Other processes measure by their own clocks how old the
 heartbeats are, so that clocks of machines are never compared and no locks are needed. If a process
 was stopped and wakes up, it may find an object with a newer number: then it knows that it has lost
-its lease. Objects that this process writes before it looks have new names, and replace nothing.
+its lease. Even if it writes objects before it looks for newer numbers, it does no harm: these
+objects have new names, and replace no others.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ class LeaseTerm(NamedTuple):
     Attributes:
       number: the number of the term, which counts up with each new holder.
       mark: the mark (such as an ETag) that the folder gives the object of the last heartbeat. Each
-        heartbeat gets another mark; "" if there was none yet.
+        heartbeat gets another mark. The mark is "" if there was no heartbeat yet.
       has_left: whether the holder has given the lease up.
     """
 
@@ -108,7 +109,7 @@ class HeartbeatAges:
       clock: a function that returns the time in seconds.
 
     Attributes:
-      renewed: the names of the leases that got a new heartbeat since they were first seen.
+      renewed: the names of the leases that got a new heartbeat since this object first saw them.
     """
 
     def __init__(self, seconds: float = LIFE_SECONDS, clock: Callable[[], float] = time.monotonic):
@@ -148,7 +149,7 @@ class Lease:
       name: the name of the lease in the subfolder; "" if there is only one.
       report: a function that is called for each heartbeat. It returns a dictionary of fields of
         `Heartbeat` other than `count` and `time`.
-      replaces_own: whether the lease may be taken from another holder in this process.
+      replaces_own: whether the lease may be taken from another `Lease` object in this process.
     """
 
     def __init__(
@@ -288,7 +289,7 @@ class Reminders:
     """A logger of conditions that last: it repeats a message, and logs when the condition ends.
 
     Each condition, such as a folder that fails, has a key. Call `remind` with this key again and
-    again while the condition lasts, and `end` when it does not.
+    again while the condition lasts, and call `end` with it once the condition has ended.
 
     Args:
       log: the logger that gets the messages.

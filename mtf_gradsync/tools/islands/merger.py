@@ -3,9 +3,10 @@
 A version is made in two steps. First the merger writes down which contributions it merges into the
 version, with their weights and checksums: this object is the decision on the version. Then the
 merger writes the version's values (see module `versions`). Both objects are files of the folder
-that are created once and never replaced. So a merger that was killed at any point makes the same
-bits when it is started again. A merger that was stopped and wakes up finds it if another merger has
-made a decision meanwhile. `replay` can make every version again from its decision.
+that are created once and never replaced. So if a merger is killed at any point and started again,
+it makes a version with the same bits. If a merger was stopped and wakes up, another merger may have
+made a decision meanwhile: it then finds this decision, and makes no other. `replay` can make every
+version again from its decision.
 """
 
 from __future__ import annotations
@@ -77,13 +78,13 @@ class Waiting(NamedTuple):
     """The settings of how long a merger waits for contributions.
 
     Attributes:
-      quorum: how many contributions to the newest version a merge needs: a number, or "living" for
-        one of each island that writes heartbeats.
+      quorum: how many contributions that begin from the newest version are needed for the next: a
+        number, or "living" for one of each island that writes heartbeats.
       min_grace: the least seconds to wait for more contributions after the quorum is reached.
       max_grace: the most seconds to wait. Between the two limits, the wait is 1.5 times the usual
-        time between the first and the last contribution to a version.
-      max_staleness: by how many versions a contribution may be behind the newest one and still be
-        merged.
+        time between the first and the last contribution that begin from the same version.
+      max_staleness: by how many versions the version from which a contribution begins may be older
+        than the newest version. Older contributions are not merged.
     """
 
     quorum: Quorum = 1
@@ -283,7 +284,8 @@ class Merger:
     def _write_or_adopt_settings(self) -> None:
         """Writes this merger's settings into the folder, unless the folder has settings already.
 
-        If it has, they become this merger's settings; a warning is logged if they differ.
+        If the folder has settings, they become this merger's. A warning is logged if they differ
+        from the settings that the merger had before.
         """
         if self._folder.create_json(SETTINGS, self.settings._asdict()):
             return
@@ -414,7 +416,7 @@ class Merger:
         self._folder.create(name, data)
 
     def _decide(self) -> Decision | None:
-        """Chooses the contributions to the next version; returns the decision, without writing it.
+        """Chooses the contributions for the next version; returns the decision, not yet written.
 
         The result is None if it is too early to decide: too few islands have contributed, or the
         wait for more contributions is not over.
@@ -522,7 +524,7 @@ class Merger:
 
         Args:
           oldest: the number of the oldest version from which contributions may still be merged.
-            Decisions on versions older than this by eight or more are not read.
+            Decisions on versions that are older than `oldest` by eight or more are not read.
         """
         merged, counted = set[tuple[str, int]](), set[tuple[str, int]]()
         for version in range(max(oldest - _VERSIONS_LOOKED_AT, 0) + 1, self._next_version):
@@ -557,8 +559,8 @@ class Merger:
 
         Args:
           contribution: the contribution.
-          to_merge: all contributions of the version. The usual length is the median of the lengths
-            of the other contributions among them, and of this island's earlier changes.
+          to_merge: all contributions that make the version. The usual length is the median of the
+            lengths of the other contributions in `to_merge`, and of this island's earlier changes.
         """
         before = range(max(self._next_version - _VERSIONS_OF_LENGTHS, 1), self._next_version)
         own = [
@@ -596,9 +598,9 @@ class Merger:
 
         If the merger's `keep_all` is True, only two kinds of objects are removed: offers of initial
         values, and announcements that the merger will soon decide. Otherwise old versions, momenta,
-        contributions and decisions are removed, too. What stays is the values and momenta from
-        which the newest two versions are read, contributions that may still be merged or are to be
-        counted as late, and the last `_DECISIONS_KEPT` decisions.
+        contributions and decisions are removed, too. Then three kinds of objects stay: the values
+        and momenta from which the newest two versions are read, contributions that may still be
+        merged or are to be counted as late, and the last `_DECISIONS_KEPT` decisions.
 
         Args:
           decision: the decision on the newest version.

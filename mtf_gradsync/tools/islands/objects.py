@@ -5,8 +5,8 @@ versions/00000007.safetensors           values of version 7, and the decision th
 versions/00000008.soon                  version 8 is about to be decided
 momenta/00000007.safetensors            the outer momentum after version 7
 decisions/00000007.json                 what version 7 is made of
-contributions/00000007/NAME@3-1.safetensors   island NAME's first change to version 7, from the
-                                        third run (life) of its process
+contributions/00000007/NAME@3-1.safetensors   island NAME's change since version 7: the first
+                                        contribution of the third run (life) of its process
 contributions/00000007/NAME@3-1.refused why that change is not merged
 offers/NAME.safetensors                 values that an island offers for version 0
 merger/00000002.json, .beat, .left      which process merges; its heartbeats; that it has left
@@ -130,7 +130,8 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
       refused: a dictionary from the names of refused contributions to the reasons.
       counts: the counters that schedules follow (global step, updates), as of the version.
       settings: the fields of `MergeSettings` with which the version is made.
-      oldest: contributions to versions before this one are never merged from now on.
+      oldest: the number of a version. Contributions that begin from older versions are never merged
+        from now on.
       keeps_all: whether no objects are removed, so that all versions can be replayed.
       totals: a dictionary from the names of islands to what became of their contributions, up to
         this version.
@@ -284,8 +285,9 @@ def offer_object(island: str) -> str:
 def numbers_in(folder: Folder, subfolder: str, ending: str) -> list[int]:
     """Returns the numbers of the objects in a subfolder whose names are a number and an ending.
 
-    The numbers are in ascending order. `subfolder` is its name, such as "versions". `ending` is
-    what follows the number in the names, such as ".soon"; "" for names that are only a number.
+    The numbers are in ascending order. `subfolder` is the name of the subfolder, such as
+    "versions". `ending` is what follows the number in the objects' names, such as ".soon"; "" for
+    names that are only a number.
     """
     found = (_NUMBERED.fullmatch(name) for name in folder.names(subfolder))
     return [int(one[1]) for one in found if one and (one[2] or "") == ending]

@@ -59,7 +59,7 @@ class ReceivedContributions:
         self._records = {}
 
     def forget_before(self, version: int) -> None:
-        """Removes contributions from the cache whose changes begin from earlier versions."""
+        """Removes from the cache contributions that begin from versions older than `version`."""
         records = self._records.items()
         self._records = {key: x for key, x in records if not x or x.pair[1] >= version}
         self.arrived = {key: x for key, x in self.arrived.items() if key[1] >= version}
@@ -178,7 +178,7 @@ def _check_and_describe(
 
     Raises:
       DamagedObjectError: the contribution is another island's or version's than its name says, has
-        no tokens, other variables, or values that are not finite.
+        no tokens, is for other variables, or has values that are not finite.
     """
     facts: ContributionFacts = stored.facts
     parsed = parsed_contribution(name)

@@ -57,8 +57,8 @@ class Values:
     Args:
       lowering: the step's lowering, or several. Sessions of TensorFlow (placement meshes) need it,
         and so do all sessions of optimizers that accumulate or skip steps.
-      variables: names of the trained variables to exchange. By default all trainable ones of the
-        graph, and the averaged ones of the model.
+      variables: names of the trained variables to exchange. By default all trainable variables of
+        the graph are exchanged, and all averaged variables of the model.
 
     Attributes:
       specs: a dictionary from the names of the exchanged variables to their shapes and dtypes.
@@ -66,8 +66,8 @@ class Values:
         counters are "step" (the global step) and counts of updates.
 
     Raises:
-      ValueError: there are no such variables, `OuterOptimizer` holds a value of them for each
-        island, or the lowering is missing.
+      ValueError: there are no such variables, `OuterOptimizer` holds a value of such a variable for
+        each island, or the lowering is missing.
     """
 
     def __init__(self, lowering: Any = None, variables: Sequence[str] | None = None):
@@ -235,6 +235,9 @@ class Values:
 
     def write(self, session: Any, values: Mapping[str, Any]) -> None:
         """Sets variables of a session to new values, in masters and in slices.
+
+        The first call has to come before the session's first step. It lets derived variables, such
+        as averages, begin anew if the variables are set from which they derive.
 
         Args:
           session: the session that trains.

@@ -386,7 +386,7 @@ def replay(
       The numbers of the versions whose stored bits differ.
 
     Raises:
-      DamagedObjectError: there are no versions, or contributions to a version are gone, since the
+      DamagedObjectError: there are no versions, or contributions of a version are gone because the
         merger ran without `keep_all`.
     """
     newest, state, wrong = newest_version(folder), None, list[int]()
