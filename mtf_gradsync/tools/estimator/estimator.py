@@ -95,8 +95,8 @@ class Estimator(_TensorFlows):
         """Takes a model_fn; builds nothing before `train`, `evaluate` or `predict`.
 
         Args:
-          model_fn: takes features and, if it names them, labels, mode, params and config;
-            returns an EstimatorSpec or a TPUEstimatorSpec.
+          model_fn: a function of features and of any of labels, mode, params and config, which it
+            takes by name. It returns an EstimatorSpec or a TPUEstimatorSpec.
           model_dir: directory of checkpoints and summaries; None takes the model_dir of config, or
             a temporary directory if config has none.
           config: a RunConfig of Estimator or TPUEstimator; None for the defaults of a RunConfig.
@@ -108,10 +108,10 @@ class Estimator(_TensorFlows):
             copy has "batch_size" if a batch size is given. It has "use_tpu" if the model_fn was
             written for TPUEstimator, that is, if use_tpu is set or config has a tpu_config. In a
             SIMD program it has "use_tpu" and "context".
-          warm_start_from: the source of values while model_dir has no checkpoint: the path of a
-            checkpoint, of its directory or of a SavedModel, for all variables that are trained; or
-            tf.estimator.WarmStartSettings, for the variables that these settings choose. Slots and
-            counters begin as in a new run.
+          warm_start_from: the source of values while model_dir has no checkpoint. It may be the
+            path of a checkpoint, of a checkpoint's directory or of a SavedModel: all trained
+            variables then get values from there. Or it may be tf.estimator.WarmStartSettings, which
+            choose the variables. Slots and counters begin as in a new run.
           use_tpu: whether the model_fn builds a SIMD program, as for a TPU.
           runtime: "placement_mesh", "cpu_replicas" or "xla". None takes "xla" (the devices that
             jax has) if use_tpu is set, and "placement_mesh" otherwise.
@@ -235,10 +235,11 @@ class Estimator(_TensorFlows):
         Args:
           input_fn: takes any of mode, params and config by name; returns a Dataset of features or
             of (features, labels), or returns features or (features, labels) as tensors.
-          hooks: more session hooks.
-          steps: how many steps to make; None for all that the input has.
-          max_steps: the global step to stop at; nothing is done if a checkpoint has reached it.
-          saving_listeners: listeners of the checkpoint saver.
+          hooks: session hooks to use besides those of the spec.
+          steps: how many steps to make; None makes steps until the input ends.
+          max_steps: the global step to stop at. If the newest checkpoint has reached it, nothing is
+            done.
+          saving_listeners: listeners to add to the hook that saves checkpoints.
 
         Returns:
           This Estimator.
@@ -300,14 +301,14 @@ class Estimator(_TensorFlows):
 
         Args:
           input_fn: see `train`.
-          steps: how many steps to make; None for all that the input has.
-          hooks: more session hooks.
+          steps: how many steps to make; None makes steps until the input ends.
+          hooks: session hooks to use besides those of the spec.
           checkpoint_path: the checkpoint; None takes the newest of model_dir. If model_dir has no
-            checkpoint, the values to warm start from are evaluated.
+            checkpoint, the values of warm_start_from are evaluated.
           name: summaries go to "eval_<name>" in model_dir, or to "eval" without a name.
 
         Returns:
-          The mean loss as "loss", the metrics, and "global_step", by name.
+          A dictionary with the mean loss as "loss", the metrics by name, and "global_step".
 
         Raises:
           ValueError: there is no checkpoint; the checkpoint has no averages to evaluate with; the
@@ -337,17 +338,19 @@ class Estimator(_TensorFlows):
         checkpoint_path: str | None = None,
         yield_single_examples: bool = True,
     ) -> Iterator[Any]:
-        """Predicts with a checkpoint; nothing runs, or raises, before the first `next`.
+        """Yields predictions by a checkpoint; builds and checks nothing before the first `next`.
 
         Args:
           input_fn: see `train`; its labels are not used.
-          predict_keys: keys of the predictions to return; None for all.
-          hooks: more session hooks.
-          checkpoint_path: the checkpoint; None takes the newest of model_dir.
-          yield_single_examples: whether to yield the examples one by one; otherwise whole batches.
+          predict_keys: names of the predictions to return; None returns all.
+          hooks: session hooks to use besides those of the spec.
+          checkpoint_path: the checkpoint; None takes the newest of model_dir. If model_dir has no
+            checkpoint, the values of warm_start_from are taken.
+          yield_single_examples: whether to yield the examples one by one. If not, whole batches are
+            yielded.
 
         Yields:
-          Predictions by name, or arrays if the model predicts a single tensor.
+          A dictionary of predictions by name, or an array if the model predicts a single tensor.
 
         Raises:
           ValueError: there is no checkpoint; the checkpoint has no averages to predict with; the
@@ -378,20 +381,20 @@ class Estimator(_TensorFlows):
         as_text: bool = False,
         checkpoint_path: str | None = None,
     ) -> str:
-        """Writes the model as a SavedModel, lowered onto devices whatever the runtime.
+        """Writes the model as a SavedModel; on every runtime the model is lowered onto devices.
 
         Args:
-          export_dir_base: parent of the new directory, which is named by the time in seconds.
-          serving_input_receiver_fn: returns a ServingInputReceiver: features, and what a server
-            feeds.
+          export_dir_base: parent of the new directory, whose name is the time in seconds.
+          serving_input_receiver_fn: a function that returns a ServingInputReceiver: the features,
+            and the tensors that a server feeds.
           assets_extra: files to copy into the directory "assets.extra", as a dict from the name
             that a copy gets to the path of the file.
           as_text: whether to write the graph as text.
           checkpoint_path: the checkpoint; None takes the newest of model_dir. If model_dir has no
-            checkpoint, the checkpoint to warm start from is taken.
+            checkpoint, the checkpoint of warm_start_from is taken.
 
         Returns:
-          The directory.
+          The path of the new directory.
 
         Raises:
           ValueError: there is no checkpoint, or evaluate_with_averages is set and the checkpoint
@@ -451,13 +454,13 @@ class Estimator(_TensorFlows):
         Args:
           input_fn: gives the batches, as in `train`.
           mode: "train", "eval" or "infer".
-          start: the checkpoint that will be restored when a session begins. If it names no
-            checkpoint, the variables' initial values are those to warm start from, if there are.
+          start: the checkpoint that will be restored when a session begins. If `start` names no
+            checkpoint, and warm_start_from was given, variables begin with values from there.
 
         Returns:
-          Four values: where the step runs (on devices, or on the cores of a SIMD program); the spec
-          that the model_fn returned; the spec's scaffold, or None; and the session hooks that the
-          input needs.
+          Four values: the place where the step runs (devices, or the cores of a SIMD program); the
+          spec that the model_fn returned; the spec's scaffold, or None; and the session hooks that
+          the input needs.
         """
         settings = None if start.path else self._warm_start
         if settings:
@@ -475,9 +478,9 @@ class Estimator(_TensorFlows):
     def _start(self, path: str | None) -> Start:
         """Chooses the checkpoint from which an evaluation or prediction gets its values.
 
-        It is the checkpoint at `path`; if `path` is None, it is the newest of model_dir. If there
-        is neither, the result has no checkpoint, and the values come from warm_start_from. Raises
-        ValueError if there is none of the three.
+        It is the checkpoint at `path`; if `path` is None, it is the newest of model_dir. If `path`
+        is None and model_dir has no checkpoint, the result has no checkpoint: the values then come
+        from warm_start_from. Raises ValueError if warm_start_from is not given, either.
         """
         path = path or self.latest_checkpoint()
         if not path and self._warm_start:
@@ -559,7 +562,7 @@ def run_config(
       mesh_shape: Mesh-TF's mesh shape, of a mesh of virtual CPU devices; None for other devices.
       tpu_config: a TPUConfig, for TPUEstimator; None makes Estimator's RunConfig.
       **settings: more settings of RunConfig, such as save_checkpoints_steps. If session_config is
-        one of the settings, the RunConfig has it without a change.
+        one of them, the RunConfig takes it unchanged, and `mesh_shape` has no effect.
 
     Returns:
       Estimator's RunConfig, or TPUEstimator's if tpu_config is given.

@@ -60,12 +60,12 @@ def training_hooks(
 ) -> list[Any]:
     """Returns the session hooks of a training, other than those that the user gave.
 
-    They are the spec's hooks, hooks that log the loss, and hooks that write checkpoints and
-    summaries.
+    They are the spec's hooks, hooks that check and log the loss, and hooks that write checkpoints
+    and summaries.
 
     Args:
       config: the RunConfig, which says how often to log, and to write checkpoints and summaries.
-      given: the user's hooks. If one of them saves checkpoints, no other saver is made.
+      given: the user's hooks. If one of them saves checkpoints, no further hook is made for that.
       spec: the model's spec.
       scaffold: the spec's scaffold, if it has one; its saver is used.
       is_program: whether the model is a SIMD program.
@@ -128,13 +128,13 @@ class MeanLossHook(tf.train.SessionRunHook):
         in_sums: tf.Tensor | None = None,
         weight: tf.Tensor | None = None,
     ):
-        """Logs a line on the first step and after every `every_n_iter` steps.
+        """Makes a hook that logs a line after the first step, then one every `every_n_iter` steps.
 
         Args:
           loss: a tf scalar, the loss of a step.
-          every_n_iter: the number of steps per line.
-          in_sums: a tf scalar, the number of gradients that are accumulated for each variable, but
-            not applied, at the end of a step; None if every step is an update.
+          every_n_iter: the number of steps from one line to the next.
+          in_sums: a tf scalar: at the end of a step, how many microbatch steps are accumulated and
+            not applied yet. None if every step is an update.
           weight: a tf scalar, the weight of the loss in the mean; None for losses of equal weight.
         """
         given = {"loss": loss, "in_sums": in_sums, "weight": weight}
@@ -148,7 +148,7 @@ class MeanLossHook(tf.train.SessionRunHook):
         self._fetches["step"] = tf.train.get_global_step()
 
     def before_run(self, run_context: Any) -> tf.train.SessionRunArgs:
-        """Returns the fetches to add to a step: the loss, the global step, and what else it needs.
+        """Returns the fetches to add to a step: the loss, the global step and the given tensors.
 
         The session calls `before_run` before each step.
         """
@@ -253,7 +253,11 @@ class HostCallHook(tf.train.SessionRunHook):
         self._host: HostFunction | None = None
 
     def begin(self) -> None:
-        """Builds the graph of the host_call; the session calls this before it starts."""
+        """Builds the graph of the host_call; the session calls this before it starts.
+
+        If the host_call needs TensorBoard, and this is not installed, a warning is logged, and the
+        host_call never runs.
+        """
         try:
             self._host = HostFunction(self._call)
         except Exception as error:
@@ -265,7 +269,7 @@ class HostCallHook(tf.train.SessionRunHook):
             )
 
     def before_run(self, run_context: Any) -> tf.train.SessionRunArgs | None:
-        """Returns the host_call's tensors, to add to the fetches of a step; None if it is skipped.
+        """Returns the host_call's tensors, to add to a step's fetches; None if it never runs.
 
         The session calls `before_run` before each step.
         """
@@ -286,7 +290,7 @@ class HostCallHook(tf.train.SessionRunHook):
 
 
 class Evaluation:
-    """An evaluation: makes the steps, and averages the losses and metrics of its spec."""
+    """A runner of an evaluation: it makes the steps, and averages the spec's loss and metrics."""
 
     def __init__(self, spec: Any, is_program: bool):
         """Builds the metrics that run on the host; metrics that run in the step are built already.

@@ -87,11 +87,11 @@ class SpecBuilder:
           config: the model_fn's config: where and how often checkpoints are written.
           mesh_shape: Mesh-TF's mesh shape, such as "rows:4;cols:2".
           layout: Mesh-TF's layout rules, such as "batch:rows;hidden:cols".
-          devices: without a TPU, a device string for each processor. If None, training and
-            evaluation use virtual CPU devices, which the session has to have (see `run_config`).
-            Predictions then use the session's default device, so that an exported model can be
-            loaded on any machine.
-          autostack: whether Mesh-TF puts variables of one shape into one.
+          devices: a device string for each processor, for a model that is not lowered into a TPU
+            program. If None, training and evaluation use virtual CPU devices, which the session has
+            to have (see `run_config`). Predictions then use the session's default device, so that
+            an exported model can be loaded on any machine.
+          autostack: whether Mesh-TF joins variables of the same shape and dtype into larger ones.
 
         Raises:
           ValueError: mode is not "train", "eval" or "infer", or the mesh does not fit the devices.
@@ -129,18 +129,19 @@ class SpecBuilder:
         """Returns the spec of a training step.
 
         Checkpoints are written as often as config says. The training can also begin from a
-        checkpoint of a run without the wrapper, or of a run on another mesh (see
+        checkpoint of a run without wrappers around the optimizer, or of a run on another mesh (see
         `ReshardingSaver`). If the checkpoint is of another model, an error names the differences
         between the models.
 
         Args:
           loss: an mtf tensor. If it has several elements, their mean is taken, by the weights that
             `compute_gradients` or `minimize` was given for the loss.
-          updates: what `apply_grads`, `apply_gradients` or `minimize` returned. The global step is
-            advanced after these updates, unless they advance it themselves.
-          optimizer: the optimizer. The values that it reports, such as gradient norms (`reported`),
-            become summaries, and so does the traffic of a step, if it is known.
-          summaries: more mtf or tf tensors by name, scalars or one value for each shard.
+          updates: the operations that `apply_grads`, `apply_gradients` or `minimize` returned. The
+            global step is advanced after these updates, unless they advance it themselves.
+          optimizer: the optimizer. The values that it reports (see `reported`), such as gradient
+            norms, become summaries. So does the traffic of a step, if it is known.
+          summaries: values for more summaries: mtf or tf tensors by name, each of them a scalar or
+            one number for each shard.
 
         Returns:
           A TPUEstimatorSpec in a TPU program, otherwise an EstimatorSpec.
@@ -222,8 +223,9 @@ class SpecBuilder:
 
         Args:
           loss: an mtf tensor. If it has several elements, their mean is taken.
-          metrics: called with `tensors` by name, as tf tensors on the host; returns a dict with
-            pairs of a value and an update operation, as `tf.metrics` makes them.
+          metrics: a function that gets `tensors` as keyword arguments, all of them as tf tensors.
+            It returns a dict of metrics by name. A metric is a pair of a value and an update
+            operation, as `tf.metrics` makes it.
           tensors: mtf or tf tensors by name; their first dimension is the batch.
 
         Returns:
@@ -318,7 +320,7 @@ def _mesh_over_cores(shape: mtf.Shape, layout: mtf.LayoutRules, context: Any) ->
 
 
 def _outside_programs() -> Any:
-    """Returns a context manager whose operations are not part of the TPU program being built."""
+    """Returns a context manager; operations made in it are outside the TPU program being built."""
     return tf.control_dependencies(None)
 
 
@@ -360,8 +362,8 @@ def _traffic(fetches: Sequence[Any], mesh_impl: mtf.MeshImpl, optimizer: Any) ->
     """Counts the bytes that devices of a placement mesh receive in a step.
 
     The result is a dictionary from the names of summaries to numbers of bytes. It is {} if the
-    bytes are not known, for example because `optimizer` skips updates in branches of the graph that
-    are functions. `fetches` are the tf tensors and operations that a step runs.
+    bytes are not known. For example, the branch for the steps in which `optimizer` makes an update
+    may be a function of TensorFlow. `fetches` are the tf tensors and operations that a step runs.
     """
     skips = schedules_updates(stages_of(optimizer))
     if skips and has_calls(tf.get_default_graph()):
@@ -378,8 +380,8 @@ def _write_on_host(
     """Returns a host_call that writes scalars of a TPU program as summaries into model_dir.
 
     The host_call is a pair of a function and its tensors, as a TPUEstimatorSpec takes it. `scalars`
-    are float32 tf scalars by name. If `model_dir` is None, the result is None and not a host_call
-    that writes nothing, as TPUEstimator would wait for such a host_call.
+    are float32 tf scalars by name. If `model_dir` is None, the result is None: TPUEstimator would
+    wait for a host_call even if it wrote nothing.
     """
     if not model_dir:
         return None

@@ -22,7 +22,7 @@ from mtf_gradsync.tools.estimator.hooks import add_saver
 
 
 class ModelFn(NamedTuple):
-    """A model_fn, and what is added to the caller's params before it gets them.
+    """A model_fn, and the items that are added to the caller's params before it gets them.
 
     `batch_sizes` has, for each mode, the value that params["batch_size"] gets; if this value is
     None, the item "batch_size" is not added. If `is_for_tpu` is set, the item "use_tpu" is always
@@ -51,8 +51,8 @@ class ModelFn(NamedTuple):
           config: the RunConfig.
 
         Returns:
-          The spec that the model_fn returned, its scaffold or None, and the hooks that the input
-          needs.
+          Three values: the spec that the model_fn returned; the spec's scaffold, or None; and the
+          session hooks that the input needs.
         """
         is_program = isinstance(place, OnCores)
         # A program cannot write a ref variable, as all are in a TensorFlow 1 program.
@@ -259,8 +259,8 @@ def warm_start(settings: Sequence[Any]) -> None:
 def _call_with_named(fn: Callable[..., Any], **known: Any) -> Any:
     """Calls `fn` with those of the `known` arguments that its signature names; returns its result.
 
-    If `fn` is a ``functools.partial`` that has some of the `known` arguments already, it does not
-    get these arguments again.
+    If `fn` is a ``functools.partial`` that has some of the `known` arguments already, it keeps its
+    own values of these.
     """
     # Arguments that a partial function has already are not replaced.
     held = set(fn.keywords) if isinstance(fn, functools.partial) else set()
