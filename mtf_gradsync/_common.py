@@ -166,7 +166,8 @@ def warn_once(key: str, message: str, *args: Any) -> None:
 def log_once(key: str, level: int, message: str, *args: Any) -> None:
     """Logs a line at a level of `logging`, unless one with the same `key` was logged before.
 
-    `message` is a format string, and `args` are its values. `key` is shared with `warn_once`.
+    `message` is a format string, and `args` are its values. Keys of lines that `warn_once` has
+    logged count, too.
     """
     if key not in _warned:
         _warned.add(key)
@@ -181,8 +182,8 @@ def reset_warnings() -> None:
 def close_to(given: str, names: Iterable[str], most: int = 2) -> list[str]:
     """Returns at most `most` of `names` that are similar to the name `given`, the nearest first.
 
-    A name is similar if it is spelled almost like `given`, if one of its parts between slashes is,
-    or if it contains `given`.
+    A name is similar if it contains `given`. It is also similar if the name, or one of its parts
+    between slashes, is spelled almost like `given`.
     """
     wanted = _letters(given)
 

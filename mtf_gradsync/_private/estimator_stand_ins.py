@@ -1,7 +1,7 @@
 """Stand-ins for Estimator's specs and configs, as plain data, for TensorFlow without Estimator.
 
 With these stand-ins, `mtf_gradsync.estimator.Estimator` runs a model_fn that was written for
-Estimator or TPUEstimator. Their fields and defaults are those of TensorFlow 2.15.
+Estimator or TPUEstimator. The stand-ins have the fields and defaults of TensorFlow 2.15.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class _TPUFields(NamedTuple):
 
 
 class _Spec:
-    """A base class of specs; the constructor raises ValueError without what the mode needs."""
+    """A base class of specs; raises ValueError if a field that the spec's mode needs is missing."""
 
     __slots__ = ()
 
@@ -103,7 +103,7 @@ class _Settings:
 
 
 class RunConfig(_Settings):
-    """The settings of a program of Estimator."""
+    """The settings of a program that uses Estimator."""
 
     _defaults = MappingProxyType(
         {
@@ -142,7 +142,7 @@ class TPUConfig(_Settings):
 
 
 class TPURunConfig(RunConfig):
-    """The settings of a program of TPUEstimator."""
+    """The settings of a program that uses TPUEstimator."""
 
     def __init__(
         self,

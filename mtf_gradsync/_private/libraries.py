@@ -8,12 +8,12 @@ dropped names that Mesh-TensorFlow needs while it is imported:
   ``.tpu_estimator`` are gone from TensorFlow 2.16 on.
 
 Importing this module adds missing names, and nothing else. Specs and configs of Estimator are plain
-data, and their stand-ins work; the session hooks of ``tf.estimator`` are those of ``tf.train``.
-Names that really need Estimator can be imported, subclassed and used in annotations; calling such a
-name raises an error that says what to use.
+data, and the stand-ins for them work as the originals do. In place of the session hooks of
+``tf.estimator``, those of ``tf.train`` are used. Names that really need Estimator can be imported,
+subclassed and used in annotations; calling such a name raises an error that says what to use.
 
-After this module, ``mesh_tensorflow.transformer`` can be imported, too; it needs the ``train``
-extra. Importing this module does not parse flags of absl.
+Once this module is imported, ``mesh_tensorflow.transformer`` can be imported, too. It needs the
+packages of the extra ``train`` of mtf_gradsync. Importing this module does not parse flags of absl.
 """
 
 from __future__ import annotations

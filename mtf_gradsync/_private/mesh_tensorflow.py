@@ -92,8 +92,8 @@ def reshape_variable(variable: mtf.Variable, shape: mtf.Shape) -> mtf.Tensor:
 
     The new shape must have as many elements as the old shape. The variable's master, which
     checkpoints hold, keeps the old shape. Operations still read the tensor that was the variable's
-    value before the call. By `move_outputs` the caller has to make it the output of an operation
-    that reshapes the new value.
+    value before the call. The caller has to make this tensor, by `move_outputs`, the output of an
+    operation that reshapes the new value.
     """
     variable._outputs = [mtf.Tensor(variable, shape, variable.activation_dtype)]
     master = variable.get_master()
@@ -118,8 +118,8 @@ def set_copy_to_slices(laid_out_variable: Any, copy: tf.Operation) -> None:
 def keep_unstacked(variable: mtf.Variable, dtype: mtf.VariableDType) -> None:
     """Sets the dtype of a variable to `dtype`, so that Mesh-TF's autostack does not stack it.
 
-    Autostack stacks variables of one shape and dtype, so that `dtype` must be the dtype of no other
-    variable. The variable must not be lowered yet.
+    Autostack stacks variables of one shape and dtype. So no other variable of the same shape may
+    have the dtype `dtype`. The variable must not be lowered yet.
     """
     variable._dtype = dtype
 

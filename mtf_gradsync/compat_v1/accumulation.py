@@ -155,10 +155,9 @@ class GradientAccumulationOptimizer(OffMesh, tf.train.Optimizer):
         return self.opt.get_slot_names()
 
     def described(self) -> list[tuple[str, Any]]:
-        """Returns the optimizer's work for `mtf_gradsync.describe`.
+        """Returns what `mtf_gradsync.describe` prints about the optimizer, a pair for each line.
 
-        The result is a list of pairs: a text that says what is done, and the number of steps in
-        which it is done once.
+        A pair is a text that says what is done, and the number of steps in which it is done once.
         """
         reduces = ["call allreduce_fn"] * (self._allreduce is not None)
         if self._passes == 1:
@@ -236,8 +235,8 @@ class GradientAccumulationOptimizer(OffMesh, tf.train.Optimizer):
 
         Before the inner optimizer is called, `allreduce_fn` is called, and sums are divided if
         averages are wanted. `grads` are the gradients of this microbatch step, one or None for each
-        variable; they only tell which variables have sums, and which dtypes the inner optimizer
-        gets. `global_step` is the variable to add one to, or None.
+        variable. They only tell which variables have sums, and to which dtypes the sums are cast
+        for the inner optimizer. `global_step` is the variable to add one to, or None.
         """
         present = [s for s in sums if s is not None]
         owners = [v for g, v in zip(grads, variables) if g is not None]
@@ -293,7 +292,8 @@ class CrossShardOptimizer(OffMesh, tf.tpu.CrossShardOptimizer):
     """`tf.compat.v1.tpu.CrossShardOptimizer`, which also runs outside of TPU programs.
 
     Outside of a TPU program TensorFlow's class adds operations that no CPU or GPU can run. This
-    class logs, as TensorFlow's does, that it assumes one shard, and then calls the inner optimizer.
+    class only calls the inner optimizer there. Like TensorFlow's class, it logs that it assumes one
+    shard.
 
     Attributes:
       opt: the inner optimizer.
@@ -311,10 +311,9 @@ class CrossShardOptimizer(OffMesh, tf.tpu.CrossShardOptimizer):
         self.opt = opt
 
     def described(self) -> list[tuple[str, Any]]:
-        """Returns the optimizer's work for `mtf_gradsync.describe`.
+        """Returns what `mtf_gradsync.describe` prints about the optimizer, a pair for each line.
 
-        The result is a list of pairs: a text that says what is done, and the number of steps in
-        which it is done once.
+        A pair is a text that says what is done, and the number of steps in which it is done once.
         """
         return [("sum over the shards of a TPU program, if this is one", 1)]
 
@@ -358,9 +357,9 @@ class SyncReplicasOptimizer(OffMesh, tf.train.SyncReplicasOptimizer):
 
         Args:
           opt: the optimizer.
-          replicas_to_aggregate: the number of gradients in an update.
-          total_num_replicas: how many replicas there are; None for replicas_to_aggregate.
-          variable_averages: a `tf.train.ExponentialMovingAverage`, or its decay.
+          replicas_to_aggregate: how many gradients of a variable make one update.
+          total_num_replicas: how many replicas there are; None means replicas_to_aggregate.
+          variable_averages: a `tf.train.ExponentialMovingAverage`, or a number, the decay of one.
           *arguments: further arguments of TensorFlow's class.
           **named: further arguments of TensorFlow's class, by name.
 

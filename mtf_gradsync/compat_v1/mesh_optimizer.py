@@ -47,9 +47,10 @@ class MeshOptimizer(mtf.optimize.Optimizer):
     `MeshOptimizer` takes a GradientDescentOptimizer, MomentumOptimizer, AdagradOptimizer,
     AdamOptimizer, RMSPropOptimizer, AdadeltaOptimizer or FtrlOptimizer. The arguments of such an
     optimizer may be numbers, tf or mtf scalars, or functions without arguments that return numbers
-    or scalars. Adam's betas and initial values cannot be mtf scalars, because variables begin with
-    them. Updates are equal to those of TensorFlow for dense gradients, up to float rounding. Dtypes
-    narrower than float32 are computed in float32.
+    or scalars. Adam's betas and the initial values of slots cannot be mtf scalars, because
+    variables begin with them. Updates are equal to those of TensorFlow for dense gradients, up to
+    float rounding. Updates of variables with masters in a dtype narrower than float32 are computed
+    in float32.
 
     Slots are laid out like their variables and have TensorFlow's names (`w/Adam`, `w/Adam_1`,
     `beta1_power`), in the scope in which gradients are applied. So models with a mesh can read
@@ -76,11 +77,11 @@ class MeshOptimizer(mtf.optimize.Optimizer):
           opt: an optimizer of one of the seven classes that `MeshOptimizer` takes; or one of these
             classes, or a factory of such an optimizer. A class or factory is called with
             `learning_rate=learning_rate`.
-          learning_rate: the learning rate that a class or factory is called with; only if opt is a
-            class or factory.
-          rounding: how new values of variables and slots in bfloat16 are rounded: "nearest", or
-            "stochastic": up or down by chance, with the mean unchanged, so that small changes are
-            not lost.
+          learning_rate: the learning rate that opt is called with. Give it only if opt is a class
+            or factory.
+          rounding: how new values of variables and slots in bfloat16 are rounded: to "nearest", or
+            "stochastic". Stochastic rounding goes up or down by chance and does not change the
+            mean, so that small changes are not lost.
 
         Raises:
           TypeError: opt is no optimizer, class or factory that `MeshOptimizer` takes; the error

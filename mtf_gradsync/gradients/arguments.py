@@ -42,8 +42,8 @@ def check_present(grads: MaybeGradients) -> list[mtf.Tensor]:
     """Returns a new list of the gradients that are not None; raises ValueError if all are None.
 
     Raises:
-      TypeError: as `check_gradients`, or a gradient has an integer dtype.
-      ValueError: as `check_gradients`, or there is no gradient.
+      TypeError: `check_gradients` raises it, or a gradient has an integer dtype.
+      ValueError: `check_gradients` raises it, or there is no gradient.
     """
     grads = check_gradients(grads)
     present = [g for g in grads if g is not None]
@@ -82,7 +82,8 @@ def check_grads_and_variables(
     """Returns gradients and their variables as two new lists; refuses lists that do not match.
 
     Gradients may be None. If `same_shapes` is true, each gradient must also have the shape of its
-    variable, as optimizers need that take no gradients with shard dims.
+    variable. Optimizers ask for this if they cannot take gradients per shard, whose shapes begin
+    with shard dims.
 
     Raises:
       TypeError: something is no gradient or no variable, or a gradient has an integer dtype.
@@ -169,10 +170,10 @@ class PassedOnArguments(NamedTuple):
             ) from None
 
     def named_tensors(self) -> Iterator[tuple[str, mtf.Tensor]]:
-        """Yields each mtf tensor in the arguments, after a name for it that error messages use.
+        """Yields a pair for each mtf tensor in the arguments: its name for errors, and the tensor.
 
-        Tensors in arguments that are lists or dictionaries are found, too. A variable counts as the
-        tensor of its value.
+        Tensors in arguments that are lists or dictionaries are found, too. For a variable, the
+        tensor of its value is yielded.
         """
         for number, value in enumerate(self.positional):
             yield from _tensors_in(f"positional argument {number + 3}", value)
@@ -196,9 +197,9 @@ def check_pairs(grads_and_vars: Any) -> GradsAndVars:
     `grads_and_vars` is the argument that the method `apply_gradients` of an optimizer was given.
 
     Raises:
-      TypeError: as `check_grads_and_variables`.
-      ValueError: `grads_and_vars` is not a list of pairs, or is empty, or as
-        `check_grads_and_variables`.
+      TypeError: `check_grads_and_variables` raises it.
+      ValueError: `check_grads_and_variables` raises it, or `grads_and_vars` is not a list of pairs,
+        or it is empty.
     """
     wanted = "a list of (gradient, variable) pairs as compute_gradients returns"
     pairs = elements(grads_and_vars)
@@ -321,13 +322,16 @@ def scalar_of_step(
 
 
 class _CheckedScalars(PlanExtension):
-    """The checked scalars of a graph: one for each value, mesh, dtype, argument and owner."""
+    """The checked scalars of a graph, by value, mesh, dtype, argument and owner.
+
+    For a scalar that is here already, `scalar_of_step` makes no second check.
+    """
 
     made: Mapping[Any, tuple[Any, mtf.Tensor]] = {}  # an object keeps its id as long as it lives
 
 
 class _CheckedScalar(Watched):
-    """A scalar, the same on all processors, whose bounds are checked in each step."""
+    """A scalar, the same on all processors, for which each step checks that it is within bounds."""
 
     def __init__(self, value: mtf.Tensor, argument: str, bounds: Bounds):
         super().__init__([], [value], [], [], "checked_argument")
@@ -378,8 +382,8 @@ _RATES = Bounds(0.0, math.inf)
 def check_rate(rate: Any) -> Any:
     """Checks a learning rate, and returns it: a number, or the scalar that was given.
 
-    Valid are finite numbers of 0 or more, and scalar tensors or variables of a floating dtype, of
-    Mesh-TF or TensorFlow.
+    A learning rate may be a finite number of 0 or more. It may also be a scalar tensor or variable
+    of a floating dtype, of Mesh-TF or TensorFlow.
 
     Raises:
       TypeError: the rate is neither a number nor a scalar of a floating dtype.

@@ -53,8 +53,8 @@ class ScaleGradients(GradientOperation):
     """A product of each gradient of a mesh with one factor, or with one factor per shard.
 
     Attributes:
-      clipping: the clip that the products belong to. The clip may include gradients of other
-        meshes.
+      clipping: the norm and the factor of the clip for which the products are made. The same clip
+        may have made products of gradients on other meshes.
     """
 
     def __init__(self, grads: Sequence[mtf.Tensor], factor: mtf.Tensor, clipping: Clipping):
@@ -112,7 +112,8 @@ class _ClippedTogether(PlanExtension):
     def add(self, grads: Sequence[mtf.Tensor]) -> None:
         """Records that the gradients `grads` are clipped by one norm.
 
-        Warns if an earlier call has recorded other gradients of the same loss.
+        Warns if an earlier call has recorded gradients of the same loss, and none of these is among
+        the gradients that `grads` are computed from.
         """
         calls = {y: call for call in gradients_calls(grads[0].graph) for y in call.outputs}
         found = [t for t in walk(grads, functools.partial(_sources, ends=calls)) if t in calls]
@@ -134,8 +135,8 @@ class _ClippedTogether(PlanExtension):
 def _sources(tensor: mtf.Tensor, ends: Container[mtf.Tensor]) -> Sequence[mtf.Tensor]:
     """Returns the tensors that a tensor is directly computed from; none if it is in `ends`.
 
-    If the tensor is an output of an operation on a list of gradients, the only tensor returned is
-    the gradient at the output's position in the list.
+    If an operation on a list of gradients has made the tensor, the operation has an output for each
+    gradient of the list. Then only the gradient at the same position as the tensor is returned.
     """
     if tensor in ends:
         return ()
@@ -165,16 +166,17 @@ def clip_together(
     """Scales gradients down so that their norm is at most `clip_norm`; arguments are not checked.
 
     Args:
-      grads: with `axes` None, reduced gradients, which get one norm. With `axes`, per-shard
-        gradients, and each shard's gradients get a norm of their own. None passes through.
+      grads: if `axes` is None, reduced gradients, which are scaled by the norm over all of them.
+        If `axes` is given, per-shard gradients: those of each shard are scaled by the norm over
+        this shard's gradients. None passes through.
       clip_norm: the largest norm; see `check_clip_norm`.
       axes: the replica axes of per-shard gradients, or None.
       strategy: the strategy that reduces the norm.
       owner: the name of the optimizer or function that clip_norm was given to, for errors.
-      earlier_grads: earlier gradients that `grads` were computed from, if following the inputs of
-        operations back from `grads` does not lead to them (accumulated gradients, for example). The
-        earlier gradients serve to warn of a program that clips gradients of one loss by several
-        norms. None takes `grads`.
+      earlier_grads: the gradients that `grads` were computed from. They serve to warn of a program
+        that clips gradients of one loss by several norms. They need to be given only if the inputs
+        of operations do not lead back from `grads` to them, as with accumulated gradients. None
+        takes `grads`.
 
     Returns:
       The clipped gradients, in order, and the norm before clipping: a scalar, or of shape `[shard
@@ -204,8 +206,8 @@ def _clip_factor(norm: tf.Tensor, limit: Any) -> tf.Tensor:
     """Returns the factor, at most 1, that scales gradients whose norm is `norm` down to `limit`.
 
     `limit` is a number or a scalar, and the factor has the shape and dtype of `norm`. As in
-    TensorFlow, the factor is NaN if the norm is not finite, or so large that the factor is no
-    normal number of the dtype.
+    TensorFlow, the factor is NaN if the norm is not finite. The factor is also NaN if the norm is
+    so large that the dtype has no normal number for the factor.
     """
     limit = tf.cast(limit, norm.dtype)
     tiny = np.finfo(norm.dtype.as_numpy_dtype).tiny
@@ -247,18 +249,18 @@ def clip_by_shard_norm(
 
     Huge gradients of one shard do not scale down the gradients of other shards. If the layout
     splits the dimensions of a gradient over a replica axis (the gradient of an expert, say), each
-    part counts for the shard that holds the part. Norms are float32 (float64 for float64
-    gradients), and are right even if squares of gradients overflow or underflow. If a shard's norm
-    is not finite, or (in float32) is more than about 2^126 times clip_norm, all gradients of that
-    shard become NaN.
+    part of the gradient counts in the norm of the shard that holds this part. Norms are float32
+    (float64 for float64 gradients), and are right even if squares of gradients overflow or
+    underflow. If a shard's norm is not finite, all gradients of that shard become NaN. The same
+    happens if a norm in float32 is more than about 2^126 times clip_norm.
 
     Args:
       grads: gradients, pending or per shard; None passes through.
-      clip_norm: largest norm of a shard's gradients, greater than 0: a number, or a scalar tensor
-        or variable, for which the step raises an error if its value is less than 0 or NaN. Infinity
-        clips nothing.
+      clip_norm: the largest norm that a shard's gradients may have: a number greater than 0, or a
+        scalar tensor or variable. If the value of a tensor or variable is less than 0 or NaN, the
+        step raises an error. With infinity nothing is clipped.
       axes: the replica axes.
-      reducer: the reduction strategy for mesh axes that are not replica axes; None takes
+      reducer: the strategy that reduces over mesh axes other than the replica axes; None takes
         `FusedAllReduce()`.
       accept_summed: as for `per_shard`.
 
@@ -272,8 +274,8 @@ def clip_by_shard_norm(
       TypeError: an argument is of the wrong type.
 
     References:
-      Pascanu et al., "On the difficulty of training recurrent neural networks", 2013; per shard
-      as the documentation of `tf.compat.v1.tpu.CrossShardOptimizer` advises.
+      Pascanu et al., "On the difficulty of training recurrent neural networks", 2013. The clip is
+      made per shard, as the documentation of `tf.compat.v1.tpu.CrossShardOptimizer` advises.
     """
     grads = check_gradients(grads)
     check_one_mesh(grads, "clip_by_shard_norm")
@@ -293,7 +295,8 @@ def clip_by_global_norm(
 
     Args:
       grads: gradients of shape `var dims`; pending ones are reduced first. None passes through.
-      clip_norm: largest norm of the result; as for `clip_by_shard_norm`.
+      clip_norm: the largest norm that all gradients together may have. It may be of the same kinds
+        as for `clip_by_shard_norm`.
       reducer: the reduction strategy; None takes `FusedAllReduce()`.
 
     Returns:

@@ -36,15 +36,16 @@ class Use(NamedTuple):
     """The way in which an operation computes pending results from pending (not reduced) inputs.
 
     Attributes:
-      positions: positions of the inputs that the operation is linear in, taken together. Its other
-        inputs are factors.
+      positions: the positions of some inputs. The operation is linear in these inputs together. The
+        operation's other inputs are factors.
       axes: the mesh axes that the operation's outputs stay pending over because its inputs are
         pending over them.
       first: the mesh axes over which pending inputs are reduced before the operation, because one
         of the operation's inputs or outputs is split over them. None of them is a replica axis.
       summed_axes: the mesh axes that the operation itself sums over.
-      is_smaller: whether the result has fewer bytes than those pending sums that it is computed
-        from and that nothing else uses. The result is then reduced in place of these sums.
+      is_smaller: whether the result has fewer bytes than the pending sums that it is computed from.
+        (Sums that are also used otherwise do not count.) If so, the result is reduced in place of
+        these sums.
     """
 
     positions: tuple[int, ...]
@@ -57,7 +58,8 @@ class Use(NamedTuple):
     def reduces_results(self) -> bool:
         """Whether the operation's results are themselves summed over the mesh once they are needed.
 
-        If not, the operation's inputs are reduced, and its results are computed from these.
+        If false, the operation's inputs are reduced, and its results are computed from the reduced
+        inputs.
         """
         return (bool(self.summed_axes) or self.is_smaller) and not self.first
 
@@ -83,20 +85,22 @@ class Mixing(NamedTuple):
 
 
 class Flow:
-    """A forecast of which operations before target tensors keep sums pending (not yet reduced).
+    """A forecast of which operations keep sums pending (not yet reduced), up to target tensors.
 
-    The forecast follows the operations that compute the target tensors, back to tensors of which
-    each shard holds its own data. It also follows all other operations that read a pending sum
-    found on the way: the sum is reduced for such an operation only if the operation's result is
-    used. (Mesh-TF makes the gradients of all inputs of an operation, whether they are used or not.)
+    The forecast follows the operations that compute the target tensors, back to tensors that are
+    split by shard, so that each shard holds its own data. Other operations that read a pending sum
+    found on the way are also followed. This is because Mesh-TF makes the gradients of all inputs of
+    an operation, whether they are used or not: a sum is to be reduced for an operation only if the
+    operation's result is used.
 
     Attributes:
       operations: the operations that the forecast follows.
       axes: pending tensor -> the mesh axes that it is pending over.
       uses: operation -> how it keeps sums pending; only operations that can do so are keys.
       forced: operation -> the pending inputs that have to be reduced before the operation runs.
-      reduced: operation -> the mesh axes that it sums over, if this sum cannot stay pending because
-        a loop carries it, or because the operation's result is split over these axes.
+      reduced: operation -> the mesh axes that it sums over, if this sum cannot stay pending. The
+        reason is that a loop carries the sum, or that the operation's result is split over one of
+        these axes.
       broadcast: einsums that first sum and then broadcast the sum to new dimensions.
       carried: tensors that loops carry into their next iteration; these have to be reduced.
     """
@@ -110,8 +114,9 @@ class Flow:
     ):
         """Follows the operations that compute the targets, usually gradients, and `sums`.
 
-        The tensors `sums` are targets, too. They count as sums over the mesh even if the layout
-        splits them so that each shard has a slice of its own.
+        Tensors that the layout splits so that each shard has a slice of its own are usually not
+        followed: they count as data of the shards. The tensors `sums` are followed even if they are
+        split so. Thus their sums over other mesh axes can stay pending, and be reduced together.
         """
         self._layout = layout
         self.axes: dict[mtf.Tensor, Axes] = {}
@@ -259,9 +264,10 @@ class Flow:
     def _is_smaller_than_its_sums(self, target: mtf.Tensor, used: Counter[mtf.Tensor]) -> bool:
         """Returns whether reducing a target sends less than reducing the sums that it comes from.
 
-        Of these sums only those count that nothing else uses. `used` has for each tensor the number
-        of operations that read the tensor. The result is false if one of the sums is pending over
-        other mesh axes than the target, or has a wider dtype and is reduced for its precision.
+        Sums that something else uses as well do not count. `used` has for each tensor the number of
+        operations that read the tensor. The result is false if one of the sums is pending over
+        other mesh axes than the target. It is also false if a sum is cast to a narrower dtype on
+        the way to the target, because the sum is then reduced in its own, more precise dtype.
         """
         operation, left = target.operation, target.shape.size * target.dtype.size
         is_sum = operation not in self.uses or operation in self.broadcast
@@ -335,8 +341,8 @@ class Flow:
     ) -> Mixing | None:
         """Returns an operation before `target` that mixes shards' data other than by a sum.
 
-        The result has the operation, and the cause of the mixing, which is one of `causes`:
-        operations with other causes are passed over. The result is None if no operation is found.
+        The returned `Mixing` has the operation, and the cause of the mixing. Only operations whose
+        cause is one of `causes` are looked for. The result is None if there is no such operation.
         """
         replica_axes = self._layout.replica_axes
         for tensor in self._tensors_before(target):
@@ -483,8 +489,8 @@ def sums_before_broadcast(operation: mtf.Operation) -> mtf.Shape | None:
 def linear_positions(operation: mtf.Operation, pending: Collection[int]) -> tuple[int, ...] | None:
     """Returns the positions of inputs that, taken together, an operation is linear in; or None.
 
-    `pending` has the positions of the pending inputs, at least one; they are in the result. Its
-    other positions are those of inputs that the operation is linear in only together with the
+    `pending` has the positions of the pending inputs, at least one. The result has these positions.
+    It also has the positions of inputs that the operation is linear in only together with the
     pending inputs, such as the other terms of a sum. The result is None if the operation is not
     known to be linear in its pending inputs.
     """
@@ -549,7 +555,7 @@ _REPEATABLE = frozenset({"ReadVariableOp", "VarHandleOp"})
 
 
 class _Dependence(enum.Enum):
-    """A tensor's dependence on a function's arguments: none, linear, or both, as it is zero."""
+    """A tensor's dependence on a function's arguments: none, linear, or (if it is zero) both."""
 
     SHARED = enum.auto()
     LINEAR = enum.auto()

@@ -25,7 +25,7 @@ class Layout(NamedTuple):
       own_data_axes: a function of a tensor, made by `find_own_data_axes`. It returns the replica
         axes along which each slice of the tensor was computed from one shard's data alone. If
         `own_data_axes` is None, all replica axes that split a tensor count as such axes; this is
-        enough for programs that only add shards up.
+        enough for programs that only add up the shards' terms.
     """
 
     axis_of: Callable[[mtf.Mesh, mtf.Dimension], int | None]
@@ -54,7 +54,8 @@ class Layout(NamedTuple):
     def split_over_shards(self, tensor: mtf.Tensor) -> Axes:
         """Returns the replica axes along which each slice of a tensor has one shard's data alone.
 
-        These are the axes that split the tensor and that the attribute `own_data_axes` gives.
+        The returned axes split the tensor. If the attribute `own_data_axes` is set, they are also
+        among the axes that this function returns for the tensor.
         """
         split = self.split(tensor) & self.replica_axes(tensor.mesh)
         return split & self.own_data_axes(tensor) if split and self.own_data_axes else split
@@ -71,7 +72,7 @@ class Layout(NamedTuple):
     def sizes_before_axes(self, shape: mtf.Shape, mesh: mtf.Mesh) -> dict[int, int]:
         """Returns, for each mesh axis that splits a shape, the size of what precedes the split.
 
-        This is the product of the sizes of all dimensions before the dimension that the axis
+        This size is the product of the sizes of all dimensions before the dimension that the axis
         splits: `{1: 12}` if mesh axis 1 splits the last dimension of the shape [4, 3, 8]. A reshape
         that changes none of these products moves no data between processors.
         """
@@ -198,9 +199,9 @@ def batch_axes(
 ) -> Axes:
     """Returns the mesh axes that the batch of a program is split over.
 
-    The axes are those that split the batch dimensions which wrappers were given. If a given name is
-    not a dimension of any tensor, or no names were given, the mesh axes that split inputs and
-    losses are added.
+    The axes are those that split the batch dimensions whose names wrappers were given. If a given
+    name is not a dimension of any tensor, or no names were given, the mesh axes that split inputs
+    and losses are returned, too.
 
     Args:
       graph: the program's graph.
@@ -232,8 +233,8 @@ def find_replica_axes(targets: Sequence[mtf.Tensor], names: Sequence[str]) -> Re
 
     The replica axes are the mesh axes that split the dimensions `names`. If a name is not a
     dimension of any tensor, the axes that split the inputs of `targets` (gradients of one graph)
-    are taken, and a warning says so. Returns None if the program has made no mesh or several, if
-    the targets are on several meshes, or if the mesh splits none of the dimensions.
+    are taken in its place, and a warning says so. Returns None if the program has made no mesh or
+    several, if the targets are on several meshes, or if the mesh splits none of the dimensions.
     """
     made = meshes_made()
     if len(made) != 1 or len({t.mesh for t in targets}) != 1:
@@ -299,8 +300,9 @@ def check_batch_dims(targets: Sequence[mtf.Tensor], axes: ReplicaAxes) -> None:
 def batch_dim_names(targets: Sequence[mtf.Tensor], axes: ReplicaAxes) -> set[str]:
     """Returns the names of the dimensions that the batch is split along.
 
-    The names are those in `axes.batch_dims`. If one of them is not a dimension of any tensor, the
-    dimensions are added along which the inputs of `targets` (gradients of one mesh) are split.
+    The names are those in `axes.batch_dims`. If one of them is not a dimension of any tensor, more
+    names are returned: those of the dimensions along which the inputs of `targets` (gradients of
+    one mesh) are split.
     """
     graph, mesh = targets[0].graph, targets[0].mesh
     if not unknown_dim_names(graph, mesh, axes.batch_dims):
@@ -336,9 +338,9 @@ def split_of_inputs(
     """Returns the dimensions along which the layout splits a program's inputs and losses.
 
     The inputs are those that `targets` (gradients) depend on, and the losses include the loss of
-    each example. If a mesh axis splits both an input and a loss, only dimensions that are split
-    over such axes are returned. Dimensions that a variable also has are returned only if there are
-    no others. `axis_of` is as in `Layout`.
+    each example. Some mesh axes may split both an input and a loss. Then only dimensions that are
+    split over these axes are returned. Dimensions that a variable also has are returned only if
+    there are no other dimensions to return. `axis_of` is as in `Layout`.
     """
     weights = {
         dim.name for v in graph.trainable_variables if v.mesh is mesh for dim in v.shape.dims

@@ -96,7 +96,7 @@ def unscaled_gradients(
       names: names of the gradients' variables.
 
     Raises:
-      ValueError: gradients come from no loss, something that is not linear has changed them, or
+      ValueError: gradients come from no loss, an operation that is not linear has changed them, or
         another optimizer has scaled the loss.
     """
     present = [g for g in grads if g is not None]
@@ -152,9 +152,10 @@ def losses_behind(grads: Sequence[mtf.Tensor]) -> list[mtf.Tensor]:
 def losses_of_step(grads: Sequence[mtf.Tensor]) -> list[mtf.Tensor]:
     """Returns the losses that `grads` come from, as values of the whole step.
 
-    A loss inside of a loop over microbatches is replaced by the output of the loop that is the sum
-    of this loss. The gradients are the derivatives of the sum of all returned losses. The list is
-    empty if the gradients come from no loss, or if one of the losses is no output of its loop.
+    In place of a loss inside of a loop over microbatches, the output of the loop is returned that
+    is the sum of this loss over all iterations. The gradients are the derivatives of the sum of all
+    returned losses. The list is empty if the gradients come from no loss, or if a loss inside of a
+    loop is no output of the loop.
     """
     if not grads:
         return []
@@ -171,8 +172,9 @@ def losses_of_step(grads: Sequence[mtf.Tensor]) -> list[mtf.Tensor]:
 def _check_first_order(graph: mtf.Graph, seeds: set[Seed], owner: str) -> None:
     """Raises ValueError if a loss depends on gradients of another loss that is scaled, too.
 
-    Gradients of one scaled loss that are part of another would be scaled twice. `seeds` are the
-    seeds of all losses that are scaled, and `owner` is the name of the optimizer that scales them.
+    If gradients of one scaled loss are part of another scaled loss, they would be scaled twice.
+    `seeds` are the seeds of all losses that are scaled, and `owner` is the name of the optimizer
+    that scales them.
     """
     calls = [call for call in gradients_calls(graph) if seeds.intersection(call.seeds)]
     if len(calls) < 2:

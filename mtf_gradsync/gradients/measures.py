@@ -39,9 +39,9 @@ def _factors_for_squares(dtype: tf.DType) -> tuple[float, float]:
     """Returns two factors for values that are to be squared: for small and for large values.
 
     `dtype` is the dtype of the squares. Both factors are powers of two, so that multiplying by them
-    rounds nothing. Values times the first factor are used for small norms (below 2^24 in float32):
-    even the norm of 2^12 values as small as 2^-97 is found. Values times the second factor give
-    every norm that the dtype can hold.
+    rounds nothing. For small norms (below 2^24 in float32) values are multiplied by the first
+    factor: even the norm of 2^12 values as small as 2^-97 is found. For all other norms that the
+    dtype can hold, values are multiplied by the second factor.
     """
     exponents = math.frexp(dtype.max)[1]  # 128 for float32
     return 2.0 ** (exponents * 5 // 16), 2.0 ** -(exponents // 2 + 1)
@@ -61,9 +61,10 @@ def _sums_of_squares(
 ) -> tf.Tensor:
     """Returns sums of squares over all slices, as a tensor of `dtype`; its last dimension is 2.
 
-    Values are multiplied by the first of the two `_factors_for_squares` for the first sum, and by
-    the second for the second sum. `over` has for each slice the positions of the dims to sum over.
-    Dims that are left are flattened to one. `_norm_of_sums` turns the sums into the norm.
+    There are two sums, because values are multiplied by one of the two `_factors_for_squares` for
+    the first sum, and by the other for the second. `over` has for each slice the positions of the
+    dims to sum over. Dims that are left are flattened to one. `_norm_of_sums` turns the sums into
+    the norm.
     """
     values = [tf.cast(x, dtype) for x in slices]
     if all(len(dims) == x.shape.rank for x, dims in zip(slices, over)):
@@ -93,8 +94,8 @@ def _any_not_finite(
     """Returns 1 if an entry of some slice is NaN or infinite, else 0, as a tensor of `dtype`.
 
     `over` has for each slice the positions of the dims to combine. If a slice has further dims, the
-    result is a vector with a number for each position along them. The result is no count of such
-    entries, because counting takes more passes over the slices.
+    result is a vector with a number for each position along them. Entries that are not finite are
+    not counted, because counting takes more passes over the slices.
     """
     finite = [tf.reduce_all(tf.math.is_finite(x), dims) for x, dims in zip(slices, over)]
     together = tf.reduce_all(tf.stack([_flat(x) for x in finite]), axis=0)
@@ -199,7 +200,8 @@ class NotFinite(GradientOperation):
           strategy: the strategy that reduces the flags.
           of_shards_only: whether a gradient that is the same on all shards gets the flag `shared`,
             whatever its entries are.
-          shared: the flag of gradients that are the same on all shards, with `of_shards_only`.
+          shared: if `of_shards_only` is true, the flag of gradients that are the same on all
+            shards.
         """
         self._strategy, self._of_shards_only, self._shared = strategy, of_shards_only, shared
         self._shard_dims = list(axes.shard_dims) if axes else []
@@ -251,9 +253,9 @@ def _sum_of_measure(
       grads: the gradients; None counts as zeros.
       reducer: the reduction strategy; None takes `FusedAllReduce()`.
       measure: the function of slices that computes the measure.
-      axes: the replica axes, for results per shard.
-      of_shards: for results per shard, the name of the function that was called, for errors. If it
-        is empty, there is one result for all shards, and no shard dim.
+      axes: the replica axes, if each shard is to have its own result.
+      of_shards: if each shard is to have its own result, the name of the function that was called,
+        for errors. If the name is empty, there is one result for all shards, and no shard dim.
       numbers: the dimensions of what `measure` returns; none for a single number.
     """
     grads = check_present(grads)
@@ -326,8 +328,9 @@ def shard_norms(
       An mtf tensor `[shard dims...]`, in the dtype of `global_norm`.
 
     Raises:
-      TypeError: as `global_norm`, or axes are no `ReplicaAxes`.
-      ValueError: as `global_norm`, or gradients have different shard dims or are on several meshes.
+      TypeError: `global_norm` raises it, or `axes` is no `ReplicaAxes`.
+      ValueError: `global_norm` raises it, or gradients have different shard dims, or they are on
+        several meshes.
     """
     return _norms(grads, reducer, axes, "shard_norms")
 
@@ -376,7 +379,7 @@ def which_not_finite(
       reducer: the reduction strategy; None takes `FusedAllReduce()`.
       of_shards_only: whether a gradient that is the same on all shards gets the flag `shared`,
         whatever its entries are.
-      shared: the flag of gradients that are the same on all shards, with `of_shards_only`.
+      shared: if `of_shards_only` is true, the flag of gradients that are the same on all shards.
     """
     strategy = check_strategy(FusedAllReduce() if reducer is None else reducer)
     home = grads[0].mesh
@@ -405,7 +408,7 @@ def shards_not_finite(
 def common_shard_dims(grads: Sequence[mtf.Tensor], axes: ReplicaAxes) -> list[mtf.Dimension]:
     """Returns the shard dims of the gradients, which have to be the same for all gradients.
 
-    For gradients without shard dims, the shard dims that `per_shard` would give them count. Raises
+    If a gradient has no shard dims, those that `per_shard` would give it are taken. Raises
     ValueError if gradients have different shard dims. Returns [] if there are no gradients.
     """
     shard_dims: list[mtf.Dimension] = []

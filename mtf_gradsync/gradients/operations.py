@@ -154,8 +154,8 @@ def map_present(
 ) -> list[mtf.Tensor | None]:
     """Calls `make` with the gradients that are not None, and puts None back between its results.
 
-    `make` returns a tensor for each gradient that it gets. So the list that is returned has a
-    tensor or None for each item of `grads`. If all are None, `make` is not called.
+    `make` returns a tensor for each gradient that it gets. So the returned list has a tensor or
+    None for each item of `grads`. If all items are None, `make` is not called.
     """
     present = [g for g in grads if g is not None]
     if not present:
@@ -311,10 +311,10 @@ def partial_sum(
 ) -> PartialSum:
     """Returns a tensor's parts: each processor's term, and the mesh axes still to sum over.
 
-    A pending tensor gives its parts even if its sum was already made for another reader. If
-    `reduced` is true, a pending tensor is reduced first. `dims` are dimensions to sum over in any
-    case: each processor sums its own slice over them, so that its term lacks these dimensions, and
-    the mesh axes that split `dims` are added to the axes still to sum over.
+    The parts of a pending tensor are returned even if its sum was already made for another reader.
+    If `reduced` is true, a pending tensor is reduced first. `dims` are dimensions of the tensor to
+    sum over in any case. Each processor sums its own slice over them, so that its term lacks these
+    dimensions. The mesh axes that split `dims` are then among the axes still to sum over.
     """
     lowered = lowering.tensors[tensor]
     # LazyAllreduceSum is what Mesh-TF 0.1.21 gives a reduction over a split dimension; the name
@@ -381,12 +381,14 @@ def terms_of_processors(
 ) -> list[Any]:
     """Returns for each gradient a `LaidOutTensor` of terms that add up to the gradient.
 
-    Each processor has one term, and the terms are added up over `replica_axes`.
+    Each processor has one term. The sum of the terms over the mesh axes `replica_axes` is the
+    gradient.
 
     Args:
       lowering: the lowering.
       grads: gradients of one mesh, pending, reduced or per shard.
-      sum_dims: for each gradient the dims to sum over, such as its shard dims. Terms lack them.
+      sum_dims: for each gradient the dims to sum over, such as its shard dims. The terms lack these
+        dims.
       replica_axes: for each gradient the mesh axes along which every processor has its own term.
       strategy: the strategy that reduces gradients over all other axes.
     """
@@ -408,9 +410,9 @@ def terms_of_processors(
 def equal_shares(mesh_impl: Any, value: Any, mesh_axes: Collection[int]) -> Any:
     """Returns equal shares of a tensor that is the same on all processors along `mesh_axes`.
 
-    `value` is the `LaidOutTensor` of the tensor, and so is the result for the shares. Each share is
-    the tensor divided by the number of processors along the axes, so that the sum of the shares
-    over the axes is the tensor.
+    `value` is the `LaidOutTensor` of the tensor, and the result is the `LaidOutTensor` of the
+    shares. Each share is the tensor divided by the number of processors along the axes, so that the
+    sum of the shares over the axes is the tensor.
     """
     count = mtf.Shape([mesh_impl.shape.dims[axis] for axis in mesh_axes]).size
     if count == 1:

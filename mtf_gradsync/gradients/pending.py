@@ -52,7 +52,7 @@ class Bucket(NamedTuple):
     Attributes:
       strategy: the reduction strategy of the sums.
       by_program: whether only operations of the program itself use the sums, and no wrapper does.
-        The program may use such sums on some steps only.
+        Such sums are reduced apart from others, because the program may not use them on every step.
     """
 
     strategy: Strategy
@@ -64,7 +64,7 @@ _COLLECTIVES = ("allreduce", "allconcat", "alltoall", "receive", "shift_by_n_pro
 
 
 class MissingSumWarnings:
-    """Warnings of operations that lack a sum over the shards, so that shards have other values."""
+    """Warnings of operations that lack a sum over the shards, so that shards' values differ."""
 
     def __init__(self, found: Mapping[mtf.Operation, tuple[Cause, mtf.Tensor]]):
         """Sets the operations to watch, which are the keys of `found`.
@@ -209,7 +209,7 @@ class PendingLowering(ExtensionLowering):
     def _must_be_reduced(self, operation: mtf.Operation, tensor: mtf.Tensor) -> bool:
         """Returns whether the pending input `tensor` is reduced before Mesh-TF lowers `operation`.
 
-        All other pending inputs are given to Mesh-TF as they are.
+        If the result is false, Mesh-TF gets the pending input as it is.
         """
         # tf.gradients cannot take a pending sum; Mesh-TF would use the parts of a derived one.
         return isinstance(operation, mtf.GenericGradOperation) or self.flow.is_derived(tensor)
@@ -296,7 +296,7 @@ class PendingLowering(ExtensionLowering):
     def _reduce_captured(self, loop: mtf.WhileLoopOperation) -> None:
         """Reduces, outside of a loop, the pending sums that the loop reads.
 
-        The reduced sums that a loop reads can also be read outside of the loop.
+        A sum that is reduced outside of the loop can be read inside and outside of it.
         """
         inner = flat([*loop_condition(loop).operations, *loop_body(loop).operations])
         for tensor in dict.fromkeys(t for op in inner for t in op.inputs):
@@ -373,9 +373,10 @@ class PendingLowering(ExtensionLowering):
         def made_once(form: str, make: Callable[[], list[Any]]) -> list[Any]:
             """Returns the result of `make`, and keeps it for later calls with the same `form`.
 
-            A kept result is returned if it was made in the current graph, loop or branch, or in
-            those of the operation itself; otherwise `make` is called. `form` says what `make`
-            returns: "parts" are the parts of all outputs, "reduced" are their sums.
+            A kept result is returned if it was made in the current graph, loop or branch. So is a
+            result that was made in the graph, loop or branch where the operation was first lowered.
+            In all other cases `make` is called. `form` says what `make` returns: "parts" are the
+            parts of all outputs, "reduced" are their sums.
             """
             here = current_context()
             if (form, home) in kept:
@@ -415,7 +416,8 @@ class PendingLowering(ExtensionLowering):
     def _parts(self, operation: mtf.Operation, use: Use) -> list[Any]:
         """Returns each processor's parts of an operation's outputs, in order, as lowered tensors.
 
-        The parts of the outputs are computed from the parts of inputs; `use` says of which inputs.
+        The parts of the outputs are computed from the parts of the inputs at `use.positions`, and
+        from the reduced values of all other inputs.
         """
         inputs = self._parts_of_inputs(operation, use)
         if not isinstance(operation, mtf.ScalarAddOperation):
@@ -433,7 +435,7 @@ class PendingLowering(ExtensionLowering):
         """Returns the lowered values of inputs that the parts of an operation's outputs need.
 
         For the inputs at `use.positions`, which the operation is linear in, the values are parts.
-        All other inputs are reduced.
+        For all other inputs, the values are reduced.
         """
         mesh_impl = self._lowering.mesh_impl(operation)
         found: dict[mtf.Tensor, Any] = {}
@@ -479,7 +481,7 @@ class _DeclaredUse(NamedTuple):
 
 
 class PendingSums(PlanExtension):
-    """The extension of a plan that keeps sums pending, and reduces them together."""
+    """The plan extension that keeps sums pending, and reduces them together."""
 
     def __init__(self) -> None:
         self._declared: tuple[_DeclaredUse, ...] = ()
@@ -495,8 +497,8 @@ class PendingSums(PlanExtension):
     ) -> None:
         """Declares, before the graph is lowered, that an operation will use gradients of one mesh.
 
-        All sums that have to be reduced are then reduced together, when the first operation that
-        needs one of them is lowered. This may be an operation of the model.
+        The sums that such operations need reduced are reduced together, when the first operation
+        that needs one of them is lowered. This first operation may be one of the model's.
 
         Args:
           tensors: the gradients.
@@ -504,8 +506,9 @@ class PendingSums(PlanExtension):
           batch_dims: the names of the dimensions that the batch is split along; None finds them in
             the graph.
           strategy: the strategy that reduces the sums.
-          are_sums: whether the tensors are themselves sums over mesh axes. They are then reduced
-            together even if the layout splits them so that each shard has a slice of its own.
+          are_sums: whether the tensors are themselves sums over mesh axes, and are to be reduced
+            together even if the layout splits them so that each shard has a slice of its own. If
+            false, Mesh-TF reduces tensors that are split so one by one.
         """
         if not tensors:
             return
@@ -517,7 +520,10 @@ class PendingSums(PlanExtension):
 
     @classmethod
     def of_lowering(cls, lowering: mtf.Lowering) -> PendingLowering:
-        """Returns the `PendingLowering` of a lowering that has begun."""
+        """Returns the `PendingLowering` of `lowering`, the object that lowers its pending sums.
+
+        Raises ValueError if the plan has not begun yet to lower operations for `lowering`.
+        """
         extensions = StepPlan.of(lowering.graph).lowering_state(lowering).extensions
         return next(x for x in extensions if isinstance(x, PendingLowering))
 
@@ -546,8 +552,8 @@ class PendingSums(PlanExtension):
     def _buckets(self, flow: Flow) -> dict[mtf.Tensor, Bucket]:
         """Returns the tensors whose parts have to be added up over the mesh, each with its bucket.
 
-        They are in the order in which wrappers declared their uses. Sums that only the program's
-        own operations use are last.
+        Tensors whose uses wrappers have declared come first, in the order in which the uses were
+        declared. Tensors that only the program's own operations use are last.
         """
         found: dict[mtf.Tensor, Bucket] = {}
         for use in self._declared:

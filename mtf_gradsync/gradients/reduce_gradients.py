@@ -102,7 +102,8 @@ class ReduceGradients(GradientOperation):
     def _value_without_shard_dims(self, lowering: mtf.Lowering, tensor: mtf.Tensor) -> Any:
         """Returns a variable's value as a `LaidOutTensor` whose slices lack the shard dims.
 
-        `tensor` is the value of the variable. Its slices have the size 1 along shard dims.
+        `tensor` is the value of the variable. The slices of `tensor` have the size 1 along shard
+        dims.
         """
         mesh_impl = lowering.mesh_impl(self)
         names = {d.name for d in self._axes.shard_dims}
@@ -170,9 +171,9 @@ class ScatterGradients(GradientOperation):
         Args:
           grads: gradients of one mesh, pending, reduced or per shard.
           variables: the variable of each gradient.
-          shapes: the shape of each output. If an output's shape is not the shape of the variable,
-            some dimensions of the output have other names, which the layout splits, and the
-            gradient is cut along these dimensions.
+          shapes: the shape of each output. In an output's shape, some dimensions of the variable
+            may have other names, which the layout splits. The gradient is cut along these
+            dimensions.
           axes: the replica axes.
           strategy: the strategy that reduces.
         """
@@ -214,9 +215,9 @@ def scatter_gradients(
 ) -> tuple[Sequence[mtf.Tensor], list[mtf.Tensor]]:
     """Reduces gradients over the mesh so that each replica gets its part of every sum.
 
-    The arguments are as for `ScatterGradients`. If the last operations of a gradient are casts and
-    scalings, the tensor before these is reduced, and the casts and scalings are repeated on the
-    part.
+    The arguments are as for `ScatterGradients`. The last operations that compute a gradient may be
+    casts and scalings. Then the tensor before these operations is reduced, and the casts and
+    scalings are repeated on the part.
 
     Returns:
       For each gradient the tensor that was reduced, before casts and scalings; and for each
@@ -327,7 +328,8 @@ class GradientFromSums:
 class _ComputeAgain(GradientOperation):
     """An operation that runs given operations again, with `values` in place of the tensors `given`.
 
-    Its output is the tensor that then takes the place of `result`.
+    The operation's output is the tensor that the given operations then compute in place of
+    `result`.
     """
 
     def __init__(

@@ -98,8 +98,9 @@ def assign(variable: mtf.Variable, value: mtf.Tensor, count: mtf.Tensor | None) 
     Args:
       variable: the variable.
       value: its new value, in any dtype.
-      count: the number of the update, an integer scalar, with which a value for a bfloat16 variable
-        is rounded by chance. None rounds it to nearest.
+      count: the number of the update, an integer scalar. If it is given, a value for a bfloat16
+        variable is rounded by chance, and the random bits depend on `count`. None rounds to
+        nearest.
     """
     if count is not None and is_rounded(variable):
         value = _RoundByChance(mtf.cast(value, tf.float32), variable, count).outputs[0]
@@ -116,7 +117,7 @@ def subtract(variable: mtf.Variable, change: mtf.Tensor, count: mtf.Tensor | Non
 
 
 class _RoundByChance(GradientOperation):
-    """A rounding by chance of float32 values of a variable, or of its part, to bfloat16."""
+    """A rounding by chance to bfloat16 of float32 values of a variable or of a part of it."""
 
     def __init__(self, value: mtf.Tensor, variable: mtf.Variable, count: mtf.Tensor):
         self._key = hash_of_name(variable.name)
@@ -174,7 +175,7 @@ def _random_bits(
       sizes: the slice's shape.
       strides: for each dimension, by how much the number of an element in the whole tensor grows
         from one position to the next.
-      first: the number of the slice's first element.
+      first: the number of the slice's first element in the whole tensor.
       count: the number of the update.
       key: the hash of the variable's name (see `hash_of_name`).
     """

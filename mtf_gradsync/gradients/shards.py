@@ -80,16 +80,16 @@ _SAYS = {
 class Recoverability:
     """For each of a list of gradients: whether every shard's own gradient is recoverable from it.
 
-    The keys of all attributes are positions in the list of gradients.
+    All attributes are dictionaries. Their keys are positions in the list of gradients.
 
     Attributes:
       mixed: the gradients from which shards' own gradients are not recoverable. The values say
         which operation mixed the shards' data, and why.
       from_sums: those gradients of `mixed` that are linear in recoverable sums. The values say how
         they are computed from the sums.
-      shared: the gradients that do not depend on any shard's data, such as the gradient of a
-        penalty on weights, although they are split over a replica axis. Each shard's own gradient
-        is then an equal share of the whole gradient. The values name the gradient's operation.
+      shared: the gradients that are split over a replica axis, although they do not depend on any
+        shard's data: the gradient of a penalty on weights, for example. Each shard's own gradient
+        is then an equal share of the whole gradient. The values have the gradient's operation.
     """
 
     def __init__(self, grads: MaybeGradients, axes: ReplicaAxes, within: ReplicaAxes | None = None):
@@ -207,9 +207,9 @@ def mixed_gradients(grads: MaybeGradients, axes: ReplicaAxes) -> dict[int, Mixin
     """Returns the gradients that are not sums of one term per shard, with the operation at fault.
 
     The keys of the result are positions in `grads`, which are gradients without shard dims. `axes`
-    are the replica axes. All gradients that are not in the result are sums of terms that the shards
-    hold, so that these terms can be added up later. A shard's term need not come from the shard's
-    own examples: the shard that holds an expert has the expert's gradient for all shards' examples.
+    are the replica axes. Every other gradient is a sum of terms, one for each shard, that can be
+    added up later. A shard's term need not come from the shard's own examples: the shard that holds
+    an expert has the expert's gradient for all shards' examples.
     """
     present = _gradients_to_examine(grads, axes)
     if not present:
@@ -222,9 +222,9 @@ def mixed_gradients(grads: MaybeGradients, axes: ReplicaAxes) -> dict[int, Mixin
 def summed_over_other_axes(grads: MaybeGradients, axes: ReplicaAxes) -> list[int]:
     """Returns the positions of gradients for which `per_shard` may need an extra all-reduce.
 
-    The gradients at these positions may be pending over mesh axes other than the replica axes, and
-    `per_shard` then reduces them over those other axes. Each all-reduce has the size of the
-    gradient.
+    The gradients at these positions may be pending over mesh axes other than the replica axes. Then
+    `per_shard` reduces them over those other axes. For each of these gradients, the extra
+    all-reduce is as large as the gradient.
     """
     present = [g for g in grads if g is not None]
     if not present:
@@ -488,16 +488,17 @@ def sum_shards(
 ) -> list[mtf.Tensor | None]:
     """Reduces gradients over the shards and all other mesh axes that they are pending over.
 
-    All gradients of a mesh are reduced together. The program's own assignments (`mtf.assign`, an
-    optimizer without a wrapper) wait for the sums that were made before them and for the reads of
-    all variables, so that no variable is written before all have been read.
+    All gradients of a mesh are reduced together. The program's own assignments (by `mtf.assign`, or
+    by an optimizer without a wrapper) wait for the sums that were made before them. They also wait
+    for the reads of all variables, so that no variable is written before all have been read.
 
     Args:
       grads: gradients of shape `[shard dims...] + var dims`, which are summed over the shard dims,
         or of shape `var dims`, which are reduced if they are pending; None passes through.
       axes: the replica axes; None when no gradient has shard dims.
       reducer: the reduction strategy; None takes `FusedAllReduce()`. A strategy that compresses an
-        optimizer's gradients, such as `QuantizedAllReduce`, does not compress here, and warns.
+        optimizer's gradients, such as `QuantizedAllReduce`, does not compress here; a warning says
+        so.
 
     Returns:
       A list of reduced gradients of shape `var dims`.

@@ -25,8 +25,8 @@ class LayoutRules(Protocol):
     def tensor_layout(self, tensor_shape: Any, mesh_shape: Any, /) -> Any:
         """Returns for each dimension of a tensor the number of the mesh axis that splits it.
 
-        The number is None for a dimension that is not split. The arguments are two `mtf.Shape`: of
-        the tensor and of the mesh.
+        The number is None for a dimension that is not split. The arguments are the shapes of the
+        tensor and of the mesh, each an `mtf.Shape`.
         """
 
 

@@ -159,8 +159,8 @@ def _check_on_mesh(mesh_impl: Any, value: Any, what: str) -> None:
 def copy_to_devices(mesh_impl: Any, value: Any, devices: Sequence[str]) -> dict[str, tf.Tensor]:
     """Copies a value that is the same on all processors to devices; returns copies by device.
 
-    `value` is a `LaidOutTensor` on a placement mesh. Each copy is made from the nearest slice: one
-    on the device itself, else one in the device's process, else the first slice.
+    `value` is a `LaidOutTensor` on a placement mesh. Each copy is made from the nearest slice: a
+    slice on the device itself, or else one in the device's process, or else the first slice.
     """
     on_device: dict[str, tf.Tensor] = {}
     in_process: dict[Any, tf.Tensor] = {}
@@ -280,8 +280,8 @@ class SharedVariable:
     """A lowered variable with one copy of each slice in each memory.
 
     Processors that share a memory and have equal slices share one tf variable. This tf variable is
-    on the device of one of these processors (the writer), and is written once. The writers of
-    different variables are on different devices in turn.
+    on the device of one of these processors (the writer), and is written once. The processors take
+    turns: for each new variable the next one of them is the writer.
 
     Attributes:
       laid_out_tensor: a `LaidOutTensor` of tf variables, one for each processor.
@@ -374,7 +374,8 @@ def writing_shared_slices(only_calls: bool = False) -> Iterator[None]:
 
     `check_writers` raises no error about operations made in the context, so that the caller has to
     make sure that each slice is written once. If `only_calls` is true, this holds only for
-    operations that call tf functions, because operations inside of functions are checked there.
+    operations that call tf functions: what these functions write is checked while the functions are
+    built.
     """
     graph = tf.get_default_graph()
     first = graph.version

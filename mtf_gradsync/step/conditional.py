@@ -38,8 +38,8 @@ def can_call(lowering: mtf.Lowering) -> bool:
 
     A branch cannot be a call of a tf function on SIMD meshes (a TPU program has no such calls), on
     meshes over several processes, with ref variables, or with TensorFlow 2.12, which inlines every
-    function. In these cases the branch's operations are part of the graph itself, so that steps
-    that skip the branch are slower.
+    function. In these cases the branch's operations are part of the graph itself. Steps that skip
+    the branch are then slower than with a call.
     """
     processes = set()
     for mesh_impl in lowering.mesh_to_impl.values():
@@ -112,7 +112,7 @@ def _copy_handles_and_constants(graph: tf.Graph) -> None:
 class Branch:
     """A set of operations that a `Conditional` runs on some steps only.
 
-    The operations of a branch are made by functions that are called while the branch is open.
+    The operations of a branch are those that are made inside of the context `opened()`.
 
     Attributes:
       plan: the plan of the graph.
@@ -154,9 +154,9 @@ class Conditional(mtf.Operation):
             and all variables are read. `gate` is None inside another branch.
           branch: the branch, whose operations have been made.
           wait_for: mtf operations that the conditional also waits for.
-          as_call: whether the branch becomes one function call (if `can_call`), so that skipping it
-            is cheap. The arguments of the call cost time on every step: a branch that takes all
-            gradients and runs on most steps is faster without a call.
+          as_call: whether the branch becomes one call of a function, if `can_call` is true, so that
+            skipping it is cheap. The arguments of the call cost time on every step: a branch that
+            takes all gradients and runs on most steps is faster without a call.
         """
         super().__init__([predicate], name="conditional")
         self._gate = gate
@@ -207,9 +207,9 @@ def _read_variables_inside(
     """Returns a context for building a branch as a function that reads variables itself.
 
     The function reads the variables that `updates`, the operations of the branch, assign. If it did
-    not, the variables' values would be arguments of its call, and a value from another device costs
-    a transfer even when the call is skipped. Reading late is safe, because nothing else writes
-    these variables in the same step.
+    not, the variables' values would be arguments of its call. An argument from another device costs
+    a transfer even when the call is skipped. Reading the variables only in the function is safe,
+    because nothing else writes them in the same step.
     """
     before = dict(lowering.tensors)
     assigned = dict.fromkeys(
@@ -234,7 +234,8 @@ def _read_variables_inside(
 def _no_summaries() -> Iterator[None]:
     """Returns a context; scalar summaries made inside are removed at its end, with a warning.
 
-    The summaries of a branch have no value on steps that skip the branch.
+    Summaries that are made in a branch have no value on steps that skip the branch, so that they
+    cannot be written.
     """
     summaries = tf.get_collection_ref(mtf.utils.SCALAR_SUMMARIES_COLLECTION_KEY)
     before = len(summaries)
@@ -252,7 +253,7 @@ def _no_summaries() -> Iterator[None]:
 class ValuesAfter(mtf.Operation):
     """Reads of variables after given operations have run, or their branch was skipped.
 
-    `reads` are the variables, all of one mesh.
+    The attribute `reads` is the list of these variables, which are all of one mesh.
     """
 
     def __init__(self, variables: Sequence[mtf.Variable], writes: Sequence[mtf.Operation]):
@@ -276,7 +277,7 @@ class ValuesAfter(mtf.Operation):
 def _current_value(variable: mtf.Variable, lowering: mtf.Lowering) -> Any:
     """Reads a variable's slices at this point of the lowering, and returns a `LaidOutTensor`.
 
-    If Mesh-TF's autostack has stacked the variable, its part of the stacked variable is returned.
+    If Mesh-TF's autostack has stacked the variable, the slices are read from the stacked variable.
     """
     number = None
     holder = variable
@@ -303,8 +304,9 @@ def values_after(
     """Returns the values that variables have after the operations `writes`.
 
     Returns an mtf tensor for each variable, of the variable's shape and of the dtype of its slices.
-    If the operations `writes` belong to a branch that a step skips, the values are unchanged. The
-    operations have to be lowered before the returned tensors.
+    On a step that skips the branch of the operations `writes`, these operations do not write, and
+    the variables are read all the same. The operations have to be lowered before the returned
+    tensors.
     """
 
     def of_one_mesh(_: Any, some: list[int]) -> Sequence[mtf.Tensor]:

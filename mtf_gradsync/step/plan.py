@@ -3,7 +3,7 @@
 Wrappers tell the plan, in any order, which operations wait for others, which variables are written
 in place, and which operations some steps skip. When the graph is lowered, the plan lowers every
 operation (see `Planned`). No other code changes how operations are lowered, rearranges the graph's
-list of operations, or keeps registries by graph.
+list of operations, or keeps its own records of graphs.
 
 The plan follows these rules:
 
@@ -124,7 +124,8 @@ class ExtensionLowering:
         """Lowers an operation in the extension's own way, and returns True.
 
         A subclass that leaves the operation to other extensions, or to the plan, does nothing and
-        returns False. The plan calls this method for every operation, also inside of loops.
+        returns False. The plan calls this method for every operation, also for those inside of
+        loops.
         """
         del operation
         return False
@@ -266,7 +267,8 @@ class StepPlan:
     def adding_to_branch(self, branch: Any) -> Iterator[None]:
         """Returns a context; mtf operations made inside belong to `branch`, except variables.
 
-        `branch` is a `Branch`, and the attribute `open_branch` as long as the context is open.
+        `branch` is a `Branch`. As long as the context is open, the attribute `open_branch` has
+        this value.
         """
         self.adopt()
         before = set(self.graph.operations)
@@ -336,7 +338,7 @@ class StepPlan:
     def gating(self) -> Iterator[None]:
         """Returns a context that says that operations built inside need no gate of their own.
 
-        The caller makes the operations wait for a gate afterwards.
+        When the context has ended, the caller makes these operations wait for a gate.
         """
         outer, self._is_gating = self._is_gating, True
         try:
@@ -348,8 +350,9 @@ class StepPlan:
     def inside_islands(self, islands: Any) -> Iterator[None]:
         """Returns a context for building updates inside of islands.
 
-        `islands` says how an `OuterOptimizer` divides the mesh (`IslandAxes`), and is the value of
-        the attribute `islands` as long as the context is open. None leaves the attribute as it is.
+        `islands` says how an `OuterOptimizer` divides the mesh (`IslandAxes`). As long as the
+        context is open, the attribute `islands` has this value. If `islands` is None, the attribute
+        keeps the value that it has.
         """
         outer, self.islands = self.islands, islands or self.islands
         try:
@@ -386,13 +389,16 @@ class StepPlan:
         return state
 
     def extension(self, kind: type[_Extension]) -> _Extension:
-        """Returns the plan's extension of the class `kind`; makes it on the first call."""
+        """Returns the plan's `PlanExtension` of the class `kind`; makes it on the first call."""
         if kind not in self._extensions:
             self._extensions[kind] = kind()
         return self._extensions[kind]
 
     def known_extension(self, kind: type[_Extension]) -> _Extension | None:
-        """Returns the plan's extension of the class `kind`; None if nothing has asked for it."""
+        """Returns the plan's `PlanExtension` of the class `kind`; None if it was not made yet.
+
+        The method `extension` makes such an object; this method makes none.
+        """
         return self._extensions.get(kind)
 
     @contextlib.contextmanager
@@ -506,7 +512,7 @@ class StepPlan:
             self._lower_variables(lowering, lowered)
 
     def _give_stacks_to_branches(self, new: Sequence[mtf.Operation]) -> None:
-        """Moves operations that autostack made into the branches whose updates use their outputs.
+        """Adds each operation that autostack made to the branch that uses the operation's outputs.
 
         Right before the assignment of a stacked variable, autostack makes an operation that stacks
         the assigned values. `new` are the graph's operations that were made after the last call of
@@ -576,9 +582,9 @@ def unstack_operations(graph: mtf.Graph) -> list[mtf.Operation]:
 def _read_once(variable: mtf.Variable, lowering: mtf.Lowering) -> None:
     """Reads a variable, and makes this read the lowered value that all operations share.
 
-    Mesh-TF 0.1.21 lowers a variable to the variable object, so that each operation reads it again,
-    before or after its assignment (see docs/races.md). On a SIMD mesh the lowered value is a tensor
-    already.
+    Mesh-TF 0.1.21 lowers a variable to the variable object. So each operation reads the variable
+    again, before or after the variable is assigned (see docs/races.md). On a SIMD mesh the lowered
+    value is a tensor already.
     """
     lowered = lowering.tensors[variable.value].to_laid_out_tensor()
     if not all(isinstance(x, tf.Tensor) for x in lowered.tensor_list):
@@ -591,7 +597,8 @@ def keep_sums_pending_outside(lowering: mtf.Lowering) -> Iterator[None]:
     """Returns a context for lowering a branch, at whose end sums reduced inside are pending again.
 
     This is for sums that Mesh-TF itself leaves pending. Operations after the branch cannot use a
-    sum that was reduced in the branch, as the branch may be skipped. They reduce the sum again.
+    sum that was reduced in the branch, because the branch may be skipped. They reduce the sum
+    again.
     """
     before = {
         tensor: lazy

@@ -103,7 +103,7 @@ class WriteInPlace(mtf.Operation):
 
         Args:
           variables: the variables to write.
-          values: a tensor for each variable, which the layout splits as the variable.
+          values: a tensor for each variable, which the layout splits as it splits the variable.
           write: a function that is called with a tf variable (a processor's slice of a variable),
             the processor's slice of the value, and the values of all `scalars`. It returns the tf
             operation that writes the slice.
@@ -187,8 +187,8 @@ class WriteOrder(PlanExtension):
     def put_after(self, operation: mtf.Operation, before: Sequence[mtf.Operation]) -> None:
         """Makes an operation run after the operations `before`.
 
-        The operations `before` then run whenever the operation runs, and have to be lowered before
-        the operation is lowered.
+        So whenever the operation runs, the operations `before` run, too. They have to be lowered
+        before the operation is lowered.
         """
         self._after = {**self._after, operation: (*self._after.get(operation, ()), *before)}
 
@@ -284,8 +284,8 @@ def write_in_order(operations: Sequence[mtf.Operation]) -> list[mtf.Operation]:
     """Orders assignments that run together, so that writes of the same variable do not race.
 
     The assignments write in the order that they have in the graph. An assignment that writes a
-    variable several times is split into several. Returns `operations` and the new assignments; if a
-    variable is written several times, the returned list is sorted as in the graph.
+    variable several times is split into several assignments. Returns `operations` and these new
+    assignments. If a variable is written several times, the returned list has the graph's order.
     """
     result = [one for op in operations for one in [*_split_off_earlier_writes(op), op]]
     writes = {op: list(op.variables) for op in result if isinstance(op, mtf.Assign)}
@@ -340,7 +340,7 @@ class ProgramWrites(PlanExtension):
     """The plan extension that makes a program's own assignments wait.
 
     The assignments wait for all reads of variables, and for the sums of gradients that were made
-    before them. The variables that they assign are read once in a step, like variables that a
+    before these assignments. The assigned variables are read once in a step, like variables that a
     wrapper assigns.
     """
 
@@ -353,8 +353,8 @@ class ProgramWrites(PlanExtension):
     def wait_for(cls, sums: Sequence[mtf.Tensor]) -> None:
         """Makes the program's assignments on a mesh wait for `sums`, tensors of this mesh.
 
-        Only assignments that come later in the graph wait. If a branch is being built, the call
-        does nothing, because the branch itself waits.
+        Only assignments that the program makes after these tensors wait. If a branch is being
+        built, the call does nothing, because the branch itself waits.
         """
         plan = StepPlan.of(sums[0].graph)
         if plan.is_in_branch:
@@ -446,8 +446,8 @@ def advance_step(
 def is_advanced(update: Sequence[mtf.Operation]) -> bool:
     """Returns whether one of the operations advances a step counter that is a tf variable.
 
-    An operation advances a step counter if `advance_step` made the operation. Deferred updates
-    among `update` are built.
+    An operation advances a step counter if `advance_step` made the operation. If updates among
+    `update` are not built yet, this call builds them.
     """
     return any(isinstance(op, AdvanceStep) for op in resolve_stand_ins(update))
 
