@@ -79,8 +79,8 @@ def collective(node: tf.NodeDef, data: Sequence[tf.Tensor]) -> list[tf.Tensor]:
 class Randomness:
     """Makes the operations that replace TensorFlow's random operations in a core's program.
 
-    Their random numbers depend on the core's state. `state` is the handle of an int64 variable
-    ``[STATE_WORDS]`` that holds this state.
+    The random numbers of the new operations depend on the core's state. `state` is the handle of an
+    int64 variable ``[STATE_WORDS]`` that holds this state.
     """
 
     def __init__(self, state: Any):

@@ -91,7 +91,7 @@ def devices_for(
         has on the platform.
 
     Returns:
-      `num_cores` jax devices; with several processes, the devices of all processes.
+      `num_cores` jax devices; if there are several processes, devices of all processes.
 
     Raises:
       ValueError: when `num_cores` is not a whole number of 1 or more.

@@ -177,7 +177,7 @@ class CoreModule(NamedTuple):
 def lowered(replica: ReplicaProgram, cache: Cache) -> CoreModule:
     """Returns a core's program, `replica`, as StableHLO, from `cache` if it is there already.
 
-    If the cache does not have it, the program is turned into StableHLO, which is put into `cache`.
+    If `cache` does not have the StableHLO, it is made from the program and put into `cache`.
     """
     import jaxlib
 
@@ -201,9 +201,9 @@ def lowered(replica: ReplicaProgram, cache: Cache) -> CoreModule:
 def loaded(program: CoreModule, devices: Sequence[Any], cache: Cache) -> LoadedProgram:
     """Returns a program compiled for devices, from `cache` if it is there already.
 
-    If the cache does not have it, `program` is compiled, and the compiled program is put into
-    `cache`. `devices` are jax devices, one for each core. Raises an UnsupportedProgramError when
-    XLA cannot compile the program.
+    If `cache` does not have the compiled program, `program` is compiled, and the compiled program
+    is put into `cache`. `devices` are jax devices, one for each core. Raises an
+    UnsupportedProgramError when XLA cannot compile the program.
     """
     module = program.module
     if devices[0].platform == "cpu" and not can_write_over_arguments():

@@ -76,8 +76,8 @@ class _Host:
     ) -> dict[str, np.ndarray]:
         """Returns the values that variables have in a session, by the variables' names.
 
-        `names` are the names of the variables to read, those of their ``VarHandleOp``. `session` is
-        a session that the method `session` has opened, or the user's session on the program's
+        `names` are the names of the ``VarHandleOp`` operations of the variables to read. `session`
+        is a session that the method `session` has opened, or the user's session on the program's
         cores. Raises a ValueError if the session lacks one of the variables.
         """
         access = self._access
@@ -170,8 +170,8 @@ def export(
       XlaMissingError: when jax is not installed.
       UnsupportedProgramError: when XLA cannot run the program.
       StepError: when something that may not be replaced is at the path `folder` already.
-      ValueError: when a fetch is not inside the program, an input is not one of its inputs, or
-        both a session and a checkpoint are given.
+      ValueError: when a fetch is not inside the program, when a tensor in `inputs` is no input of
+        the program, or when both a session and a checkpoint are given.
     """
     check_installed("jax", "jaxlib")
     if session is not None and checkpoint is not None:

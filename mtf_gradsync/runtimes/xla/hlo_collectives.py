@@ -35,12 +35,13 @@ class HloCollective:
         that cut the all-reduce's result into parts, or that join parts to make the all-reduce's
         operands. Such an all-reduce is listed as "reduce-scatter" or "all-gather".
       name: the instruction's name in the module.
-      bytes_per_core: bytes that one core puts in, without the padding of the TPU's memory layout.
+      bytes_per_core: bytes that one core gives to the collective, without the padding of the TPU's
+        memory layout.
       groups: the groups of cores that exchange data; empty if all cores are one group. For a
         "collective-permute", each group is a pair: the core that sends and the core that receives.
       computation: the name of the computation that contains the collective.
       inside: the branches and loops around the collective, outermost first, as in
-        ("branch true of cond.5", "body of while.7"); empty for a collective that runs once on every
+        ("branch true of cond.5", "body of while.7"); empty for a collective that runs once in every
         step.
       crosses_slices: whether the collective sends data between TPU slices, over the data center
         network. The compiler writes a sum over several TPU slices as a sum within each TPU slice, a
@@ -192,7 +193,7 @@ def _sent_by_fused_all_reduce(all_reduce: Instruction, size: int) -> tuple[str, 
 
 
 def _branch_or_loop(instruction: Instruction) -> list[tuple[str, ...]]:
-    """Returns which branch or part of a loop each computation is that an instruction calls.
+    """Returns, for each computation that an instruction calls, its role in a branch or loop.
 
     The result has a tuple for each of these computations. The tuple has one name, as in ("body of
     while.7",) or ("branch true of cond.5",). For a computation that is no branch and no part of a

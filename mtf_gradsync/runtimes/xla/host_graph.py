@@ -47,9 +47,9 @@ class TouchedVariables(NamedTuple):
 class NeedsOfLastPart(NamedTuple):
     """The values and operations that the last part of a step needs from what runs before it.
 
-    The first part is what TensorFlow runs before the program, the last part what it runs after the
-    program. The keys of both dicts are names of placeholders in the last part; the values of the
-    dicts say with which tensors the placeholders are fed.
+    The first part is what TensorFlow runs before the program, and the last part is what TensorFlow
+    runs after the program. The keys of both dicts are names of placeholders in the last part. The
+    values of the dicts say with which tensors the placeholders are fed.
     """
 
     carried: dict[str, str]  # placeholder -> tensor of the first part
@@ -60,11 +60,11 @@ class NeedsOfLastPart(NamedTuple):
 class HostGraph:
     """The part of a user's graph outside a program, as a finalized `graph` for a ``tf.Session``.
 
-    If the user's graph has other programs, these other programs do not run. The constructor adds
-    operations to the user's graph that initialize, copy and save variables; the attribute `ops`
-    holds them. The attribute `facts` is a `GraphFacts` of the user's graph: its nodes and how they
-    are connected. If the user's graph cannot run, the constructor raises an UnsupportedProgramError
-    and leaves the user's graph unchanged.
+    If the user's graph has other programs, these other programs do not run. To the user's graph the
+    constructor adds operations that initialize, copy and save variables; the attribute `ops` holds
+    these operations. The attribute `facts` is a `GraphFacts` of the user's graph: its nodes and how
+    they are connected. If the user's graph cannot run, the constructor raises an
+    UnsupportedProgramError and leaves the user's graph unchanged.
     """
 
     def __init__(self, program: Program, lowerings: Sequence[mtf.Lowering]):

@@ -133,7 +133,7 @@ def _slices_of(variable: mtf.Variable, impl: mtf.MeshImpl) -> dict[str, Any]:
 
     The dict has the shape and dtype of the whole variable. For each slice, the dict has the number
     of a core that holds the slice, and the position in the whole variable where the slice begins.
-    `impl` is the variable's mesh.
+    `impl` is the implementation of the variable's mesh.
     """
     shape = variable.outputs[0].shape
     slices: dict[tuple[int, ...], int] = {}

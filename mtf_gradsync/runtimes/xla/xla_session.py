@@ -198,7 +198,7 @@ class XlaSession(ReplicaSession):
         Args:
           fetches: a tensor, operation or name of the user's graph, inside or outside the program,
             or a nested structure of them.
-          feed_dict: values by the tensors to feed, which are tensors outside the program.
+          feed_dict: the values to feed, by tensor; the tensors have to be outside the program.
           per_replica: whether to return, for a tensor of the program, the list of its values on all
             cores in place of its value on the first core. The list has None for the cores of other
             processes.
@@ -346,8 +346,8 @@ class XlaSession(ReplicaSession):
           names: the names of the operations to run, and of the tensors to return.
           feeds: the values to feed, by the name of the tensor.
           run_by_any: the names of all operations and tensors that at least one process runs; None
-            if all processes run the same ones. They decide which variables are copied, because all
-            processes have to copy the same variables.
+            if all processes run the same ones. The variables that these operations read are copied,
+            because all processes have to copy the same variables.
         """
         names = sorted(names)
         feeds = {name: copy_array(value) for name, value in feeds.items()}

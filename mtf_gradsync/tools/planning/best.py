@@ -69,7 +69,7 @@ Check = Callable[[Choice], Checked]
 
 @dataclasses.dataclass(frozen=True)
 class Best:
-    """The division of a training that has the shortest predicted update and fits into memory.
+    """The best division of a training: it fits into memory and has the shortest predicted update.
 
     Attributes:
       machine: the topology, such as "v5e:4x4".
@@ -219,8 +219,9 @@ def all_choices(
       progress: whether to show a progress bar on terminals.
 
     Returns:
-      The divisions, sorted by predicted time and then memory, the least first; and a dictionary
-      from each impossible mesh and layout to the reason.
+      Two values. The first is the list of divisions, sorted by predicted time and then memory, the
+      least first. The second is a dictionary from each impossible mesh and layout, as one text, to
+      the reason why it is impossible.
     """
     shapes = mesh_shapes or shapes_of(machine.cores, axes, machine.slices)
     pairs = [(shape, rules) for shape in shapes for layout in layouts
@@ -246,8 +247,8 @@ def all_choices(
 def _sort_key(choice: Choice) -> tuple[Any, ...]:
     """Returns a key that sorts divisions: the shortest predicted time first, then least memory.
 
-    Of divisions that are equal in time and memory, the one whose stack has the shorter name comes
-    first, and then the one with the longer layout.
+    If time and memory are equal, the division whose stack has the shorter name comes first. If the
+    names are equally long, too, the division with the longer layout comes first.
     """
     predicted, stack = choice.predicted, choice.stack
     return (predicted.seconds, predicted.bytes_per_core, len(str(stack)), -len(choice.layout))

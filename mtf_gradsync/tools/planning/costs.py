@@ -436,7 +436,8 @@ class Predictor:
 
         Returns:
           Three numbers: the seconds of the step's operations, the seconds of the collectives that
-          the model needs, and the bytes that a core keeps from the forward for the backward pass.
+          the model needs, and the bytes of the forward pass that a core keeps for the backward
+          pass.
         """
         costs = self._costs
         compute = sum(

@@ -47,7 +47,7 @@ def exchanges_of(
 
     Args:
       compiled: the collectives of the compiled program. The result has those of them that are
-        outside loops, because the compiler may have merged collectives.
+        outside loops. Unlike those of `report`, they are as the compiler has merged them.
       report: the collectives of the program before compilation. The result has those of them that
         are inside loops, because the report says how many iterations a loop has. A loop counts as
         one iteration if the number is unknown.
@@ -123,7 +123,7 @@ def _split_by_slice(one: Exchange, cores_per_slice: int) -> list[Exchange]:
       A list with `one` alone if each of its groups lies within a TPU slice. For an all-reduce that
       crosses slices, the list has a reduce-scatter within slices, an all-reduce of the scattered
       parts between slices, and an all-gather within slices. For any other collective, the list has
-      this collective within slices, and the same between slices.
+      this collective twice: within slices, and between slices.
     """
     members = [sum(core // cores_per_slice == group[0] // cores_per_slice for core in group)
                for group in one.groups]  # fmt: skip

@@ -51,8 +51,8 @@ def plan(
       layouts: Mesh-TF's layout rules ("batch:batch;heads:model"), or several of them.
       mesh_shapes: the mesh shapes to plan; None for all factorizations of a topology's cores over
         `axes`. With several TPU slices, the first axis of a mesh shape crosses the data center
-        network. So, for several slices, None tries each axis as the first one whose size is a
-        multiple of the number of slices.
+        network. So, for several slices, None tries several mesh shapes of the same sizes: each
+        axis whose size is a multiple of the number of slices comes first in one of them.
       axes: names of the mesh axes; None for the axes that the first layout names, in the order in
         which it names them.
       jobs: the number of compilers that run at once. Each takes a CPU of this computer, and memory.
@@ -63,8 +63,8 @@ def plan(
         the plan has no costs in dollars.
       dcn_bandwidth: GB/s that a chip sends over the data center network; needed for several TPU
         slices.
-      inner_steps: numbers of steps. For several TPU slices and each number, the plan says how long
-        a step takes if slices exchange values only once in so many steps
+      inner_steps: numbers of steps. If there are several TPU slices, the plan says for each number
+        how long a step takes if slices exchange values only once in so many steps
         (`PlanRow.fewer_messages`).
 
     Returns:

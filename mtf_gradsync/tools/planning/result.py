@@ -110,8 +110,8 @@ class PlanRow:
         the memory's bandwidth, whichever takes longer; None if the rates are unknown.
       doubt: why the estimate cannot be right, compared with `roofline_seconds`; "" if it can be
         right. Rows with a doubt come last in a plan.
-      model_flops: operations that the model needs in a step on all cores together, by
-        `Built.model_flops`; None if unknown.
+      model_flops: operations that the model needs in a step on all cores together, as
+        `Built.model_flops` gives them; None if unknown.
       mfu: `model_flops` divided by the operations that all chips could make at their peak in
         `mean_step_seconds` ("model FLOPs utilization"). None if `model_flops` or the peak is
         unknown.

@@ -161,13 +161,13 @@ def search(
     and layout is built once for all machines. Equal programs are compiled once for each machine.
 
     Args:
-      build: builds the program for a mesh shape and a layout, in a new graph.
+      build: a function that builds the program for a mesh shape and a layout, in a new graph.
       candidates: the meshes, layouts and machines to plan for.
       jobs: the number of compilers that run at once.
       refusals: types of errors by which `build` says that a mesh is not possible.
       done: a function without arguments that is called when a candidate is planned or refused.
       stop: a context manager that the caller has entered, and whose `check` raises
-        KeyboardInterrupt after a signal; None pays no attention to signals.
+        KeyboardInterrupt after a signal. If it is None, signals do not stop the search.
     """
     return _Search(build, jobs, refusals, done, stop or Interruption()).run(candidates)
 

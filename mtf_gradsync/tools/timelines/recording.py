@@ -47,8 +47,8 @@ class Collective:
     """The facts about a collective that are known from the program, without a recording.
 
     Attributes:
-      bytes_per_core: bytes that a core puts in (on a placement mesh: bytes that it receives); None
-        if unknown.
+      bytes_per_core: bytes that a core gives to the collective (on a placement mesh: bytes that it
+        receives); None if unknown.
       variables: the variables into whose values the collective's result goes; None if unknown.
       is_conditional: whether the collective is in a branch. If some steps skip the update, the sums
         of an update are in a branch.
@@ -250,7 +250,7 @@ def sums_of_updates(collectives: Mapping[str, Collective], graph: tf.Graph) -> s
     """Returns the names of the collectives that only steps with an update make.
 
     These are the collectives that are in branches and whose results go into trained variables. A
-    collective whose result goes only into a wrapper's own variables is not one of them, as a
+    collective whose result goes only into a wrapper's own variables is not one of them, because a
     wrapper may sum its own variables also in steps without an update. `collectives` has the
     program's collectives by name, and the collections of `graph` tell which variables are trained.
     """

@@ -63,8 +63,8 @@ class CollectiveTimes:
 
     Attributes:
       name: the collective's name.
-      bytes_per_core: bytes that a core puts in at each run (on a placement mesh: bytes that it
-        receives); None if unknown.
+      bytes_per_core: bytes that a core gives to the collective at each run (on a placement mesh:
+        bytes that it receives); None if unknown.
       variables: the variables into whose values the collective's result goes; None if unknown.
       milliseconds: how long a core takes for all runs of the collective in a step.
       exposed: the part of `milliseconds` in which the core runs nothing else.

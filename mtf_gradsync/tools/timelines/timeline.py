@@ -1,4 +1,4 @@
-"""Records where the time of some steps goes, and writes it as a trace that Perfetto opens."""
+"""Records some steps, and writes a trace of where their time went, which Perfetto can show."""
 
 from __future__ import annotations
 

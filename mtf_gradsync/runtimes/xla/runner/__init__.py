@@ -2,11 +2,11 @@
 
 This package, the runner, needs numpy and jax, but neither TensorFlow nor mtf_gradsync. Every
 exported folder has a copy of the runner. mtf_gradsync's own sessions compile and run programs with
-it, too. The runner as a command, in an exported folder:
+it, too. To use the runner as a command, in an exported folder:
 
     python run.py --steps 100 --inputs batches.npz
 
-The runner as a module, with the exported folder on ``sys.path``:
+To use the runner as a module, with the exported folder on ``sys.path``:
 
     from runner import Step
     step = Step.load(folder)

@@ -84,9 +84,9 @@ class DeviceValues:
     def joined(self, sharding: Any) -> Any:
         """Returns the values as one jax array over all devices of the program.
 
-        `sharding` is the array's jax sharding, which replicates over these devices. Although jax
-        then takes the values on all devices for equal, they may differ: the sharding only has to
-        say that each device has an array of the full shape.
+        `sharding` is the array's jax sharding, which replicates over these devices. It tells jax
+        that all devices have equal values, but the values may differ: the sharding only has to say
+        that each device has an array of the full shape.
         """
         import jax
 
@@ -167,9 +167,9 @@ def first_devices(devices: Sequence[Any], count: int) -> list[Any]:
 def put(per_core: Sequence[np.ndarray], devices: Sequence[Any]) -> DeviceValues:
     """Copies an array to each of this process's devices; 64-bit numbers keep their types.
 
-    `per_core` has the array for each device, in the order of `devices`, which are this process's.
-    For a CPU device, jax may use the array's memory in place of a copy. So no other code may write
-    to the array, and if a step writes over two arrays, they may not share memory.
+    `devices` are this process's devices, and `per_core` has an array for each of them, in the same
+    order. For a CPU device, jax may use the array's memory in place of a copy. So no other code may
+    write to the array, and two arrays that a step writes over must not share memory.
     """
     import jax
 

@@ -191,8 +191,9 @@ class Step:
             the assembled array.
 
         Returns:
-          The values by name. Arrays are assembled from the cores' slices. If Mesh-TF has stacked
-          several variables into one, each of them has an entry with its own name.
+          A dict from names to values. If `per_core` is False, each value is assembled from the
+          cores' slices, and each of the variables that Mesh-TF has stacked into one has an entry
+          with its own name.
         """
         found: dict[str, Any] = {}
         self._finish()

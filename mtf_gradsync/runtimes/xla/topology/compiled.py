@@ -114,7 +114,8 @@ class CompiledProgram:
         generation.
 
         Returns:
-          True or False by the name of the generation, as in "v3". Empty if the program was refused.
+          A dict from the name of each generation, such as "v3", to True or False. The dict is empty
+          if the program was refused.
         """
         if self.memory is None:
             return {}

@@ -112,7 +112,7 @@ def lower(program: Program, fetches: Sequence[Any] = ()) -> LoweredProgram:
     """Returns a core's program as StableHLO, for `compile_lowered`; needs no TPU compiler.
 
     `fetches` are the tensors of the program that a step returns. If TensorFlow refuses to turn an
-    operation into HLO, the result has no program, but the reason.
+    operation into HLO, the result has the reason in place of a program.
     """
     replica = replica_program(program, fetches)
     try:
@@ -267,8 +267,8 @@ def places_of(topology: str) -> tuple[tuple[int, ...], ...]:
 def _lower_bare(bare: Program, fetches: Sequence[Any]) -> tuple[str | None, str]:
     """Lowers the program with the bare optimizer; returns its StableHLO, and "".
 
-    If TensorFlow refuses the program, the result is None, and the reason. `fetches` are the tensors
-    that a step of the program returns.
+    If TensorFlow refuses the program, the two results are None and the reason. `fetches` are the
+    tensors that a step of the program returns.
     """
     try:
         lowered = lower(bare, fetches)

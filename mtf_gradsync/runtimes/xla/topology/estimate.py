@@ -35,9 +35,9 @@ class CostEstimate:
       flops: floating-point operations, by the compiler's count.
       bytes_accessed: bytes that operations read and write, in any of the core's memories. Copies
         between these memories that run while other operations run do not count.
-      seconds: the time of all operations, each at its roofline: the longer of two times, of its
-        multiplications at the chip's published peak and of its bytes at the published bandwidth of
-        the memory.
+      seconds: the time of all operations, each at its roofline. The roofline is the longer of two
+        times: the time of the operation's multiplications at the chip's published peak, and the
+        time of the operation's bytes at the published bandwidth of the memory.
       unknown: the number of custom calls whose operations are not known. Only their bytes count.
       unknown_operations: targets of these custom calls.
       bytes_copied: bytes that the compiled program copies from one memory of the core to another
@@ -126,8 +126,8 @@ def read_estimate(
 def with_conditions(module: str, value: bool) -> str | None:
     """Returns a StableHLO program's text with each conditional replaced by one of its branches.
 
-    `module` is the program's text, and `value` is the value of all conditions, which decides on
-    the branches. Only a condition that is the negation of another one ("report if not finite"
+    `module` is the program's text, and `value` is the value of all conditions, which decides which
+    branches stay. Only a condition that is the negation of another one ("report if not finite"
     beside "update if finite") has the opposite value. Returns None for a program without
     conditionals. A program is changed in this way to estimate the cost of the branches that a step
     runs, because the compiler's own estimate of a conditional is not the cost of one branch.
@@ -189,9 +189,9 @@ def with_one_more_iteration(module: str) -> tuple[list[OneMoreIteration], int]:
     between the estimates of the new program and of the original one.
 
     Returns:
-      The new programs, and a number: of how many loops the number of iterations is not known. These
-      loops lack the attribute `ITERATIONS`, or a loop around them lacks it, and there is no new
-      program for them. There is no new program either for a loop with fewer than two iterations.
+      The new programs, and the number of loops whose iterations cannot be counted: these loops, or
+      loops around them, lack the attribute `ITERATIONS`. They have no new program. A loop with
+      fewer than two iterations has no new program either.
     """
     if _WHILE not in module:
         return [], 0

@@ -214,10 +214,10 @@ def _flops_of_convolution(convolution: Any, left: Any, right: Any) -> float:
 def _multiplications_along(numbers: int, kernel: int, results: int, window: Any) -> int:
     """Returns the number of multiplications along one dimension of a convolution.
 
-    A multiplication is a pair of a kernel element and a result, if the kernel element then lies
-    over a number of the input, not over padding or dilation. `numbers`, `kernel` and `results` are
-    the sizes of input, kernel and result along the dimension. `window` is XLA's message with the
-    stride, padding and dilation along the dimension.
+    A kernel element and a result make a multiplication if, for this result, the kernel element lies
+    over a number of the input. They make none if it lies over padding or dilation. `numbers`,
+    `kernel` and `results` are the sizes of input, kernel and result along the dimension. `window`
+    is XLA's message with the stride, padding and dilation along the dimension.
     """
     found = 0
     for place in range(kernel):
