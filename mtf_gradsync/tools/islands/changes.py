@@ -37,8 +37,8 @@ _PART = 1 << 17  # so many numbers, and the results computed from them, fit into
 class _Blocks(NamedTuple):
     """The settings of a rounding to integers.
 
-    `largest` is the largest integer that a number is rounded to, `size` is how many numbers share a
-    scale, and `in_a_byte` is how many of the integers are stored in a byte.
+    `largest` is the largest integer that a number is rounded to. `size` is how many numbers share a
+    scale. `in_a_byte` is how many of the integers are stored in a byte.
     """
 
     largest: int

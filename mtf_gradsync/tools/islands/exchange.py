@@ -1,7 +1,7 @@
 """An island's reads and writes of the folder, which survive failures of the folder.
 
-If a read or a write of the folder fails, this is logged with the name of the object (a file of the
-folder), and tried again later. A folder that fails never ends training.
+If a read or a write fails, the failure is logged with the name of the object (a file of the
+folder), and the read or write is tried again later. A folder that fails never ends training.
 """
 
 from __future__ import annotations
@@ -113,9 +113,9 @@ class Exchange:
     def take_name(self, seconds: float) -> None:
         """Takes the lease of the island's name, so that no other process can be this island.
 
-        If another process has the lease and may be dead, or if the folder fails, the method waits
-        for at most `seconds`, or for 40 seconds if that is longer. The method raises IslandError if
-        a living process has the lease, or if the folder still fails at the end of the wait.
+        The method waits if another process has the lease and may be dead, or if the folder fails.
+        The longest wait is `seconds`, or 40 seconds if that is more. The method raises IslandError
+        if a living process has the lease, or if the folder still fails at the end of the wait.
         """
         until = time.monotonic() + max(seconds, 2.0 * leases.LIFE_SECONDS)
         while holder := self.run_or_default("begin", self.lease.take, "?"):

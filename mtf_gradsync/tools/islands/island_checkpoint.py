@@ -114,8 +114,9 @@ class SavedIsland(NamedTuple):
     ) -> bool:
         """Returns whether the island still has to contribute what it had learned by the checkpoint.
 
-        The result is False if a contribution made after the checkpoint contains what the island had
-        learned by then, or if the file beside the checkpoint belongs to another folder.
+        What the island had learned by the checkpoint may be in a contribution that it made after
+        the checkpoint: then the result is False. The result is also False if the file beside the
+        checkpoint belongs to another folder.
 
         Args:
           contributed: the names of this island's newest contributions; "" stands for none.

@@ -537,8 +537,8 @@ class Merger:
     def _decision(self, version: int) -> Decision | None:
         """Returns the decision on a version, from a cache or from the folder; None if it is gone.
 
-        If the object (a file of the folder) with the decision is damaged or gone, the decision is
-        read from the object with the version's values, which contains it, too.
+        The decision has an object (a file of the folder) of its own. If this is damaged or gone,
+        the decision is read from the object with the version's values, which contains it, too.
         """
         if version not in self._decisions:
             found = self._read_decision(version) if version >= 0 else None

@@ -56,9 +56,9 @@ def is_finite(value: np.ndarray) -> bool:
 def error_of(value: np.ndarray, reference: np.ndarray) -> float:
     """Returns the largest difference of two arrays, divided by the largest number of `reference`.
 
-    The result is called the error of `value`. The error is infinite if `value` and `reference` have
-    different shapes, or if they differ in an element that is not finite in `value` or in
-    `reference`.
+    The result is called the error of `value`. The error is infinite if the two arrays have
+    different shapes. It is also infinite if they differ in an element that is not finite in one of
+    them.
     """
     if value.shape != reference.shape:
         return float("inf")
@@ -127,9 +127,9 @@ def expected_errors(reference: Values, others: Sequence[Values]) -> dict[str, fl
     """Returns a dictionary from each variable's name to the largest error that rounding explains.
 
     Each dictionary in `others` has values of the same variables as `reference`, but computed in
-    float64 or from the examples in another order. The error of a variable in the returned
-    dictionary is eight times the largest difference between its value in `reference` and its values
-    in `others`, divided by its largest number. It is at least `LEAST`.
+    float64 or from the examples in another order. For each variable, the result has eight times the
+    largest error (see `error_of`) between its value in `reference` and a value in `others`. It is
+    at least `LEAST`.
     """
     return {
         name: max(

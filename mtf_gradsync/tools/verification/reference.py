@@ -49,9 +49,9 @@ class Reference(NamedTuple):
         step) have in each update the values from the update's first step. In `exact` they have
         those from its last step. None if each update has only one step, or if the program has no
         counters.
-      with_later_counters: the outcome of a run in which these counters are larger by 1 in each
-        update than in `exact`, as if the program advanced them before the update and not after it.
-        None if the program has no counters.
+      with_later_counters: the outcome of a run in which each update reads counters that are larger
+        by 1 than in `exact`. This is what happens if the program advances them before the update,
+        and not after it. None if the program has no counters.
       step_by_step: the outcome of the program's microbatch steps one by one on one core. It serves
         to compare variables that the program writes in each step; None if it has no such variables.
       source: how the expected errors were found: by "float64", or by "another order of the

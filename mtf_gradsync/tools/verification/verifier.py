@@ -354,9 +354,9 @@ class Verifier:
     def _strategy_name(self, culprit: str) -> str:
         """Returns the class name of the strategy by which a wrapper reduces gradients.
 
-        A strategy that rounds gradients may explain a difference. The result is "" if the wrapper
-        was given no strategy object, or if `culprit` is not a wrapper's label but the name of
-        another part of the division, such as "mesh axis model".
+        A strategy that rounds gradients may explain a difference. `culprit` is the wrapper's label.
+        The result is "" if the wrapper was given no strategy object, or if `culprit` names another
+        part of the division, such as "mesh axis model".
         """
         wrapper = self._outcome.recorded.wrappers.get(culprit)
         strategy = getattr(wrapper, "reducer", None)

@@ -58,10 +58,10 @@ def verify(
 
     Args:
       program: a model_fn `(features, labels, mode, params[, config])` that returns a spec, or a
-        function `(mesh, inputs, params)` that returns a loss and the mtf operations of an update,
-        where `inputs` are placeholders in the structure of a batch. Both have to read the mesh from
-        `params["mesh_shape"]` and `params["layout"]`, and the batch's size from their inputs or
-        `params["batch_size"]`.
+        function `(mesh, inputs, params)` that returns a loss and the mtf operations of an update.
+        Its argument `inputs` has placeholders in the structure of a batch. The program has to read
+        the mesh from `params["mesh_shape"]` and `params["layout"]`, and the batch's size from its
+        inputs or from `params["batch_size"]`.
       input_fn: the batches: an iterable, or a function that returns an iterable or a
         `tf.data.Dataset`. The function is called with `params` if it has an argument of this name.
         A batch is a structure of arrays (for a model_fn features, or features and labels), with the
