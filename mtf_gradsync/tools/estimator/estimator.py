@@ -115,7 +115,7 @@ class Estimator(_TensorFlows):
           use_tpu: whether the model_fn builds a SIMD program, as for a TPU.
           runtime: "placement_mesh", "cpu_replicas" or "xla". None takes "xla" (the devices that
             jax has) if use_tpu is set, and "placement_mesh" otherwise.
-          num_cores: cores of a SIMD program; None takes config.tpu_config.num_shards.
+          num_cores: the number of cores of a SIMD program; None takes config.tpu_config.num_shards.
           train_batch_size: params["batch_size"] in training; None does not set it.
           eval_batch_size: params["batch_size"] in evaluations; None does not set it.
           predict_batch_size: params["batch_size"] in predictions; None does not set it.
@@ -124,8 +124,8 @@ class Estimator(_TensorFlows):
           export_to_cpu: ignored; exported models run on a host.
           evaluate_with_averages: whether `evaluate`, `predict` and `export_saved_model` take the
             moving averages that the optimizer keeps (`mtf_gradsync.AverageOptimizer`) in place of
-            the variables; variables without an average keep their values. Training goes on with the
-            variables.
+            the variables; variables without an average keep their values. Training never takes the
+            averages.
           skip_damaged_checkpoint: what training does if the newest checkpoint is damaged. If True,
             training moves the files of the checkpoint to "damaged" in model_dir and goes on from an
             older checkpoint. If False, training raises a ValueError.

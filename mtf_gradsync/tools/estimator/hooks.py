@@ -67,7 +67,7 @@ def training_hooks(
       config: the RunConfig, which says how often to log, and to write checkpoints and summaries.
       given: the user's hooks. If one of them saves checkpoints, no further hook is made for that.
       spec: the model's spec.
-      scaffold: the spec's scaffold, if it has one; its saver is used.
+      scaffold: the spec's scaffold, whose saver is used; None if there is none.
       is_program: whether the model is a SIMD program.
       listeners: listeners to add to the hook that saves checkpoints; None for none.
 

@@ -84,8 +84,8 @@ class ElasticIslands:
       parts: the number of parts that the data are divided into. This island learns from one part;
         see `claim_part`. If `parts` is 1, each island learns from all data. If the data set's
         function has no arguments for the part, the island reads all examples again and again, and
-        uses every `parts`-th one. It then meets each example some time if `parts` is a prime number
-        that does not divide the number of examples.
+        uses every `parts`-th one. If `parts` is a prime number that does not divide the number of
+        examples, the island uses each example at some time.
     """
 
     folder: str = ""

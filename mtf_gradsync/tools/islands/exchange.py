@@ -141,7 +141,8 @@ class Exchange:
         if not self.run_or_default("name", self.lease.is_held, True):
             raise IslandError(
                 f"Another process has taken the name of the island {self._island!r} of "
-                f"{self.folder.url}, since this process wrote no heartbeats: this process ends."
+                f"{self.folder.url}, because this process wrote no heartbeats for a "
+                "while. This process ends."
             )
 
     # Versions.

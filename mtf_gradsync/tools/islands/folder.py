@@ -143,7 +143,7 @@ class Folder:
             self._inode = inode
         if self._inode != inode:
             raise FolderError(
-                f"{self.url} is another folder than before: move the folder of before back to this "
+                f"{self.url} is another folder than before: move the earlier folder back to this "
                 "path, or start the program anew to use the new folder"
             )
         return True

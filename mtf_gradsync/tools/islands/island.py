@@ -98,8 +98,9 @@ class Island:
       merge_settings: the settings of that thread's merger; see `MergeSettings`.
       waiting: how long that merger waits; see `Waiting`.
       keep_all: whether that merger keeps all objects that a replay needs.
-      replay: whether to repeat an earlier run of this island. The island then takes merged values
-        after the steps after which that run took them, by its journal. Nothing is written.
+      replay: whether to repeat an earlier run of this island. If True, the island takes merged
+        values after the same steps as the earlier run, whose journal says which these are. Nothing
+        is written.
       poll_seconds: the least time between two looks into the folder; default 0.2 s on a local disk,
         else 2 s.
 
@@ -452,7 +453,7 @@ class Island:
     ) -> dict[str, int]:
         """Lets the island's counters follow a version: sets `step`, returns the others' new values.
 
-        `Learning.advance_counters` computes the new values, which are never smaller than the old.
+        `Learning.advance_counters` computes the new values. No counter becomes smaller.
 
         Args:
           decision: the decision that made the version, which has the version's counters.

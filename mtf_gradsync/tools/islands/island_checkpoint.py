@@ -26,7 +26,7 @@ _BASE, _ROUNDED = "base", "rounded"  # parts of the tensors' names in the file
 
 
 class Sent(NamedTuple):
-    """The values and counts of an island when it contributed, until a version contains them.
+    """The values and counts that an island had when it contributed; kept until that is merged.
 
     Attributes:
       version: the number of the version from which the change begins.
@@ -70,7 +70,7 @@ class Learned(msgspec.Struct, frozen=True, kw_only=True):
       waiting: the tokens of steps whose gradients are accumulated and in no update yet; None if
         that is unknown.
       is_sent: whether the last of `attempts` may still be merged.
-      attempts: the names and counts of the contributions that the island has made from the version.
+      attempts: the names and counts of the contributions that the island has made from `version`.
     """
 
     island: str
@@ -95,8 +95,8 @@ class SavedIsland(NamedTuple):
         took last.
       residual: a dictionary from the names of variables to the rounding errors that are added to
         their next changes.
-      attempts: a dictionary from the names of the contributions that the island has made from the
-        version to what they contained.
+      attempts: a dictionary from the names of the contributions that the island has made from this
+        version to what each of them contained.
     """
 
     learned: Learned

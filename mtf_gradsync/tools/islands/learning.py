@@ -1,4 +1,4 @@
-"""The arithmetic of an island: what it has learned since a version, and what of it was sent."""
+"""The arithmetic of an island: what it has learned since a version, and how much of it was sent."""
 
 from __future__ import annotations
 
@@ -309,7 +309,7 @@ class Learning:
         """Returns the values that the island's counters get when it takes a version, by name.
 
         A counter, such as the global step, gets the version's value plus what the island has
-        counted since its contribution. If this is lower than the island's own value, or if the
+        counted since its contribution. If this sum is lower than the island's own value, or if the
         version does not have the counter, the counter keeps the island's own value.
 
         Args:

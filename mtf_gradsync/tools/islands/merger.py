@@ -308,7 +308,8 @@ class Merger:
         """Reads the values and momenta as of the newest version; None if there is no version.
 
         If the newest version is damaged, it is made again from its decision. If the version is
-        damaged and has no decision, it is moved away, and the version before it is read.
+        damaged and has no decision, its object is moved away, and the method goes on with the
+        previous version.
         """
         known = {*numbers_in(self._folder, "versions", SUFFIX)}
         for version in sorted(known, reverse=True):
@@ -537,8 +538,9 @@ class Merger:
     def _decision(self, version: int) -> Decision | None:
         """Returns the decision on a version, from a cache or from the folder; None if it is gone.
 
-        The decision has an object (a file of the folder) of its own. If this is damaged or gone,
-        the decision is read from the object with the version's values, which contains it, too.
+        The decision has an object (a file of the folder) of its own. If this object is damaged or
+        gone, the decision is read from the object with the version's values, which contains it,
+        too.
         """
         if version not in self._decisions:
             found = self._read_decision(version) if version >= 0 else None

@@ -236,8 +236,8 @@ class Values:
     def write(self, session: Any, values: Mapping[str, Any]) -> None:
         """Sets variables of a session to new values, in masters and in slices.
 
-        The first call has to come before the session's first step. It lets derived variables, such
-        as averages, begin anew if the variables are set from which they derive.
+        The first call has to come before the session's first step. A derived variable, such as an
+        average, begins anew if this call sets the variable from which it is derived.
 
         Args:
           session: the session that trains.

@@ -31,7 +31,7 @@ class OtherTensorsError(DamagedObjectError):
 
 
 class _Wrong(ValueError):
-    """The error of a wrong file, whose text is the end of a sentence: "... is refused: <text>"."""
+    """The error of a wrong file. The error's text ends a sentence: "... is refused: <text>"."""
 
 
 class _OtherTensors(_Wrong):

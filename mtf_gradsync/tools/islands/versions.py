@@ -59,13 +59,13 @@ class MergeSettings(NamedTuple):
       nesterov: whether the momentum is Nesterov's.
       fragments: the number of sets into which variables are divided. Each version changes the
         variables of one set; the sets take turns.
-      weight: the weight of a contribution in the mean: its "tokens", or its tokens times its tokens
-        per step ("tokens_per_step").
+      weight: the weight of a contribution in the mean. "tokens" takes its tokens, "tokens_per_step"
+        takes its tokens times its tokens per step.
       merge: "mean" averages changes; "radial" averages the directions of each variable's changes,
         and separately their lengths.
       max_norm: the largest allowed ratio of a change's length to the usual length; longer changes
         are scaled down. The usual length is the median over other islands' changes for the same
-        version, and this island's earlier ones. 0 sets no limit.
+        version, and over earlier changes of the island that made the change. 0 sets no limit.
     """
 
     outer_learning_rate: float = 0.7
@@ -221,7 +221,7 @@ def read_version(
       version: the number of the version.
       fragments: the number of sets of variables that versions change in turn.
       specs: shapes and dtypes that the variables must have, by name; None accepts any.
-      since: the first version whose changes are returned. By default all variables are.
+      since: the number of the first version whose variables are returned; 0 returns all variables.
 
     Raises:
       DamagedObjectError: an object is damaged, gone, or not written by a merger.

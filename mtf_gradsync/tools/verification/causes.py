@@ -1,4 +1,4 @@
-"""Finds why the update differs between divisions: by parts of the model, or by usual faults.
+"""Finds why an update differs between divisions: parts of the model, or faults of the program.
 
 A division is a way to divide the same training over cores: by mesh, runtime or microbatches.
 """
