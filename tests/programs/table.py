@@ -62,7 +62,7 @@ POINTLESS = {"seq2seq": {"sum_shards": "it is called for all gradients, not pair
 # What programs without an optimizer are tested with as well.
 BY_HAND = {"own_loop": ["sum_shards"], "field": ["sum_shards"]}
 # What these are without a wrapper, on each runtime: the reference is of the program, too.
-BARE = ("gpt", "own_adam", "two_meshes")
+BARE = ("gpt", "seq2seq", "own_adam")
 # Programs beyond those that have each wrapper in the tests, and what is theirs to try.
 BEYOND = {
     "bert_not_clipped": ("islands", "replicas(clip)"),

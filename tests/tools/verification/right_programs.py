@@ -30,8 +30,6 @@ MESH = {"mesh_shape": "batch:2;model:2", "layout": "batch:batch;h:model;heads:mo
 LENGTH, VOCAB = mtf.Dimension("length", 4), mtf.Dimension("vocab", 8)
 # The layout splits "h" already.
 HEADS = mtf.Dimension("own_heads", 2)
-# Beside the program as it is.
-DIVISIONS = ("batch", "microbatches")
 Wrap = Callable[[Any, Any], Any]
 
 
@@ -65,8 +63,11 @@ def trains(loss_of, make=sgd, wrap: Wrap = cross_shard):
     return program
 
 
-def verified(program, data=batches, divisions=DIVISIONS, **more):
+def verified(program, data=batches, divisions=("batch",), **more):
     return functools.partial(gs.verify, program, data, MESH, divisions=divisions, **more)
+
+
+in_microbatches = functools.partial(verified, divisions=("microbatches",))
 
 
 def imported(mesh, inputs, *dims, name="x"):
@@ -340,22 +341,22 @@ def own(mesh_of):
 
 
 RIGHT: dict[str, Callable[[], Any]] = {
-    "mnist": verified(trains(mnist), divisions=(*DIVISIONS, "wrappers")),
-    "mnist by Adafactor": verified(trains(mnist, models.OPTIMIZERS["adafactor"])),
+    "mnist": verified(trains(mnist), divisions=("batch", "wrappers")),
+    "mnist by Adafactor": in_microbatches(trains(mnist, models.OPTIMIZERS["adafactor"])),
     "language model": verified(trains(language_model, models.OPTIMIZERS["adam"]), tokens),
-    "attention over heads": verified(trains(attention), tokens),
+    "attention over heads": in_microbatches(trains(attention), tokens),
     "tokens that are masked": verified(trains(masked_tokens), tokens),
-    "label smoothing and z loss": verified(trains(smoothed), tokens),
+    "label smoothing and z loss": in_microbatches(trains(smoothed), tokens),
     "shifts along the length": verified(trains(shifted), tokens),
     "halo exchange": verified(trains(halo)),
-    "soft experts": verified(trains(gated)),
+    "soft experts": in_microbatches(trains(gated)),
     "concatenated halves": verified(trains(concatenated)),
     "softplus of split products": verified(
         trains(soft), divisions=("batch", "wrappers", "runtimes")
     ),
-    "penalty of weights": verified(trains(two_losses)),
+    "penalty of weights": in_microbatches(trains(two_losses)),
     "a teacher that is frozen": verified(trains(teacher)),
-    "a while loop": verified(trains(looped)),
+    "a while loop": in_microbatches(trains(looped)),
     "recomputed layer": verified(trains(recomputed)),
     "microbatches in a loop": verified(serialized, divisions=("wrappers",)),
     "mean over tokens": verified(token_mean, divisions=("batch", "wrappers")),
@@ -369,13 +370,13 @@ RIGHT: dict[str, Callable[[], Any]] = {
     "momentum, two updates": verified(
         trains(of_network, models.OPTIMIZERS["momentum"], local), steps=2, divisions=("batch",)
     ),
-    "averages": verified(trains(of_network, sgd, averaged), divisions=(*DIVISIONS, "wrappers")),
+    "averages": verified(trains(of_network, sgd, averaged), divisions=("microbatches", "wrappers")),
     "sharded updates": verified(
         trains(of_network, models.OPTIMIZERS["adam"], sharded), divisions=("wrappers",)
     ),
     "replicas": verified(trains(of_network, sgd, replicas), divisions=("masked", "wrappers")),
     "clipping in the stack": verified(
-        trains(of_network, sgd, clipped), divisions=(*DIVISIONS, "wrappers")
+        trains(of_network, sgd, clipped), divisions=("batch", "microbatches", "wrappers")
     ),
     "a model_fn": verified(own(of_network), divisions=("batch", "runtimes")),
 }

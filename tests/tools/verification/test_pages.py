@@ -211,7 +211,10 @@ def rows_of(count, width):
 
 
 ROWS = {"mesh_shape": "rows:2;cols:2", "layout": "batch:rows;hidden:cols"}
-EIGHT = {"mesh_shape": "batch:4;model:2", "layout": "batch:batch;hidden:model"}
+FOUR, EIGHT = (
+    {"mesh_shape": f"batch:{shards};model:2", "layout": "batch:batch;hidden:model"}
+    for shards in (2, 4)
+)
 
 
 class Case(NamedTuple):
@@ -234,11 +237,11 @@ class Case(NamedTuple):
 
 # All are equal: the pages and examples are right.
 CASES = {
-    "examples/accumulate.py": Case(of_accumulate, images(rows=32), EIGHT),
-    "examples/from_v1.py": Case(of_from_v1, images(), EIGHT),
+    "examples/accumulate.py": Case(of_accumulate, images(rows=32), FOUR),
+    "examples/from_v1.py": Case(of_from_v1, images(), FOUR),
     "examples/model_fn.py": Case(
         of_model_fn, images(rows=16, named=True),
-        {"mesh_shape": "rows:4;cols:2", "layout": "batch:rows;hidden:cols", "rate": 0.003},
+        {**ROWS, "rate": 0.003},
         "cpu_replicas", ("batch", "wrappers", "microbatches"),
     ),
     "examples/sync_replicas.py": Case(

@@ -10,19 +10,20 @@ from tests.programs import table
 from tests.programs.expected import feeds, loss_of
 from tests.programs.wrappers import WRAPPERS, Maker
 
-# A stack for each program that it can have, and all of them in some program.
-STACKS = {
-    "gpt": "average(clip(sharded))",
-    "seq2seq": "local",
-    "own_adam": "loss_scale(cross_shard)",
-    "own_loop": "sum_shards",
-    "field": "clip",
-    "bert": "cross_shard",
-    "bert_not_clipped": "replicas(clip)",
-    "mixture": "synced",
-    "recomputed": "replicas",
-    "penalty": "local(sharded)",
-    "spectral": "cross_shard",
+# A stack for each program that it can have, and most of them in some program; and kinds of
+# divisions, all of them in some programs. Not into microbatches where the program clips by a norm
+# of its own, which each of these then has.
+CASES = {
+    "gpt": ("average(clip(sharded))", ["batch", "microbatches"]),
+    "seq2seq": ("local", ["order", "wrappers"]),
+    "own_adam": ("loss_scale(cross_shard)", ["wrappers", "microbatches"]),
+    "own_loop": ("sum_shards", ["batch", "order"]),
+    "field": ("clip", ["order", "wrappers"]),
+    "bert": ("cross_shard", ["order"]),
+    "mixture": ("synced", ["batch", "wrappers"]),
+    "recomputed": ("replicas", ["masked", "microbatches"]),
+    "penalty": ("local(sharded)", ["order", "wrappers"]),
+    "spectral": ("cross_shard", ["batch", "microbatches"]),
 }
 
 
@@ -39,19 +40,16 @@ def program(style, name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", STACKS)
+@pytest.mark.parametrize("name", CASES)
 def test_nothing_is_reported(name):
-    (style,) = table.STYLES[name]
+    (style,), (stack, kinds) = table.STYLES[name], CASES[name]
     params = {"mesh_shape": style.shape, "layout": style.layout}
-    kinds = ["batch", "order", "wrappers", "masked"]
-    # Two clip by a norm of their own, which each microbatch then has.
-    kinds += ["microbatches"] * (style.clip is None)
-    found = gs.verify(program(style, STACKS[name]), feeds([style]), params, divisions=kinds)
+    found = gs.verify(program(style, stack), feeds([style]), params, divisions=kinds)
     compared = [line for line in found.lines if line.verdict != "cannot be"]
     assert {line.verdict for line in compared} == {"equal"}, str(found)
-    # The program itself, and more than one other.
+    # The program itself, and another.
     assert found.lines[0] in compared
-    assert len(compared) > 2, str(found)
+    assert len(compared) > 1, str(found)
 
 
 def gpt_step(mesh, inputs, params):
