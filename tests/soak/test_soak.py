@@ -55,7 +55,7 @@ def test_the_tables_are_those_of_the_docs():
     assert set(lines[:2]) <= set(docs)
 
 
-# A seed by which each runtime has two kinds of faults, and those that only the soak brings about are
+# A seed by which each runtime has two kinds of faults, and all that only the soak brings about are
 # among them: kills at any moment, processes that stand still, and a machine that is busy.
 SEED, NUMBER = 636, 10
 

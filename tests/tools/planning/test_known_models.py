@@ -137,7 +137,7 @@ ORDER = ["v5p:2x2x2", "v6e:2x4", "v5e:2x4", "v2:2x2"]
 @pytest.mark.parametrize(
     ("name", "config", "by_hand", "of_twelve", "chips"),
     [
-        ("GPT-2 small", GPT2_SMALL, gpt2_small, 124_373_760, "v4:2x2x2"),
+        ("GPT-2 small", GPT2_SMALL, gpt2_small, 124_373_760, "v5e:2x4"),
         ("T5-base", T5_BASE, t5_base, 222_903_552, "v3:2x2"),
     ],
 )
