@@ -196,7 +196,8 @@ class NotFinite(GradientOperation):
 
         Args:
           grads: the gradients, pending, reduced or per shard.
-          axes: the replica axes; None makes an output without shard dims.
+          axes: the replica axes; None makes an output with one flag for each gradient, and not for
+            each shard.
           strategy: the strategy that reduces the flags.
           of_shards_only: whether a gradient that is the same on all shards gets the flag `shared`,
             whatever its entries are.
@@ -408,8 +409,9 @@ def shards_not_finite(
 def common_shard_dims(grads: Sequence[mtf.Tensor], axes: ReplicaAxes) -> list[mtf.Dimension]:
     """Returns the shard dims of the gradients, which have to be the same for all gradients.
 
-    If a gradient has no shard dims, those that `per_shard` would give it are taken. Raises
-    ValueError if gradients have different shard dims. Returns [] if there are no gradients.
+    The shard dims of a gradient number the shards. If a gradient has none, those that `per_shard`
+    would give it are taken. Raises ValueError if gradients have different shard dims. Returns [] if
+    there are no gradients.
     """
     shard_dims: list[mtf.Dimension] = []
     for grad in grads:

@@ -54,12 +54,13 @@ class ReduceGradients(GradientOperation):
         Args:
           grads: gradients of one mesh, pending or per shard.
           variables: the variable of each gradient.
-          shard_dims: the shard dims of the replica axes that `Strategy.reduce_gradients` reduces
+          shard_dims: those of `axes.shard_dims` whose mesh axes `Strategy.reduce_gradients` reduces
             over. `Strategy.all_reduce` reduces over all other axes.
           axes: the replica axes.
           strategy: the strategy.
           state: the strategy's state: mtf variables or None in nested lists, tuples or
-            dictionaries. The first dimensions of the variables may be shard dims.
+            dictionaries. The first dimensions of the variables may be shard dims, so that each
+            shard has its own values.
         """
         self._axes, self._strategy, self._state = axes, strategy, state
         self._mesh_axes = [m for d, m in zip(axes.shard_dims, axes.mesh_axes) if d in shard_dims]

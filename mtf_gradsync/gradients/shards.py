@@ -93,7 +93,7 @@ class Recoverability:
     """
 
     def __init__(self, grads: MaybeGradients, axes: ReplicaAxes, within: ReplicaAxes | None = None):
-        """Examines gradients without shard dims.
+        """Examines gradients that are not split by shard.
 
         `axes` are the replica axes whose shards' gradients are to be recovered, on the mesh that
         the program will be lowered on. If the batch is split over further mesh axes, `within` has
@@ -206,10 +206,10 @@ def _gradients_to_examine(
 def mixed_gradients(grads: MaybeGradients, axes: ReplicaAxes) -> dict[int, Mixing]:
     """Returns the gradients that are not sums of one term per shard, with the operation at fault.
 
-    The keys of the result are positions in `grads`, which are gradients without shard dims. `axes`
-    are the replica axes. Every other gradient is a sum of terms, one for each shard, that can be
-    added up later. A shard's term need not come from the shard's own examples: the shard that holds
-    an expert has the expert's gradient for all shards' examples.
+    The keys of the result are positions in `grads`, which are gradients that are not split by
+    shard. `axes` are the replica axes. Every other gradient is a sum of terms, one for each shard,
+    that can be added up later. A shard's term need not come from the shard's own examples: the
+    shard that holds an expert has the expert's gradient for all shards' examples.
     """
     present = _gradients_to_examine(grads, axes)
     if not present:
@@ -239,7 +239,7 @@ def summed_over_other_axes(grads: MaybeGradients, axes: ReplicaAxes) -> list[int
 def pending_over_shards(grads: Sequence[mtf.Tensor], axes: ReplicaAxes) -> list[bool]:
     """Returns a bool for each of `grads`: whether it is pending over a replica axis.
 
-    The gradients are of one mesh and have no shard dims. `axes` are the replica axes.
+    The gradients are of one mesh and are not split by shard. `axes` are the replica axes.
     """
     if not grads:
         return []
@@ -261,7 +261,7 @@ def check_recoverable(
     """Raises ValueError unless each shard's own gradients are recoverable from `grads`.
 
     Args:
-      grads: gradients without shard dims; None is passed over.
+      grads: gradients that are not split by shard; None is passed over.
       axes: the replica axes whose shards' gradients are to be recovered.
       names: a name for each of `grads`, for the error; None takes the names of their variables.
       recomputes: as for `Recoverability.check`.
@@ -389,8 +389,8 @@ class SumGradients(GradientOperation):
 
         Args:
           grads: gradients of one mesh.
-          sum_dims: for each gradient, the dims to sum over (shard dims). A gradient without such
-            dims is reduced if it is pending.
+          sum_dims: for each gradient, the dims to sum over, which are dimensions that number the
+            shards. A gradient without such dims is reduced if it is pending.
           strategy: the strategy that reduces.
           batch_dims: the names of the dimensions that the batch is split along; None finds them in
             the graph.
@@ -429,8 +429,9 @@ def per_shard(
     gradient gets no shard dim for that axis: each shard holds its own part already.
 
     Args:
-      grads: pending or reduced gradients of shapes `var dims`; None and gradients with shard dims
-        pass through.
+      grads: pending or reduced gradients, of the shapes of their variables (`var dims`). None
+        passes through, and so do gradients that are per shard already, whose first dimensions
+        number the shards.
       axes: the replica axes.
       reducer: the reduction strategy for gradients that are pending over mesh axes other than the
         replica axes; None takes `FusedAllReduce()`.
@@ -493,9 +494,10 @@ def sum_shards(
     for the reads of all variables, so that no variable is written before all have been read.
 
     Args:
-      grads: gradients of shape `[shard dims...] + var dims`, which are summed over the shard dims,
-        or of shape `var dims`, which are reduced if they are pending; None passes through.
-      axes: the replica axes; None when no gradient has shard dims.
+      grads: gradients per shard and others. Gradients per shard, of shape `[shard dims...] + var
+        dims`, are summed over the shard dims. Other gradients are reduced if they are pending. None
+        passes through.
+      axes: the replica axes; None if no gradient is per shard.
       reducer: the reduction strategy; None takes `FusedAllReduce()`. A strategy that compresses an
         optimizer's gradients, such as `QuantizedAllReduce`, does not compress here; a warning says
         so.
