@@ -351,12 +351,12 @@ def _lines_on_fewer_messages(rows: tuple[PlanRow, ...]) -> list[str]:
     headers = list(table[0])
     return [
         "",
-        "ms a step if TPU slices exchange values less often (by way and inner steps):",
+        "ms a step if TPU slices exchange values every few steps (by way, inner steps):",
         *text_table(headers, [[cells[name] for name in headers] for cells in table], {"mesh"}),
         *words,
-        "If slices exchange values less often, the same tokens train a little less well. An "
-        "island's exchange costs no time if its steps from one exchange to the next take longer "
-        "than the exchange: docs/plan.md.",
+        "If slices exchange values every few steps, the same tokens train a little less well than "
+        "with an exchange in each step. An island's exchange costs no time if its steps from one "
+        "exchange to the next take longer than the exchange: docs/plan.md.",
     ]
 
 
