@@ -215,9 +215,10 @@ _NOTHING = 1e-30
 def recompute_each_shard_by_itself() -> None:
     """Makes `mtf.recompute_grad` wait for each example's own gradient, not for a sum of them.
 
-    Without the patch, Mesh-TF adds a tiny part of the incoming gradient's sum over all examples to
-    the inputs of a block, so that XLA does not merge the recomputation with the original. This
-    takes an all-reduce for each block, and spreads a NaN of one shard to all gradients.
+    Without the patch, Mesh-TF adds a tiny number to the inputs of a block: a part of the incoming
+    gradient's sum over all examples. This keeps XLA from merging the second computation of the
+    block with the first. But the sum takes an all-reduce for each block, and spreads a NaN of one
+    shard to all gradients.
     """
 
     def each_shard_by_itself(unused_original: Any) -> Any:
@@ -339,9 +340,10 @@ class _OwnFlags:
 def check_imported_shapes() -> None:
     """Makes a step fail if an imported tf tensor has another shape than its mtf tensor.
 
-    If TensorFlow does not know the shape of an imported tensor when the step is built, a mesh
-    without this patch takes only as much of the input as the mtf tensor holds, and so trains on a
-    part of the batch.
+    Without this patch, a program can train on a part of the batch and not notice it. This happens
+    if the imported tensor is larger than the mtf tensor, and TensorFlow does not know the imported
+    tensor's shape when the step is built: a mesh then takes only as much of the input as the mtf
+    tensor holds.
     """
 
     def with_checked_shape(init: Any) -> Any:
@@ -416,10 +418,10 @@ def draw_by_step() -> None:
     """Makes random numbers of placement meshes repeatable: they depend on the step and a seed.
 
     Mesh-TF seeds TensorFlow's generators by Python's random numbers and hash, and the generators
-    begin anew in each session. With this patch, in a graph with a seed and a global step (a
-    resource variable), the same program gets the same random numbers in each process, and in a run
-    that was resumed. In loops, and in graphs without a seed or a global step, random numbers are
-    made as without this package.
+    begin anew in each session. The patch has an effect in a graph with a seed and a global step (a
+    resource variable): the same program then gets the same random numbers in each process, and in a
+    run that was resumed. In loops, and in graphs without a seed or a global step, random numbers
+    are made as without this package.
     """
 
     def by_step(random: Any) -> Any:

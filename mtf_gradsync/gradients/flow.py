@@ -43,9 +43,9 @@ class Use(NamedTuple):
       first: the mesh axes over which pending inputs are reduced before the operation, because one
         of the operation's inputs or outputs is split over them. None of them is a replica axis.
       summed_axes: the mesh axes that the operation itself sums over.
-      is_smaller: whether the result has fewer bytes than the pending sums that it is computed from.
-        (Sums that are also used otherwise do not count.) If so, the result is reduced in place of
-        these sums.
+      is_smaller: whether the result has fewer bytes than the pending sums that it is computed from,
+        without those that are also used otherwise. If so, the result is reduced in place of these
+        sums.
     """
 
     positions: tuple[int, ...]

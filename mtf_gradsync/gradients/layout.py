@@ -232,9 +232,10 @@ def find_replica_axes(targets: Sequence[mtf.Tensor], names: Sequence[str]) -> Re
     """Returns the replica axes of the program's only mesh, found by the names of batch dimensions.
 
     The replica axes are the mesh axes that split the dimensions `names`. If a name is not a
-    dimension of any tensor, the axes that split the inputs of `targets` (gradients of one graph)
-    are taken in its place, and a warning says so. Returns None if the program has made no mesh or
-    several, if the targets are on several meshes, or if the mesh splits none of the dimensions.
+    dimension of any tensor, a warning says so, and other axes are taken in its place: those that
+    split the inputs of `targets` (gradients of one graph). Returns None if the program has made no
+    mesh or several, if the targets are on several meshes, or if the mesh splits none of the
+    dimensions.
     """
     made = meshes_made()
     if len(made) != 1 or len({t.mesh for t in targets}) != 1:

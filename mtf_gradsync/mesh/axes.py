@@ -256,8 +256,8 @@ def axes_by_names(names: Sequence[str], mesh: Any = None) -> ReplicaAxes | None:
     """Returns the replica axes that split the batch dimensions `names`; None if none does.
 
     `mesh` is a pair of a mesh shape (`mtf.Shape`) and a layout (`mtf.LayoutRules`). If `mesh` is
-    None, the mesh that the program has made in TensorFlow's default graph is taken, and the result
-    is None if there is no such mesh or several.
+    None, the mesh that the program has made in TensorFlow's default graph is taken. The result is
+    then None if the program has made no mesh or several.
     """
     meshes = meshes_made() if mesh is None else [mesh]
     if len(meshes) != 1:
