@@ -215,9 +215,9 @@ def start_processes(
     three arguments, jax finds the addresses and numbers of the processes from the cluster that they
     run in: SLURM, Open MPI, Kubernetes or Cloud TPU.
 
-    After the call, a thread of each process watches over the other processes. When a process dies,
-    or sends no heartbeat for `silence` seconds, all other processes write an error that names the
-    lost process, and end with the exit code `LOST_PROCESS_EXIT_CODE`.
+    After the call, a thread of each process watches over the other processes. A process counts as
+    lost when it dies, or sends no heartbeat for `silence` seconds. Then all other processes write
+    an error that names the lost process, and end with the exit code `LOST_PROCESS_EXIT_CODE`.
 
     Args:
       coordinator: address "host:port" at which the other processes can reach process 0. The port

@@ -132,14 +132,14 @@ def export(
     """Writes a program to a folder, so that any machine with numpy and jax can run it.
 
     The folder holds the program as StableHLO, the values of the program's variables, a manifest and
-    a runner, which is a script: ``python FOLDER/run.py --help`` shows how to use it. No devices are
-    needed to export a program. See ``docs/portable.md``.
+    a runner. The runner is a script; ``python FOLDER/run.py --help`` shows how to use it. No
+    devices are needed to export a program. See ``docs/portable.md``.
 
-    Only the program is exported, not the operations outside the program. If the program reads a
-    value that is computed outside from placeholders or variables (a learning rate from a step
-    counter, say), the value becomes an input of the exported program: users have to give it at each
-    step. If the program reads a value that is computed outside from constants only, or from the
-    values in `keep`, the value is stored in the folder.
+    Only the program is exported, not the operations outside the program. The program may read
+    values that are computed outside from placeholders or variables, such as a learning rate from a
+    step counter. Such a value becomes an input of the exported program: users have to give it at
+    each step. Values that are computed outside from constants only, or from the values in `keep`,
+    are stored in the folder.
 
     Args:
       program: the program that `tpu_program` yielded, with the whole model built.

@@ -37,8 +37,8 @@ def to_stablehlo(hlo: Hlo, with_names: bool = False) -> str:
     over the old values.
 
     If `with_names` is True, each operation of the module has the name of the TensorFlow operation
-    from which it was made, and profiles of the compiled program show these names. If `with_names`
-    is False, operations have no such names. Instead, each loop whose number of iterations is known
+    from which it was made. Profiles of the compiled program show these names. If `with_names` is
+    False, operations have no such names. Instead, each loop whose number of iterations is known
     from the TensorFlow graph has this number as the attribute `ITERATIONS`.
     """
     from jax.interpreters import mlir

@@ -50,8 +50,8 @@ class Checked(NamedTuple):
 
     Attributes:
       bytes_per_core: the memory that a core needs. If a model with fewer layers was compiled, this
-        is the prediction for all layers, multiplied by a ratio: the compiler's bytes for the
-        smaller model, divided by the predicted bytes for the smaller model.
+        is the prediction for all layers, multiplied by a ratio. The ratio is the compiler's bytes
+        for the smaller model, divided by the predicted bytes for the smaller model.
       seconds: the time of an update. If a model with fewer layers was compiled, it is computed in
         the same way as `bytes_per_core`.
       how: what was compiled, as text for users.
@@ -298,9 +298,9 @@ def best_of(
 
     Returns:
       The best division, with the compiler's answers. A larger `budget` never leads to a division
-      with a longer predicted time. To ensure this, the function decides whether to ask the compiler
-      about a division from two things only: the division's prediction, and the answers for earlier
-      divisions that are predicted to need no more memory than this one.
+      with a longer predicted time. To ensure this, only two things decide whether the compiler is
+      asked about a division: the division's prediction, and the compiler's answers for earlier
+      divisions with no more predicted memory.
     """
     tried: list[tuple[Choice, Checked]] = []
     chosen, found = None, None

@@ -435,9 +435,9 @@ class Predictor:
         `steps` is the number of microbatch steps of an update.
 
         Returns:
-          Three numbers: the seconds of the step's operations, the seconds of the collectives that
-          the model needs, and the bytes of the forward pass that a core keeps for the backward
-          pass.
+          Three numbers. The first two are the seconds of the step's operations, and the seconds of
+          the collectives that the model needs. The third is the bytes of the forward pass that a
+          core keeps for the backward pass.
         """
         costs = self._costs
         compute = sum(

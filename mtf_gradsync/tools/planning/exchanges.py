@@ -51,11 +51,11 @@ def exchanges_of(
       report: the collectives of the program before compilation. The result has those of them that
         are inside loops, because the report says how many iterations a loop has. A loop counts as
         one iteration if the number is unknown.
-      axes: a mapping from the groups of cores along a mesh axis (a set of sets of core numbers) to
-        the axis's name, or to several names joined by "+", as `groups_by_axes` returns it.
+      axes: a mapping from the groups of cores along mesh axes (a set of sets of core numbers) to
+        the axes' names, joined by "+". The function `groups_by_axes` returns such a mapping.
       cores: the number of cores.
-      conditions: whether the step is one in which all conditions of the program are true, as in a
-        step with the update, or one in which all are false.
+      conditions: the value that all conditions of the program have in the step: True in a step with
+        the update, and False in a step without it.
       slices: the number of TPU slices that a data center network joins, along the first mesh axis.
     """
     cores_per_slice = cores // slices

@@ -371,8 +371,8 @@ def shapes_of(cores: int, axes: Sequence[str], slices: int) -> list[str]:
     """Returns all mesh shapes that a machine's cores can have, such as "batch:4;model:2".
 
     The first axis of a mesh shape crosses the data center network between TPU slices. So, with
-    several slices, the same sizes of the axes give several mesh shapes: each axis whose size is a
-    multiple of the number of slices comes first in one of them.
+    several slices, the same sizes of the axes give several mesh shapes. Each axis whose size is a
+    multiple of the number of slices comes first in one of these shapes.
 
     Args:
       cores: the number of the machine's cores, of all TPU slices together.

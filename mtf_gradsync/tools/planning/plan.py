@@ -35,32 +35,32 @@ def plan(
     """Returns a table of a training step's predicted cost on each mesh of each TPU topology.
 
     No chips are needed: the real TPU compiler compiles each program on this computer. The predicted
-    time is the sum of two parts: the rooflines of the compiled operations, from the chip's
-    published peak and bandwidth, and the times of the collectives, from the standard formulas and
-    the links' published rates.
+    time is the sum of two parts. The first part is the rooflines of the compiled operations, which
+    follow from the chip's published peak and bandwidth. The second part is the times of the
+    collectives, which follow from the standard formulas and the links' published rates.
 
     Args:
-      build: a function that builds the training step in `simd.tpu_program` and returns the
-        program, or a `Built`, which has also the fetches and the number of tokens of a step. The
-        function is called with a mesh shape ("batch:4;model:2") and a layout, in a new graph. If
-        the mesh is not possible, the function raises ValueError. The plan then lists the mesh as
-        refused, with the error's message as the reason.
+      build: a function that builds the training step in `simd.tpu_program`. It returns the program,
+        or a `Built`, which also has the fetches and the number of tokens of a step. The function is
+        called with a mesh shape ("batch:4;model:2") and a layout, in a new graph. If the mesh is
+        not possible, the function raises ValueError. The plan then lists the mesh as refused, with
+        the error's message as the reason.
       topologies: one or several topologies as `xla.compile_for_tpu` takes them, such as
         "v5e:4x4,v5p:4x4x8" or "v4-8"; "2xv5e:4x4" for two TPU slices that a data center network
         joins.
       layouts: Mesh-TF's layout rules ("batch:batch;heads:model"), or several of them.
       mesh_shapes: the mesh shapes to plan; None for all factorizations of a topology's cores over
         `axes`. With several TPU slices, the first axis of a mesh shape crosses the data center
-        network. So, for several slices, None tries several mesh shapes of the same sizes: each
-        axis whose size is a multiple of the number of slices comes first in one of them.
+        network. So, for several slices, None tries several mesh shapes of the same sizes. Each axis
+        whose size is a multiple of the number of slices comes first in one of these shapes.
       axes: names of the mesh axes; None for the axes that the first layout names, in the order in
         which it names them.
       jobs: the number of compilers that run at once. Each takes a CPU of this computer, and memory.
       progress: whether to show a progress bar on terminals.
       refusals: further types of errors by which `build` says that a mesh is not possible.
-      price: dollars for an hour of one chip: one number for all topologies, or a dictionary with a
-        number for each generation of chips, such as ``{"v5e": 1.2, "v5p": 4.2}``. If it is None,
-        the plan has no costs in dollars.
+      price: dollars for an hour of one chip. It is a number for all topologies, or a dictionary
+        with a number for each generation of chips, such as ``{"v5e": 1.2, "v5p": 4.2}``. If it is
+        None, the plan has no costs in dollars.
       dcn_bandwidth: GB/s that a chip sends over the data center network; needed for several TPU
         slices.
       inner_steps: numbers of steps. If there are several TPU slices, the plan says for each number

@@ -404,8 +404,9 @@ def _times_with_fewer_messages(work: _LoweredCandidate, alone: float) -> tuple[F
       alone: the seconds of a step without any exchange between TPU slices.
 
     Returns:
-      The step times. There are none for one TPU slice, for an unknown number of parameters, or if
-      the first mesh axis, which crosses the network between slices, does not split the batch.
+      The step times. There are none for one TPU slice, or if the number of parameters is unknown.
+      There are none either if the first mesh axis, which crosses the network between slices, does
+      not split the batch.
     """
     machine, parameters = work.candidate.machine, work.built.parameters
     (first, size), *_ = (axis.split(":") for axis in work.candidate.mesh_shape.split(";"))

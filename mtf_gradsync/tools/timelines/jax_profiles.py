@@ -43,8 +43,8 @@ class _ProfiledRun(NamedTuple):
 def read_profile(profile: Any, module: str, ordinals: Sequence[int]) -> list[OperationRun]:
     """Finds the runs of a program's operations in a profile of jax; returns them in any order.
 
-    A profile also has events that are not runs of operations, and these are left out: events of
-    threads that wait, and events that only mark the end of another event.
+    Events of a profile that are not runs of operations are left out: events of threads that wait,
+    and events that only mark the end of another event.
 
     Args:
       profile: a ``jax.profiler.ProfileData``, or what `profile_data` returns in its place.
@@ -226,10 +226,11 @@ def _find_devices(
     task that ran an operation was scheduled, directly or indirectly, by a starting task. Mostly the
     operation ran on the device of this starting task.
 
-    There are exceptions: if a device has to wait in the middle of the program, a task of another
-    device, or of an earlier run of the program, may go on with the waiting device's operations. All
-    devices run each operation equally often. So if one starting task has more runs of an operation
-    than other starting tasks have, the surplus runs are given to a device that has too few.
+    There are exceptions. If a device has to wait in the middle of the program, another task may go
+    on with the waiting device's operations: a task of another device, or of an earlier run of the
+    program. All devices run each operation equally often. So if one starting task has more runs of
+    an operation than other starting tasks have, the surplus runs are given to a device that has too
+    few.
 
     Args:
       found: the runs.

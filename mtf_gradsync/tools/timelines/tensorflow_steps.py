@@ -212,8 +212,9 @@ def _collective_of(name: str, collectives: dict[str, Collective]) -> str:
 def _joined_bytes(operation: tf.Operation) -> int | None:
     """Returns how many bytes an operation takes from other devices; None if it is no collective.
 
-    On a placement mesh, an operation counts as a collective if it is one of TensorFlow's own
-    collectives, if it joins tensors of several devices, or if it copies a tensor of another device.
+    On a placement mesh, three kinds of operations count as collectives: TensorFlow's own
+    collectives, operations that join tensors of several devices, and copies of another device's
+    tensor.
     """
     if operation.type.startswith(_OWN_COLLECTIVES):
         return bytes_of(t for t in operation.inputs if t.dtype not in _NO_NUMBERS)

@@ -284,8 +284,8 @@ def _shown_name(name: str, nodes: AbstractSet[str] = frozenset()) -> str:
     """Returns the name to show for an operation of a compiled program: its name in the model.
 
     `name` is the operation's name in the metadata of the compiled program, and `nodes` are the
-    names of the graph's nodes. If the compiler merged several operations of the graph into one, the
-    result has the first operation's name and the number of the others, as in "x and 2 more".
+    names of the graph's nodes. The compiler may merge several operations of the graph into one. The
+    result then has the first operation's name and the number of the others, as in "x and 2 more".
     """
     names = [model_name(part) for part in _parts(name, nodes)]
     return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"

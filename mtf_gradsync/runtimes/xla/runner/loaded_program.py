@@ -64,9 +64,12 @@ def compiled(
     """Compiles a program for devices, one replica on each; returns jaxlib's loaded executable.
 
     `program` is StableHLO: text, or a portable artifact. `devices` are jax devices, one for each
-    core. `options` are options of XLA's compiler by name; other options keep their defaults. Raises
-    a RefusedError if this jax cannot compile the program, a DevicesError if the devices have too
-    little memory for it, and a StepError if this version of jax has an unknown interface.
+    core. `options` are options of XLA's compiler by name; other options keep their defaults.
+
+    Raises:
+      RefusedError: when this jax cannot compile the program.
+      DevicesError: when the devices have too little memory for the program.
+      StepError: when this version of jax has an unknown interface.
     """
     import jax
 

@@ -192,8 +192,8 @@ class Step:
 
         Returns:
           A dict from names to values. If `per_core` is False, each value is assembled from the
-          cores' slices, and each of the variables that Mesh-TF has stacked into one has an entry
-          with its own name.
+          cores' slices. Variables that Mesh-TF has stacked into one then have an entry each, with
+          their own names.
         """
         found: dict[str, Any] = {}
         self._finish()

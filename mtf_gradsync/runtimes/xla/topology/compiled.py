@@ -70,10 +70,10 @@ class CompiledProgram:
       memory: bytes on one core; None if the program was refused.
       seconds: how long the compilation took. This says nothing about how fast the program runs.
       estimates: estimates of programs' costs, by name. "step" is the program itself; no branch of a
-        conditional counts. (In the `flops` of libtpu 0.0.17 the most expensive branch counts.) If
-        the program has conditionals, "conditions_true" is the program with all conditions true, as
-        in an update step, and "conditions_false" the program with all conditions false. "bare" is
-        the program with the bare optimizer, with all conditions true.
+        conditional counts. (In the `flops` of libtpu 0.0.17 the most expensive branch counts.) Only
+        a program with conditionals has the next two: "conditions_true" is the program with all
+        conditions true, as in an update step; "conditions_false" is the program with all conditions
+        false. "bare" is the program with the bare optimizer, with all conditions true.
       bare_memory: bytes on one core of the program with the bare optimizer; None if no such program
         was given.
       of_update: collectives of the compiled program with all conditions true, as in an update step.

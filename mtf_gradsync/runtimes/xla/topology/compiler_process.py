@@ -1,7 +1,7 @@
 """Runs the TPU compiler in a process of its own.
 
-The compiler has a process of its own for two reasons: libtpu reads its environment variables only
-once, when it is loaded, and a crash of the compiler ends the process that it runs in.
+The compiler has a process of its own for two reasons. First, libtpu reads its environment variables
+only once, when it is loaded. Second, a crash of the compiler ends the process that it runs in.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ def compile_in_process(
       If libtpu does not know the topology, a dict with "no_topology": libtpu's message. Otherwise a
       dict about the topology, with "device_kind", "num_cores" and "places": for each core, the
       coordinates of its chip and its number on the chip. If the program was compiled, the dict also
-      has "seconds", which is the time of the compilation, "memory" with the fields of `CoreMemory`,
-      and "cost" with the compiler's estimates by name. If the compiler refused the program, the
-      dict has "error".
+      has "seconds", the time of the compilation. It then has "memory" with the fields of
+      `CoreMemory`, too, and "cost" with the compiler's estimates by name. If the compiler refused
+      the program, the dict has "error".
 
     Raises:
       CompilerDiedError: when the process ended without an answer.

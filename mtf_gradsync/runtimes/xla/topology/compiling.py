@@ -49,8 +49,9 @@ def compile_for_tpu(
 ) -> CompiledProgram:
     """Compiles a program for a TPU, to find whether it is accepted, its collectives and its memory.
 
-    No TPU is needed. The program is compiled as a TPU runs it, with all its updates: variables are
-    arguments of a core's program, and their new values are results that are written over them.
+    No TPU is needed. The program is compiled as a TPU runs it, with all its updates. Variables are
+    arguments of a core's program. Their new values are results, which are written over these
+    arguments.
 
     Args:
       program: what `tpu_program` yielded, with the whole model built.

@@ -129,8 +129,8 @@ def with_conditions(module: str, value: bool) -> str | None:
     `module` is the program's text, and `value` is the value of all conditions, which decides which
     branches stay. Only a condition that is the negation of another one ("report if not finite"
     beside "update if finite") has the opposite value. Returns None for a program without
-    conditionals. A program is changed in this way to estimate the cost of the branches that a step
-    runs, because the compiler's own estimate of a conditional is not the cost of one branch.
+    conditionals. The changed program serves to estimate the cost of the branches that a step runs;
+    the compiler's own estimate of a conditional is not the cost of one branch.
     """
     from jax.interpreters import mlir
     from jaxlib.mlir import ir
