@@ -103,7 +103,7 @@ class GradientAccumulationOptimizer(OffMesh, tf.train.Optimizer):
     def apply_gradients(
         self, grads_and_vars: Iterable[Any], global_step: Any = None, name: str | None = None
     ) -> tf.Operation:
-        """Adds gradients to the sums; the inner optimizer applies the sums once they are complete.
+        """Adds gradients to the sums; the inner optimizer applies the sums when they are complete.
 
         Args:
           grads_and_vars: pairs as `compute_gradients` returns them; a gradient may be None.

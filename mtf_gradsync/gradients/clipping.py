@@ -250,9 +250,9 @@ def clip_by_shard_norm(
     Huge gradients of one shard do not scale down the gradients of other shards. The layout may
     split the dimensions of a gradient over a replica axis (the gradient of an expert, say). Then
     each part of the gradient counts in the norm of the shard that holds this part. Norms are
-    float32 (float64 for float64 gradients), and are right even if squares of gradients overflow or
-    underflow. If a shard's norm is not finite, all gradients of that shard become NaN. The same
-    happens if a norm in float32 is more than about 2^126 times clip_norm.
+    float32 (float64 for float64 gradients), and are computed correctly even if squares of gradients
+    overflow or underflow. If a shard's norm is not finite, all gradients of that shard become NaN.
+    The same happens if a norm in float32 is more than about 2^126 times clip_norm.
 
     Args:
       grads: gradients, pending or per shard; None passes through.

@@ -96,7 +96,8 @@ class Flow:
     Attributes:
       operations: the operations that the forecast follows.
       axes: pending tensor -> the mesh axes that it is pending over.
-      uses: operation -> how it keeps sums pending; only operations that can do so are keys.
+      uses: operation -> how it keeps sums pending; only operations that can keep sums pending are
+        keys.
       forced: operation -> the pending inputs that have to be reduced before the operation runs.
       reduced: operation -> the mesh axes that it sums over, if this sum cannot stay pending. The
         reason is that a loop carries the sum, or that the operation's result is split over one of

@@ -83,10 +83,11 @@ def unscaled_gradients(
 ) -> list[mtf.Tensor | None]:
     """Scales the losses behind gradients, and returns the gradients without the scale, in order.
 
-    The scale multiplies the seed of `mtf.gradients` (the gradient of the loss by itself, which is 1
-    without a scale). The loss itself keeps its value. The gradients may have been cast, summed or
-    scaled since `mtf.gradients` made them. The returned gradients are float32 or wider, and pending
-    gradients stay pending. None, and gradients that were unscaled already, pass through.
+    The scale multiplies the seed of `mtf.gradients`: the gradient of the loss with respect to
+    itself, which is 1 without a scale. The loss itself keeps its value. The gradients may have been
+    cast, summed or scaled since `mtf.gradients` made them. The returned gradients are float32 or
+    wider, and pending gradients stay pending. None, and gradients that were unscaled already, pass
+    through.
 
     Args:
       grads: gradients by `mtf.gradients`.

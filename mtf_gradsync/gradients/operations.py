@@ -296,7 +296,7 @@ class PartialSum(NamedTuple):
 
     Attributes:
       value: a `LaidOutTensor`; each processor's slice is its part of the sum.
-      mesh_axes: sorted indices of mesh axes; empty once the sum is reduced.
+      mesh_axes: sorted indices of mesh axes; empty if the sum is reduced.
     """
 
     value: Any
