@@ -298,7 +298,7 @@ def lowered_on(lowering: mtf.Lowering, x: mtf.Tensor, mesh: mtf.Mesh) -> Any:
 
 
 class Seed(mtf.Constant):
-    """The tensor of ones with which `mtf.gradients` begins: a loss's gradient with respect to itself.
+    """The ones with which `mtf.gradients` begins: the gradient of a loss with respect to itself.
 
     Attributes:
       scale: a factor that multiplies the ones: None, a number or an mtf scalar.
