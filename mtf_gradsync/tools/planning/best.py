@@ -300,7 +300,7 @@ def best_of(
       The best division, with the compiler's answers. A larger `budget` never leads to a division
       with a longer predicted time. To ensure this, only two things decide whether the compiler is
       asked about a division: the division's prediction, and the compiler's answers for earlier
-      divisions with no more predicted memory.
+      divisions that are predicted to need no more memory than this division.
     """
     tried: list[tuple[Choice, Checked]] = []
     chosen, found = None, None
