@@ -88,8 +88,10 @@ with float32 variables for two seeds, and more for one seed. So these seeds show
 page [AdamW](adamw.md#variables-in-bfloat16-rounding-by-chance) says how to round by chance.
 """,
     "spikes": """\
-The loss falls fast in so short a training. So its standard deviation over the window is large, and
-no poisoned batch counts as a spike of the loss. The section [spikes](accumulation.md#spikes) says
+In so short a training the losses and norms of 64 steps differ much, as the model learns fast. So
+their standard deviation is large, and few poisoned batches are 6 deviations away from the mean. A
+window of 16 steps finds all of them, with every seed; by the norm it also skips a few batches that
+are not poisoned. Clipping alone does better here. The section [spikes](accumulation.md#spikes) says
 how to skip poisoned batches.
 """,
     "less_communication_link": """\

@@ -11,13 +11,13 @@ import numpy as np
 import mtf_gradsync as gs
 from benchmarks import inner_optimizers, report, timing
 
-SETTINGS = {"steps": 100, "seeds": 1, "batch": 16}
+SETTINGS = {"steps": 100, "seeds": 3, "batch": 16}
 POISONED, RATE, NAME = 10, 0.003, "GradientAccumulationOptimizer"
 
 
-def _skipping(of: Any) -> Callable[[Any], Any]:
+def _skipping(of: Any, window: int = 64) -> Callable[[Any], Any]:
     def make(rate: Any) -> Any:
-        fn = gs.skip_spikes(deviations=6.0, window=64, of=of)
+        fn = gs.skip_spikes(deviations=6.0, window=window, of=of)
         where = {"mesh_shape": "one:1", "layout": ""}
         inner = gs.AdamWOptimizer(rate)
         return gs.GradientAccumulationOptimizer(inner, 1, should_skip_update_fn=fn, **where)
@@ -39,6 +39,10 @@ WAYS: dict[str, tuple[Callable[[Any], Any], bool]] = {
     "poisoned, skip_spikes of the norm": (_skipping("norm"), True),
     "poisoned, skip_spikes of the loss": (_skipping("loss"), True),
     "poisoned, skip_spikes of both": (_skipping(BOTH), True),
+    "no poisoned batches, skip_spikes of both, window=16": (_skipping(BOTH, 16), False),
+    "poisoned, skip_spikes of the norm, window=16": (_skipping("norm", 16), True),
+    "poisoned, skip_spikes of the loss, window=16": (_skipping("loss", 16), True),
+    "poisoned, skip_spikes of both, window=16": (_skipping(BOTH, 16), True),
 }
 
 
@@ -49,7 +53,8 @@ def measure(options: report.Options) -> report.Table:
     seeds = 1 if options.quick else int(settings["seeds"])
     rows: list[report.Row] = []
     training = inner_optimizers.Training(options)
-    for name, (make, is_poisoned) in timing.progress(list(WAYS.items()), "ways"):
+    ways = {name: WAYS[name] for name in options.only.get("ways", WAYS)}
+    for name, (make, is_poisoned) in timing.progress(list(ways.items()), "ways"):
         losses: list[float] = []
         skipped: list[int | None] = []
         note = functools.partial(_note_skipped, skipped)
@@ -68,8 +73,8 @@ def measure(options: report.Options) -> report.Table:
             f"The model has 2 layers of width 128, and batches of {settings['batch']} sequences of "
             "64 bytes. Each sequence of a poisoned batch repeats one random byte. The first "
             "poisoned batch is in the second quarter of the training.",
-            'Steps are skipped by skip_spikes(deviations=6, window=64). "skipped" is the number of '
-            "skipped steps for each seed.",
+            "Steps are skipped by skip_spikes(deviations=6, window=64), but where a row names "
+            'another window. "skipped" is the number of skipped steps for each seed.',
         ),
     )
 
@@ -98,4 +103,4 @@ def _note_skipped(skipped: list[int | None], session: Any) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(report.main([measure], "python -m benchmarks.spikes", {}, SETTINGS))
+    sys.exit(report.main([measure], "python -m benchmarks.spikes", {"ways": tuple(WAYS)}, SETTINGS))
