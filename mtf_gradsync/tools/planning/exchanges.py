@@ -121,9 +121,9 @@ def _split_by_slice(one: Exchange, cores_per_slice: int) -> list[Exchange]:
 
     Returns:
       A list with `one` alone if each of its groups lies within a TPU slice. For an all-reduce that
-      crosses slices, the list has a reduce-scatter within slices, an all-reduce of the scattered
-      parts between slices, and an all-gather within slices. For any other collective, the list has
-      this collective twice: within slices, and between slices.
+      crosses TPU slices, the list has a reduce-scatter within TPU slices, an all-reduce of the
+      scattered parts between TPU slices, and an all-gather within TPU slices. For any other
+      collective, the list has this collective twice: within TPU slices, and between TPU slices.
     """
     members = [sum(core // cores_per_slice == group[0] // cores_per_slice for core in group)
                for group in one.groups]  # fmt: skip

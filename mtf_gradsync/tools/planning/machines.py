@@ -235,14 +235,14 @@ class TpuMachine:
         Args:
           topology: the TPU slice, such as "v5e:4x4"; "2xv5e:4x4" for two TPU slices.
           dcn_bytes_per_second: the bytes per second that a chip sends over the data center network;
-            needed for several slices.
+            needed for several TPU slices.
           by_branches: whether a program with one conditional is compiled once in place of three
             times. The costs of a step with and without the update are then found from the branches
             of the one compiled program (see `compile_lowered`).
 
         Raises:
-          ValueError: when `topology` has several slices but `dcn_bytes_per_second` is None, or when
-            the topology does not exist.
+          ValueError: when `topology` has several TPU slices but `dcn_bytes_per_second` is None, or
+            when the topology does not exist.
         """
         named = slice_of(topology)
         if named.slices > 1 and dcn_bytes_per_second is None:
@@ -300,8 +300,8 @@ class TpuMachine:
         Args:
           operation: HLO's name of the collective, such as "all-reduce".
           groups: the numbers of the cores in each group that exchanges data. Each group lies in one
-            TPU slice, or consists of the cores at the same place of several slices. In the second
-            case the cores of a chip share the chip's rate over the network.
+            TPU slice, or consists of the cores at the same place of several TPU slices. In the
+            second case the cores of a chip share the chip's rate over the network.
           size: the bytes that each core gives to the collective.
         """
         if any(group[0] // self._of_slice != group[-1] // self._of_slice for group in groups):
@@ -317,9 +317,10 @@ class TpuMachine:
 def topology_of(chips: str) -> str:
     """Returns the topology for a number of chips, such as "v5e:16x16" for "v5e:256".
 
-    `chips` is the kind and number of chips of a TPU slice. For two equal slices "2x" stands in
-    front ("2xv5e:256"). The chips of a slice are arranged as close to a square or cube as possible.
-    `chips` is returned unchanged if it already names a topology, or has an unknown kind of chip.
+    `chips` is the kind and number of chips of a TPU slice. For two equal TPU slices "2x" stands in
+    front ("2xv5e:256"). The chips of a TPU slice are arranged as close to a square or cube as
+    possible. `chips` is returned unchanged if it already names a topology, or has an unknown kind
+    of chip.
 
     Raises:
       ValueError: when the number of chips is no power of two, so that the arrangement is unknown.
@@ -371,8 +372,8 @@ def shapes_of(cores: int, axes: Sequence[str], slices: int) -> list[str]:
     """Returns all mesh shapes that a machine's cores can have, such as "batch:4;model:2".
 
     The first axis of a mesh shape crosses the data center network between TPU slices. So, with
-    several slices, the same sizes of the axes give several mesh shapes. Each axis whose size is a
-    multiple of the number of slices comes first in one of these shapes.
+    several TPU slices, the same sizes of the axes give several mesh shapes. Each axis whose size is
+    a multiple of the number of TPU slices comes first in one of these shapes.
 
     Args:
       cores: the number of the machine's cores, of all TPU slices together.

@@ -43,16 +43,17 @@ def plan(
       build: a function that builds the training step in `simd.tpu_program`. It returns the program,
         or a `Built`, which also has the fetches and the number of tokens of a step. The function is
         called with a mesh shape ("batch:4;model:2") and a layout, in a new graph. If the mesh is
-        not possible, the function raises ValueError. The plan then lists the mesh as refused, with
-        the error's message as the reason.
+        not possible, the function raises ValueError. The result then lists the mesh as refused,
+        with the error's message as the reason.
       topologies: one or several topologies as `xla.compile_for_tpu` takes them, such as
         "v5e:4x4,v5p:4x4x8" or "v4-8"; "2xv5e:4x4" for two TPU slices that a data center network
         joins.
       layouts: Mesh-TF's layout rules ("batch:batch;heads:model"), or several of them.
       mesh_shapes: the mesh shapes to plan; None for all factorizations of a topology's cores over
         `axes`. With several TPU slices, the first axis of a mesh shape crosses the data center
-        network. So, for several slices, None tries several mesh shapes of the same sizes. Each axis
-        whose size is a multiple of the number of slices comes first in one of these shapes.
+        network. So, for several TPU slices, None tries several mesh shapes of the same sizes. Each
+        axis whose size is a multiple of the number of TPU slices comes first in one of these
+        shapes.
       axes: names of the mesh axes; None for the axes that the first layout names, in the order in
         which it names them.
       jobs: the number of compilers that run at once. Each takes a CPU of this computer, and memory.
@@ -60,16 +61,16 @@ def plan(
       refusals: further types of errors by which `build` says that a mesh is not possible.
       price: dollars for an hour of one chip. It is a number for all topologies, or a dictionary
         with a number for each generation of chips, such as ``{"v5e": 1.2, "v5p": 4.2}``. If it is
-        None, the plan has no costs in dollars.
+        None, the table has no costs in dollars.
       dcn_bandwidth: GB/s that a chip sends over the data center network; needed for several TPU
         slices.
-      inner_steps: numbers of steps. If there are several TPU slices, the plan says for each number
-        how long a step takes if slices exchange values only once in so many steps
+      inner_steps: numbers of steps. If there are several TPU slices, the table says for each number
+        how long a step takes if TPU slices exchange values only once in so many steps
         (`PlanRow.fewer_messages`).
 
     Returns:
-      The plan, sorted by predicted speed. If Ctrl-C or SIGTERM stops the planning, the plan has the
-      meshes that were planned until then, and `Plan.is_partial` is true.
+      The table, sorted by predicted speed. If Ctrl-C or SIGTERM stops the planning, the table has
+      the meshes that were planned until then, and `Plan.is_partial` is true.
 
     Raises:
       KeyboardInterrupt: when Ctrl-C or SIGTERM comes before the compiler has described all

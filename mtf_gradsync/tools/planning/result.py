@@ -46,8 +46,8 @@ class FewerMessages:
     """The time of a step if TPU slices exchange values only once in several steps.
 
     Attributes:
-      way: how slices exchange values: by an "OuterOptimizer", or as "islands" (separate programs
-        that exchange changes through a folder).
+      way: how TPU slices exchange values: by an "OuterOptimizer", or as "islands" (separate
+        programs that exchange changes through a folder).
       inner_steps: the number of steps from one exchange to the next.
       step_seconds: the mean time of a step, with its share of the exchange.
       exchange_seconds: the time of one exchange over the data center network.
@@ -109,7 +109,7 @@ class PlanRow:
       roofline_seconds: the roofline of the whole step: `flops` at the peak or `bytes_accessed` at
         the memory's bandwidth, whichever takes longer; None if the rates are unknown.
       doubt: why the estimate cannot be right, compared with `roofline_seconds`; "" if it can be
-        right. Rows with a doubt come last in a plan.
+        right. Rows with a doubt come last in a `Plan`.
       model_flops: operations that the model needs in a step on all cores together, as
         `Built.model_flops` gives them; None if unknown.
       mfu: `model_flops` divided by the operations that all chips could make at their peak in
@@ -121,7 +121,8 @@ class PlanRow:
       slices: the number of TPU slices that a data center network joins.
       dcn_seconds: the part of `link_seconds` spent on the data center network (the axis "DCN").
       fewer_messages: the times of a step if TPU slices exchange values only once in several steps.
-        It is empty for one slice, and if the mesh axis between slices does not split the batch.
+        It is empty for one TPU slice, and if the mesh axis between TPU slices does not split the
+        batch.
     """
 
     mesh_shape: str
@@ -183,7 +184,7 @@ class Refused:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """The predicted cost of a training step on each mesh and machine.
+    """The result of planning: the predicted cost of a training step on each mesh and machine.
 
     Attributes:
       rows: the possible meshes. Rows with a `PlanRow.doubt` come last. Otherwise, programs that fit

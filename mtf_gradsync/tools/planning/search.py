@@ -1,4 +1,4 @@
-"""Builds and compiles a training step for each mesh, and makes a plan from the results."""
+"""Builds and compiles a training step for each mesh, and predicts its cost from the results."""
 
 from __future__ import annotations
 
@@ -405,8 +405,8 @@ def _times_with_fewer_messages(work: _LoweredCandidate, alone: float) -> tuple[F
 
     Returns:
       The step times. There are none for one TPU slice, or if the number of parameters is unknown.
-      There are none either if the first mesh axis, which crosses the network between slices, does
-      not split the batch.
+      There are none either if the first mesh axis, which crosses the network between TPU slices,
+      does not split the batch.
     """
     machine, parameters = work.candidate.machine, work.built.parameters
     (first, size), *_ = (axis.split(":") for axis in work.candidate.mesh_shape.split(";"))

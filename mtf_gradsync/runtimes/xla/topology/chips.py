@@ -23,7 +23,7 @@ class Chip(NamedTuple):
       link_bytes_per_second: bytes over one link in one direction.
       full_ring: how many chips a direction must have, at least, so that its links close to a ring;
         this is the size of a whole pod. 0 if optical switches close the rings. They close rings in
-        slices whose sizes are multiples of 4 along all directions.
+        TPU slices whose sizes are multiples of 4 along all directions.
       sources: web addresses of the sources: for the chip's figures, and for the links' figures.
     """
 
@@ -37,13 +37,13 @@ class Chip(NamedTuple):
     sources: tuple[str, ...]
 
     def links_close_ring(self, length: int, lengths: tuple[int, ...]) -> bool:
-        """Returns whether the links along one direction of a slice close to a ring.
+        """Returns whether the links along one direction of a TPU slice close to a ring.
 
         The rule is from https://jax-ml.github.io/scaling-book/tpus (networking).
 
         Args:
           length: the number of chips along the direction, such as 4.
-          lengths: the numbers of chips along all directions of the slice, such as (4, 8).
+          lengths: the numbers of chips along all directions of the TPU slice, such as (4, 8).
         """
         if self.full_ring:
             return length >= self.full_ring

@@ -95,8 +95,8 @@ def main(private: Any, folder: str) -> dict[str, Any]:
 def _host_options(topology: str) -> dict[str, Any]:
     """Returns the options for libtpu that say how the chips of a topology are spread over hosts.
 
-    `topology` is libtpu's name of the topology. A slice of fewer chips than a host has is put on
-    one host. For larger slices the result is empty, and libtpu decides.
+    `topology` is libtpu's name of the topology. A TPU slice of fewer chips than a host has is put
+    on one host. For larger TPU slices the result is empty, and libtpu decides.
     """
     sizes = topology.partition(":")[2].split("x")
     if not all(size.isdigit() for size in sizes):

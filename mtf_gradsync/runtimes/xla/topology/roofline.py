@@ -164,7 +164,7 @@ def _bytes_read_in_fusion(value: Instruction) -> int:
 
 
 def _bytes_written(instruction: Instruction) -> int:
-    """Returns how many bytes an instruction writes; an update in place writes only its slice."""
+    """Returns how many bytes an instruction writes; an update in place writes only a part."""
     if instruction.opcode == "dynamic-update-slice":
         into, written = instruction.operands[:2]
         if _before_reshapes(into).opcode in ("parameter", "get-tuple-element"):

@@ -1,4 +1,4 @@
-"""Parses names of slices of TPU chips, in libtpu's spelling or in Google Cloud's."""
+"""Parses names of TPU slices, in libtpu's spelling or in Google Cloud's."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _CLOUD_NAMES = {
 
 
 class Slice(NamedTuple):
-    """A slice of TPU chips, read from its name.
+    """A TPU slice, or several equal ones, as read from a name.
 
     Attributes:
       topology: libtpu's name of the topology, as in "v4:2x2x1".
@@ -32,7 +32,7 @@ class Slice(NamedTuple):
         one core, with "default" it is two. "" leaves the choice to libtpu.
       generation: the generation, with the memory of a core as `config` counts cores.
       chip: the published figures of the chip.
-      slices: the number of equal slices, joined by a data center network.
+      slices: the number of equal TPU slices, joined by a data center network.
     """
 
     topology: str
@@ -49,16 +49,16 @@ class Slice(NamedTuple):
 
 
 def slice_of(topology: str) -> Slice:
-    """Parses the name of a slice, or of several equal slices.
+    """Parses the name of a TPU slice, or of several equal TPU slices.
 
     Args:
-      topology: libtpu's name of a topology ("v5e:4x4"), or Google Cloud's name of a slice
-        ("v5litepod-16"). "2xv5e:4x4" is two slices that a data center network joins. On v4 a core
-        is a whole chip, as with the runtimes of TensorFlow and JAX. With "/two_cores" after the
-        topology, a core of v4 is half a chip.
+      topology: libtpu's name of a topology ("v5e:4x4"), or Google Cloud's name of a TPU slice
+        ("v5litepod-16"). "2xv5e:4x4" is two TPU slices that a data center network joins. On v4 a
+        core is a whole chip, as with the runtimes of TensorFlow and JAX. With "/two_cores" after
+        the topology, a core of v4 is half a chip.
 
     Returns:
-      The slice.
+      The `Slice` that describes them.
 
     Raises:
       ValueError: when there is no such generation, or a name of Google Cloud does not say how its
@@ -85,11 +85,11 @@ def slice_of(topology: str) -> Slice:
 
 
 def _topology_of_cloud(name: str) -> str:
-    """Turns Google Cloud's name of a slice into libtpu's: "v4-8" becomes "v4:2x2x1".
+    """Turns Google Cloud's name of a TPU slice into libtpu's: "v4-8" becomes "v4:2x2x1".
 
-    Other names are returned unchanged. A slice is as close to a square or a cube as possible, and
-    the smallest slices of three dimensions are flat. Raises a ValueError if the number of chips is
-    no power of two, because the name then does not say how they are arranged.
+    Other names are returned unchanged. A TPU slice is as close to a square or a cube as possible;
+    the smallest TPU slices of three dimensions are flat. Raises a ValueError if the number of chips
+    is no power of two, because the name then does not say how the chips are arranged.
     """
     match = re.fullmatch(r"(\w+)-(\d+)", name)
     if match is None or match[1] not in _CLOUD_NAMES:
