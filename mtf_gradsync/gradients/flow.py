@@ -120,6 +120,7 @@ class Flow:
         split so. Thus their sums over other mesh axes can stay pending, and be reduced together.
         """
         self._layout = layout
+        self._split: dict[mtf.Tensor, bool] = {}  # what `_is_split` has returned
         self.axes: dict[mtf.Tensor, Axes] = {}
         self.uses: dict[mtf.Operation, Use] = {}
         self.forced: dict[mtf.Operation, list[mtf.Tensor]] = {}
@@ -141,13 +142,19 @@ class Flow:
 
     # Which operations compute a tensor.
 
+    def _is_split(self, tensor: mtf.Tensor) -> bool:
+        """Returns whether each shard holds its own part of a tensor; many walks ask it."""
+        if tensor not in self._split:
+            self._split[tensor] = self._layout.is_split_over_shards(tensor)
+        return self._split[tensor]
+
     def _sources(self, tensor: mtf.Tensor) -> list[mtf.Tensor]:
         """Returns the tensors that a tensor is directly computed from.
 
         The result is empty for a variable, and for a tensor of which each shard holds its own part.
         """
         operation = tensor.operation
-        if self._layout.is_split_over_shards(tensor) or isinstance(operation, mtf.Variable):
+        if self._is_split(tensor) or isinstance(operation, mtf.Variable):
             return []
         if passes_on(operation):
             return [_inputs_passed_on(operation)[operation.outputs.index(tensor)]]
@@ -164,9 +171,7 @@ class Flow:
 
         The walk back ends at tensors of which each shard holds its own part; these are left out.
         """
-        return [
-            t for t in walk([target], self._sources) if not self._layout.is_split_over_shards(t)
-        ]
+        return [t for t in walk([target], self._sources) if not self._is_split(t)]
 
     def operations_before(self, target: mtf.Tensor) -> list[mtf.Operation]:
         """Returns the operations that a tensor is computed by, directly or indirectly.
@@ -178,7 +183,7 @@ class Flow:
 
     def _is_made_of_pending(self, operation: mtf.Operation) -> bool:
         return any(t in self.axes for t in operation.inputs) and not any(
-            self._layout.is_split_over_shards(t) for t in operation.outputs
+            self._is_split(t) for t in operation.outputs
         )
 
     # Which sums stay pending.

@@ -10,7 +10,7 @@ from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._private.mesh_tensorflow import Seed, computed_from, gradients_calls, loop_body
 from mtf_gradsync.gradients.flow import linear_positions
 from mtf_gradsync.gradients.operations import MaybeGradients, map_present, on_mesh
-from mtf_gradsync.step import ExtensionLowering, PlanExtension, StepPlan
+from mtf_gradsync.step import PlanExtension, StepPlan
 from mtf_gradsync.step.plan import flat
 
 Scale = Union[float, mtf.Tensor]
@@ -34,11 +34,10 @@ class ScaledLosses(PlanExtension):
         # Seeds whose gradients an optimizer took without scaling the loss.
         self.taken: frozenset[Seed] = frozenset()
 
-    def begin(self, lowering: mtf.Lowering) -> ExtensionLowering:
+    def begin(self, lowering: mtf.Lowering) -> None:
         del lowering
         for seed, (scale, _) in self.scales.items():
             seed.scale, seed.rounded = scale, _rounded_to(self.scales)
-        return ExtensionLowering()
 
 
 def _rounded_to(seeds: Iterable[Seed]) -> Callable[[tf.Tensor], tf.Tensor]:

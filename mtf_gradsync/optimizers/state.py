@@ -23,7 +23,7 @@ from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._private.mesh_tensorflow import master_of, set_copy_to_slices
 from mtf_gradsync._private.tensorflow import root_scope
 from mtf_gradsync.gradients.operations import on_mesh
-from mtf_gradsync.step import ExtensionLowering, PlanExtension, StepPlan
+from mtf_gradsync.step import PlanExtension, StepPlan
 
 # The last part of an accumulator's name.
 ACCUMULATOR = "gradient_accumulator"
@@ -391,10 +391,10 @@ class UpdateCounters(PlanExtension):
         free = [v for v in self.wanted if v.name not in written and v.mesh in meshes]
         return [mtf.assign(v, v.value + 1) for v in free]
 
-    def begin(self, lowering: mtf.Lowering) -> ExtensionLowering:
+    def begin(self, lowering: mtf.Lowering) -> None:
         """Raises ValueError if nothing advances a wanted counter in a graph that trains.
 
-        The plan calls this method when the graph is lowered. The returned object does nothing.
+        The plan calls this method when the graph is lowered.
         """
         written = _assigned_variables(lowering.graph)
         stay = [v.name for v in self.wanted if v.name not in written]
@@ -404,7 +404,6 @@ class UpdateCounters(PlanExtension):
                 "it: call get_update_step before gradients are applied, by an optimizer of this "
                 "package, such as gs.CrossShardOptimizer(opt), or advance it by mtf.assign."
             )
-        return ExtensionLowering()
 
 
 def _assigned_variables(graph: mtf.Graph) -> dict[str, mtf.Variable]:

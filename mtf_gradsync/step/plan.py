@@ -159,13 +159,13 @@ class PlanExtension:
 
     orders_updates = False
 
-    def begin(self, lowering: mtf.Lowering) -> ExtensionLowering:
-        """Returns the extension's `ExtensionLowering` for a lowering that begins.
+    def begin(self, lowering: mtf.Lowering) -> ExtensionLowering | None:
+        """Returns the extension's `ExtensionLowering` for a lowering that begins; None for no work.
 
         The plan calls this method once for each lowering, when the graph has all of its operations.
         """
         del lowering
-        return ExtensionLowering()
+        return None
 
 
 class LoweringState:
@@ -473,9 +473,7 @@ class StepPlan:
 
     def lower(self, operation: mtf.Operation, lowering: mtf.Lowering) -> None:
         """Lowers an operation by the plan's rules; called by the operation itself."""
-        if not self.has_lowered(lowering):
-            self._begin(operation, lowering)
-        lowered = self.lowering_state(lowering)
+        lowered = vars(lowering).get(_LOWERED) or self._begin(operation, lowering)
         branch = self._branch_of.get(operation)
         if operation in lowered.early or (branch is not None and branch is not lowered.branch):
             return
@@ -483,8 +481,10 @@ class StepPlan:
         finds = [*self._waits.get(operation, ()), *of_extensions]
         waits = [op for find in finds for op in find(lowering)]
         with tf.control_dependencies(waits) if waits else contextlib.nullcontext():
-            if not any(extension.lower(operation) for extension in lowered.extensions):
-                operation.lower_itself(lowering)
+            for extension in lowered.extensions:
+                if extension.lower(operation):
+                    return
+            operation.lower_itself(lowering)
 
     @contextlib.contextmanager
     def inside_branch(self, branch: Any, lowering: mtf.Lowering) -> Iterator[None]:
@@ -500,16 +500,16 @@ class StepPlan:
         finally:
             lowered.branch = outer
 
-    def _begin(self, first: mtf.Operation, lowering: mtf.Lowering) -> None:
+    def _begin(self, first: mtf.Operation, lowering: mtf.Lowering) -> LoweringState:
         lowered = vars(lowering)[_LOWERED] = LoweringState(scope_around(first))
         self._give_stacks_to_branches(self.adopt())
         forget_closed_scopes()
-        lowered.extensions = [extension.begin(lowering) for extension in self._extensions.values()]
-        # Slices are copies of masters, and nothing runs their initializers. In a scope without an
-        # initializer each slice would get a random one: a fifth of a placement mesh's operations.
-        scope, zeros = tf.get_variable_scope(), tf.zeros_initializer()
+        begun = [extension.begin(lowering) for extension in self._extensions.values()]
+        lowered.extensions = [one for one in begun if one is not None]
+        scope, zeros = tf.get_variable_scope(), _shared_zeros()
         with tf.variable_scope(scope, initializer=zeros, auxiliary_name_scope=False):
             self._lower_variables(lowering, lowered)
+        return lowered
 
     def _give_stacks_to_branches(self, new: Sequence[mtf.Operation]) -> None:
         """Adds each operation that autostack made to the branch that uses the operation's outputs.
@@ -613,6 +613,24 @@ def keep_sums_pending_outside(lowering: mtf.Lowering) -> Iterator[None]:
         yield
     finally:
         lowering.tensors.update(before)
+
+
+def _shared_zeros() -> Callable[..., tf.Tensor]:
+    """Returns an initializer of slices that makes one tensor for all slices of a shape and dtype.
+
+    Slices are copies of masters, and nothing runs their initializers. In a scope without an
+    initializer each slice would get a random one of its own: a fifth of a placement mesh's
+    operations.
+    """
+    made: dict[Any, tf.Tensor] = {}
+
+    def zeros(shape: Sequence[int], dtype: tf.DType, **_: Any) -> tf.Tensor:
+        key = (*shape, dtype)
+        if key not in made:
+            made[key] = tf.zeros(shape, dtype)
+        return made[key]
+
+    return zeros
 
 
 def scope_around(operation: mtf.Operation) -> str:

@@ -196,7 +196,7 @@ class WriteOrder(PlanExtension):
         """Declares that operations belong to one update, which orders their writes itself."""
         self._step_of = {**self._step_of, **dict.fromkeys(operations, object())}
 
-    def begin(self, lowering: mtf.Lowering) -> ExtensionLowering:
+    def begin(self, lowering: mtf.Lowering) -> ExtensionLowering | None:
         writers: dict[mtf.Variable, list[mtf.Assign]] = {}
         for operation in lowering.graph.operations:
             if isinstance(operation, mtf.Assign) and not is_simd(lowering.mesh_impl(operation)):
@@ -207,6 +207,8 @@ class WriteOrder(PlanExtension):
             for variable, some in writers.items()
             if len({self._step_of.get(op, op) for op in some}) > 1
         }
+        if not contested and not self._after:
+            return None
         made = _WriteOrderLowering(lowering, contested) if contested else ExtensionLowering()
         made.waits = {op: functools.partial(_lowered, ops) for op, ops in self._after.items()}
         return made
