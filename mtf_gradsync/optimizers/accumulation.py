@@ -23,12 +23,10 @@ from mtf_gradsync.gradients.operations import on_mesh
 from mtf_gradsync.mesh.axes import LayoutLike, MeshShapeLike, ReplicaAxes
 from mtf_gradsync.optimizers.pipeline.accumulators import (
     Accumulators,
-    multiply_by_count,
-    weight_state,
     without_skipped,
 )
 from mtf_gradsync.optimizers.pipeline.builder import StepBuilder
-from mtf_gradsync.optimizers.pipeline.forms import Form, GradientSet, Partition, PerShard
+from mtf_gradsync.optimizers.pipeline.forms import Form, GradientSet, Mask, Partition, PerShard
 from mtf_gradsync.optimizers.pipeline.order import needs_not_finite, reduces
 from mtf_gradsync.optimizers.pipeline.stack import Condition, Place, Stage
 from mtf_gradsync.optimizers.pipeline.words import About, Line
@@ -527,13 +525,11 @@ class _Accumulate(Stage):
         weights = gradients.weights
         if weights is not None:
             waiting = before.waiting or waiting_state(mesh, name, wrapper._limit)
-            weight_before = weight_state(mesh, name, f"{name}/mini_step", checkpointed)
-            before = before._replace(weight=weight_before, waiting=waiting)
+            before = before._replace(waiting=waiting)
         mini_step, skipped = (on_mesh(c.value, mesh) for c in (before.mini_step, before.skipped))
         for state in before[:3]:
             mtf.scalar_summary(f"summary/{state.name}", state.value)
-        checked = gradients
-        counted = mtf.constant(mesh, 1, mtf.Shape([]), tf.int32)
+        checked, skip = gradients, None
         if skip_fn is not None:
             if weights is not None:  # without data, a mean may be 0 / 0
                 gradients = without_skipped(gradients, mtf.less_equal(weights.total, 0.0))
@@ -541,33 +537,17 @@ class _Accumulate(Stage):
             skip, state_after = call_skip_fn(skip_fn, gradients, received, strategy, name)
             skip = step.agreed(on_mesh(skip, mesh), by_any=True)
             kept = state_after(skip)
-            gradients = without_skipped(gradients, skip)
-            counted -= mtf.cast(skip, tf.int32)
-        weight: mtf.Tensor | None = None
-        if skip_fn is not None or weights is not None:
-
-            def uses_sums() -> mtf.Tensor:
-                # Sums that were reduced on this step are added up: it is not skipped, and has data.
-                is_counted = mtf.greater(counted, 0)
-                if weights is None:
-                    return is_counted
-                return mtf.logical_and(is_counted, mtf.greater(weights.total, 0.0))
-
-            step.write_state(when=uses_sums)
-        if weights is not None:
-            gradients = gradients.with_present(
-                [multiply_by_count(on_mesh(weights.total, g.mesh), g) for g in gradients.present]
-            )
-            weight = before.weight.value + weights.total * mtf.cast(counted, tf.float32)
+        mask = Mask.of_step(mesh, skip, weights)
         accumulators = Accumulators(
-            gradients,
+            dataclasses.replace(gradients, mask=mask),
             wrapper._slots,
             wrapper._dtype if weights is None else wrapper._dtype_of_weighted_sums(),
             checkpointed,
             owner=name,
             counter=before.mini_step.name,
         )
-        count = mini_step + counted
+        before, weight = before._replace(weight=accumulators.weight_state), accumulators.weight
+        count = mini_step + mask.number
         passes: Any = wrapper.backward_passes_per_step
         if callable(passes):
             with step.plan.outside_of_branches():
@@ -577,7 +557,7 @@ class _Accumulate(Stage):
         if skip_fn is not None:
             # A checkpoint may hold more microbatch steps than an update takes now; a skipped step
             # brings no update even then.
-            due = mtf.logical_and(due, mtf.greater(counted, 0))
+            due = mtf.logical_and(due, mtf.greater(mask.number, 0))
         if wrapper._flush is not None:
             flag = wrapper._flush
             if callable(flag):
@@ -597,7 +577,7 @@ class _Accumulate(Stage):
         now = _Counters(
             count * (1 - updated),
             None,
-            skipped + (1 - counted),
+            skipped + (1 - mask.number),
             before.waiting and waiting_after_step(before.waiting, has_update),
             None if weight is None else weight * mtf.cast(1 - updated, tf.float32),
         )

@@ -347,9 +347,8 @@ class _SkipNotFinite(Stage):
       inside: the stages inside the wrapper in a stack, also those inside optimizers of other
         libraries.
       inner_skips_shards: whether a stage inside skips single shards (that of
-        `SyncReplicasOptimizer`). Such a stage decides whether gradients are finite, by
-        `StepBuilder.publish_finite`: a gradient that is not finite does not count if its shard is
-        skipped.
+        `SyncReplicasOptimizer`). The mask of such a stage decides whether gradients are
+        finite: a gradient that is not finite does not count if its shard is skipped.
     """
 
     wrapper: LossScaleOptimizer

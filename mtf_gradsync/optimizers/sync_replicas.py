@@ -22,14 +22,11 @@ from mtf_gradsync.optimizers import replicas
 from mtf_gradsync.optimizers.average import KeepsAverages, MoveAverages, check_averages
 from mtf_gradsync.optimizers.pipeline.accumulators import (
     Accumulators,
-    DirectUpdate,
     ZerosWhere,
     multiply_by_count,
-    weight_state,
-    without_skipped,
 )
 from mtf_gradsync.optimizers.pipeline.builder import StepBuilder
-from mtf_gradsync.optimizers.pipeline.forms import Form, GradientSet, PerShard
+from mtf_gradsync.optimizers.pipeline.forms import Form, GradientSet, Mask, PerShard
 from mtf_gradsync.optimizers.pipeline.stack import ONE_FOR_EACH_MESH, Condition, Place, Stage
 from mtf_gradsync.optimizers.pipeline.words import About, Line
 from mtf_gradsync.optimizers.replicas import (
@@ -357,58 +354,34 @@ class _AggregateReplicas(Stage):
         fresh, wanted = replicas.fresh_replicas(
             own, reduced, steps, before.update_step, wrapper._contributes, weight_of, axes, reducer
         )
-        skipped = mtf.logical_not(fresh)
-        # If one step can be enough, only steps that are not enough need accumulators.
-        if not self._can_update_each_step:
-            gradients = without_skipped(gradients, skipped)
         # Besides gradients, only this flag is reduced over the replica axes.
         contributed = mtf.anonymize(mtf.cast(fresh, tf.int32))
-        contributions = mtf.reduce_sum(contributed)
-
-        def finite_and_asked() -> tuple[mtf.Tensor, mtf.Tensor]:
-            # If no replica was asked to contribute, no gradient stopped one.
-            number = mtf.reduce_sum(mtf.anonymize(mtf.cast(wanted, tf.int32)))
-            asked = mtf.greater(number, 0)
-            some = mtf.greater(contributions, 0)
-            return mtf.logical_or(some, mtf.logical_not(asked)), asked
-
-        step.publish_finite(finite_and_asked)
-        # The terms are 1/num_shards of the contributions, or parts of the sum of the weights.
-        unit: Any = float(axes.num_shards)
-        counts, weight = contributions, None
+        contributions, weight = mtf.reduce_sum(contributed), None
         if weights is not None:
-            weight = weight_state(mesh, wrapper.name, before.count.name)
-            unit = weights.total
-            counts = mtf.reduce_sum(mtf.cast(fresh, tf.float32) * weight_of)
-            gradients = gradients.with_grads(
-                [
-                    g if g is None or i in gradients.already_reduced else multiply_by_count(unit, g)
-                    for i, g in enumerate(gradients.grads)
-                ]
-            )
-        gradients = _sum_contributions(gradients, parts, skipped, counts, unit, wrapper)
+            weight = mtf.reduce_sum(mtf.cast(fresh, tf.float32) * weight_of)
+        mask = Mask(contributions, weight, mtf.logical_not(fresh), asked=wanted)
+        gradients = dataclasses.replace(gradients, mask=mask)
+        # All replicas contribute, and there are no contributions of earlier steps.
+        alone = mtf.equal(mtf.reduce_min(contributed) - before.count.value, 1)
         accumulators = Accumulators(
-            gradients,
+            _sum_contributions(gradients, parts, wrapper),
             wrapper._slots,
             is_share=True,
+            # If one step can be enough, only steps that are not enough need accumulators.
+            direct=alone if self._can_update_each_step else None,
             owner=wrapper.name,
             counter=before.count.name,
         )
         count = before.count.value + contributions
         due = mtf.greater_equal(count, wrapper._to_aggregate)
-        # All replicas contribute, and there are no contributions of earlier steps.
-        alone = mtf.equal(mtf.reduce_min(contributed) - before.count.value, 1)
-        step.write_state(when=lambda: mtf.greater(contributions, 0))
-        gate = accumulators.add(
-            step, DirectUpdate(alone, skipped) if self._can_update_each_step else None
-        )
+        gate = accumulators.add(step)
         now = after_step(before, steps, contributed, count, mtf.cast(due, tf.int32))
         writes = [mtf.assign(v, x) for v, x in zip(before, now)]
         divisor = mtf.cast(count, tf.float32) / axes.num_shards
         if weight is not None:
-            divisor = weight.value + counts
+            divisor = accumulators.weight
             kept = 1.0 - mtf.cast(due, tf.float32)
-            writes.append(mtf.assign(weight, divisor * kept))
+            writes.append(mtf.assign(accumulators.weight_state, divisor * kept))
         step.write(writes, gate)
         skips = self._make_skips(given, before)
         if skips:
@@ -421,7 +394,7 @@ class _AggregateReplicas(Stage):
 
         def note() -> None:
             wrapper._set_step_attributes(before, now, skips)
-            wrapper._weight = weight
+            wrapper._weight = accumulators.weight_state
 
         step.when_built(note)
         if weight is not None:
@@ -476,36 +449,32 @@ def _split_by_replica(
 
 
 def _sum_contributions(
-    gradients: GradientSet,
-    parts: _Parts,
-    skipped: mtf.Tensor,
-    counts: mtf.Tensor,
-    unit: Any,
-    wrapper: SyncReplicasOptimizer,
+    gradients: GradientSet, parts: _Parts, wrapper: SyncReplicasOptimizer
 ) -> GradientSet:
     """Makes every reduced gradient in a set the sum of the contributions to this step.
 
     A gradient that can be computed again from sums over the replicas is computed without the terms
     of skipped replicas. Any other reduced gradient is the mean over all replicas, as replicas
-    cannot be told apart in it: it is multiplied by `counts`. Per-shard gradients stay as they are.
+    cannot be told apart in it: it is multiplied by the number of contributions, or by their weight.
+    Per-shard gradients stay as they are.
 
     Args:
-      gradients: the gradients of the step.
+      gradients: the gradients of the step, with the mask of replicas.
       parts: for some gradients, each replica's terms of sums, as `_split_by_replica` returns them.
-      skipped: boolean `[shard dims...]`: whether a replica does not contribute.
-      counts: mtf scalar, the number of contributions, or the sum of their weights.
-      unit: the factor from a replica's term to its contribution, a number or an mtf scalar.
       wrapper: the wrapper, which has the replica axes and the reduction strategy.
     """
-    axes, reducer = wrapper.axes, wrapper.reducer
+    axes, reducer, mask = wrapper.axes, wrapper.reducer, gradients.mask
+    assert mask is not None
+    counts = mask.number if mask.weight is None else mask.weight
+
+    def contribution(term: mtf.Tensor) -> mtf.Tensor:
+        # The terms are 1/num_shards of the contributions, or parts of the sum of the weights.
+        if gradients.weights is None:
+            return term * float(axes.num_shards)
+        return mtf.cast(multiply_by_count(gradients.weights.total, term), term.dtype)
 
     def made_again(one: GradientFromSums, some: Sequence[mtf.Tensor]) -> mtf.Tensor:
-        kept = [
-            mtf.cast(multiply_by_count(unit, x), x.dtype)
-            if isinstance(unit, mtf.Tensor)
-            else x * unit
-            for x in ZerosWhere(some, skipped).outputs
-        ]
+        kept = [contribution(x) for x in ZerosWhere(some, mask.skipped).outputs]
         dims = [[d for d in x.shape.dims if d in axes.shard_dims] for x in kept]
         sums = SumGradients(kept, dims, reducer, axes.batch_dims).outputs
         # The operations that compute the gradient take each input in the same dtype as before.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple, Sequence
+from typing import Any, Collection, Sequence
 
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._private.tensorflow import control_flow_v1
@@ -43,25 +43,17 @@ def weight_state(
     )
 
 
-class DirectUpdate(NamedTuple):
-    """The condition under which an update takes this step's gradients without adding them up.
-
-    Attributes:
-      holds: a boolean scalar, true only if all accumulators are zero, no shard is skipped and an
-        update is due.
-      skipped: boolean `[shard dims...]`, true for skipped shards. If `holds` is false, zeros are
-        added for the gradients of skipped shards; gradients that are reduced already are added.
-    """
-
-    holds: mtf.Tensor
-    skipped: mtf.Tensor
-
-
 class Accumulators:
     """The accumulators of a set of gradients.
 
     Gradients are added to the accumulators in place, and only an update reads the accumulators, so
-    that a step without an update passes over them once.
+    that a step without an update passes over them once. The mask of the gradients says what is
+    added: gradients are multiplied by their weights, and there are zeros for skipped ones.
+
+    Attributes:
+      weight_state: the variable with the total weight of the gradients in the accumulators; None
+        without weights.
+      weight: its value with this step's gradients, a float32 scalar; None without weights.
     """
 
     def __init__(
@@ -71,6 +63,7 @@ class Accumulators:
         dtype: tf.DType | None = None,
         checkpointed: bool = True,
         is_share: bool = False,
+        direct: mtf.Tensor | None = None,
         *,
         owner: str,
         counter: str,
@@ -78,16 +71,29 @@ class Accumulators:
         """Finds or makes the accumulators, variables `<variable>/gradient_accumulator`.
 
         Args:
-          gradients: gradients that are per shard, reduced, or replicas' parts of reduced gradients.
+          gradients: gradients that are per shard, reduced, or replicas' parts of reduced gradients,
+            with the mask of what is added up.
           slots: records the accumulators.
           dtype: the dtype of accumulators; None takes the gradient's dtype, but at least float32.
           checkpointed: whether checkpoints hold the sums.
           is_share: whether each shard's gradient is a term in the gradient of a mean over all
             shards, and so 1/num_shards of the shard's own gradient (see `StateNote`).
+          direct: a boolean scalar, true only if all accumulators are zero, no shard is skipped and
+            an update is due: the update then takes the gradients directly, which costs less if most
+            steps make an update. None if updates always take the sums.
           owner: the wrapper's name, as for `weight_state`.
           counter: the name of the variable that counts how many gradients are in the accumulators.
         """
-        self._given = gradients
+        mask = gradients.mask
+        assert mask is not None
+        self._mask, self._direct = mask, direct
+        # With `direct`, the operation that adds takes zeros itself.
+        self._given = gradients = masked(gradients, with_zeros=direct is None)
+        self.weight_state: mtf.Variable | None = None
+        self.weight: mtf.Tensor | None = None
+        if mask.weight is not None:
+            self.weight_state = weight_state(gradients.mesh, owner, counter, checkpointed)
+            self.weight = self.weight_state.value + mask.weight
         self._variables: list[mtf.Variable] = []
         self._grads: list[mtf.Tensor] = []
         self._written: list[mtf.Operation] = []
@@ -115,21 +121,25 @@ class Accumulators:
         keepers = StepPlan.of(gradients.graph).extension(SlotOwners)
         keepers.record_keeper(slots, self._variables, gradients.variables)
 
-    def add(self, step: StepBuilder, direct: DirectUpdate | None = None) -> Gate | None:
+    def add(self, step: StepBuilder) -> Gate | None:
         """Adds this step's gradients to the accumulators; returns a gate for the step's writes.
 
         The gate is an operation that holds back writes until the gradients exist. The result is
-        None if a branch of the step is open, because a branch waits as a whole. With `direct`,
-        gradients are not added in steps in which `direct.holds` is true: the update then takes them
-        directly, which costs less if most steps make an update.
+        None if a branch of the step is open, because a branch waits as a whole.
         """
-        step.write_state()
+        mask = self._mask
+        # Sums that were reduced on this step are used only if they are added up.
+        counts = mask.number if mask.weight is None else mask.weight
+        always = mask.skipped is None and mask.weight is None
+        step.write_state(None if always else lambda: mtf.greater(counts, 0))
         for variable in self._variables:
             step.plan.write_in_place(variable)
-        if direct is not None:
+        if self._direct is not None:
             present = [i for i, g in enumerate(self._given.grads) if g is not None]
             reduced = [i in self._given.already_reduced for i in present]
-            self._added_unless = _AddUnless(self._grads, reduced, self._variables, direct)
+            self._added_unless = _AddUnless(
+                self._grads, reduced, self._variables, mask.skipped, self._direct
+            )
             return step.gate(self._added_unless.outputs)
         gate = step.gate(self._grads)
         # Mesh-TF's assign_add_slice (0.1.21) reads, adds and assigns: two passes.
@@ -173,6 +183,7 @@ class Accumulators:
                 form=Form.PART if given.form is Form.PART else Form.PENDING,
                 dtypes=tuple(None if g is None else g.dtype for g in given.grads),
                 unreduced=None,
+                mask=None,
             )
             if weight is not None:
                 by = weight if divisor is None else divisor
@@ -236,6 +247,28 @@ def without_skipped(gradients: GradientSet, skip: mtf.Tensor) -> GradientSet:
     return gradients.with_grads([k or g for k, g in zip(kept, gradients.grads)])
 
 
+def masked(gradients: GradientSet, with_zeros: bool = True) -> GradientSet:
+    """Returns gradients as their mask says: times their weights, zeros in place of skipped ones.
+
+    Without `with_zeros`, skipped gradients stay as they are. If the mask is one of shards, so do
+    gradients that are reduced already.
+    """
+    mask, weights = gradients.mask, gradients.weights
+    assert mask is not None
+    reduced: Collection[int] = ()
+    if mask.skipped is not None:
+        reduced = gradients.already_reduced if mask.skipped.shape.dims else ()
+        gradients = without_skipped(gradients, mask.skipped) if with_zeros else gradients
+    if weights is None:
+        return gradients
+    return gradients.with_grads(
+        [
+            g if g is None or i in reduced else multiply_by_count(on_mesh(weights.total, g.mesh), g)
+            for i, g in enumerate(gradients.grads)
+        ]
+    )
+
+
 def multiply_by_count(contributions: mtf.Tensor, grad: mtf.Tensor) -> mtf.Tensor:
     """Multiplies a gradient by a count or weight; a count of 0 gives zeros, even for NaNs.
 
@@ -253,7 +286,7 @@ def multiply_by_count(contributions: mtf.Tensor, grad: mtf.Tensor) -> mtf.Tensor
 class _AddUnless(GradientOperation):
     """An operation that adds gradients to the accumulators, unless the update takes them directly.
 
-    The outputs are the gradients if `direct.holds` is true, and else the new sums. `are_reduced`
+    The outputs are the gradients if `direct` is true, and else the new sums. `are_reduced`
     says for each gradient whether it is reduced already.
     """
 
@@ -262,12 +295,13 @@ class _AddUnless(GradientOperation):
         grads: Sequence[mtf.Tensor],
         are_reduced: Sequence[bool],
         accumulators: Sequence[mtf.Variable],
-        direct: DirectUpdate,
+        skipped: mtf.Tensor,
+        direct: mtf.Tensor,
     ):
         self._are_reduced = are_reduced
         self.variables = list(accumulators)
         shapes = [x.shape for x in accumulators]
-        super().__init__([*grads, direct.skipped, direct.holds], shapes, "accumulate_unless")
+        super().__init__([*grads, skipped, direct], shapes, "accumulate_unless")
 
     def lower(self, lowering: mtf.Lowering) -> None:
         def add(own: list[int], slices: list[Any], values: list[Any]) -> list[tf.Tensor]:

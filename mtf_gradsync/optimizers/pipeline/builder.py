@@ -23,6 +23,7 @@ from mtf_gradsync.mesh.axes import ReplicaAxes
 from mtf_gradsync.optimizers.pipeline.forms import (
     Form,
     GradientSet,
+    Mask,
     Partition,
     PerShard,
     Reduced,
@@ -82,23 +83,24 @@ class StepConditions:
         `finite` is a boolean scalar: whether the gradients of the shards that are not skipped are
         finite. `has_data` is a boolean scalar: whether any shard has data in this step; None if
         there always are data. Only the stage that skips shards knows which shards these are. That
-        stage is inside the caller's, so that its operations are made later; it gives both scalars
-        by `publish_finite`.
+        stage is inside the caller's, so that its operations are made later; both scalars are
+        computed from its mask.
         """
         self._if_finite.append(then)
 
-    def publish_finite(self, make: Callable[[], tuple[mtf.Tensor, mtf.Tensor | None]]) -> None:
+    def _publish_finite(self, mask: Mask) -> None:
         """Calls the functions that outer stages have registered by `when_finite_is_known`.
 
-        A stage that skips single shards calls this method, before the branch of the update begins.
-        `make` returns the two boolean scalars that the registered functions take, `finite` and
-        `has_data`. If all shards are skipped because of their gradients, `finite` must be false.
-        `make` is not called if no function is registered.
+        `mask` is the mask of a stage that adds up gradients. If it says which shards are asked to
+        contribute, and all of them are skipped because of their gradients, `finite` is false.
         """
-        if self._if_finite:
-            finite, has_data = make()
+        if self._if_finite and mask.asked is not None:
+            # If no shard was asked to contribute, no gradient stopped one.
+            number = mtf.reduce_sum(mtf.anonymize(mtf.cast(mask.asked, tf.int32)))
+            asked, some = mtf.greater(number, 0), mtf.greater(mask.number, 0)
+            finite = mtf.logical_or(some, mtf.logical_not(asked))
             for then in self._if_finite:
-                then(finite, has_data)
+                then(finite, asked)
 
     @contextlib.contextmanager
     def branch_when(
@@ -277,6 +279,8 @@ class StepBuilder(StepConditions):
         elif self.received:  # the last stages, behind those of all wrappers
             self._islands = self.stack.islands
         gradients = stage.apply(given, self)
+        if gradients.mask is not None:
+            self._publish_finite(gradients.mask)
         if (gradients.condition is None) != (stage.condition is None):
             kind = type(stage).__name__
             raise TypeError(

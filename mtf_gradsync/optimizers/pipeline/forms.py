@@ -158,6 +158,34 @@ class Weights(NamedTuple):
         return mtf.broadcast(self.total * (1.0 / axes.num_shards), mtf.Shape(list(axes.shard_dims)))
 
 
+class Mask(NamedTuple):
+    """What a stage adds up of the gradients of a step, which may skip shards or the whole step.
+
+    Attributes:
+      number: the number of contributions that are added up, an int32 scalar: the number of shards
+        that are not skipped, or 1 or 0 for the step as a whole.
+      weight: the weight of these contributions, a float32 scalar; None without weights.
+      skipped: the gradients that are skipped, which may hold NaNs: a boolean scalar for all
+        gradients of the step, or `[shard dims...]`; None if none are.
+      asked: boolean `[shard dims...]`: the shards that are not skipped if their gradients are
+        finite; None if the mask does not say which shards these are.
+    """
+
+    number: mtf.Tensor
+    weight: mtf.Tensor | None = None
+    skipped: mtf.Tensor | None = None
+    asked: mtf.Tensor | None = None
+
+    @classmethod
+    def of_step(cls, mesh: mtf.Mesh, skip: mtf.Tensor | None, weights: Weights | None) -> Mask:
+        """Returns the mask of a step as a whole; `skip` is None if the step is never skipped."""
+        number = mtf.constant(mesh, 1, mtf.Shape([]), tf.int32)
+        if skip is not None:
+            number -= mtf.cast(skip, tf.int32)
+        weight = None if weights is None else weights.total * mtf.cast(number, tf.float32)
+        return cls(number, weight, skip)
+
+
 class OnlyWhen(NamedTuple):
     """The settings, from a stage with a condition, of the branch in which later stages run.
 
@@ -199,6 +227,7 @@ class GradientSet:
         that it skips.
       weights: the weights of the gradients, which are those of a weighted mean; None if no weights
         were given.
+      mask: what the stage adds up of the gradients; None for stages that do not add up.
       unreduced: if gradients are reduced, the set before the reduction, from which each shard's
         part can be read; None if that set is not known.
       condition: the condition under which later stages run, from the stage that returned the set;
@@ -214,6 +243,7 @@ class GradientSet:
     already_reduced: frozenset[int] = frozenset()
     from_sums: Mapping[int, GradientFromSums] = dataclasses.field(default_factory=dict)
     weights: Weights | None = None
+    mask: Mask | None = None
     unreduced: GradientSet | None = None
     condition: OnlyWhen | None = None
     branch: Branch | None = dataclasses.field(init=False)

@@ -14,6 +14,9 @@ stack. `StepBuilder` makes the operations of the completed stack, stage by stage
 4. If gradients have weights, stages for them are added (`with_weights` in the file `weights`).
 5. Conditions become blocks of stages that run in the same steps (`in_blocks`): the builder makes a
    branch for each.
+
+A stage that adds up gradients says in the same way, by a field of the set of gradients (`Mask`),
+which steps or shards it skips: zeros, weights, and what outer stages are told follow from the mask.
 """
 
 from __future__ import annotations
@@ -109,8 +112,7 @@ class Stage:
     _divides: str = ""
     # Whether the stage can apply the gradients of some shards without the gradients of others.
     _skips_shards: bool = False
-    # Whether the stage counts which shards contribute; its `apply` then calls
-    # `StepBuilder.publish_finite`.
+    # Whether the stage counts which shards contribute; the mask of its gradients then says which.
     _counts_shards: bool = False
     # Whether the stage keeps moving averages of variables.
     _averages: bool = False
