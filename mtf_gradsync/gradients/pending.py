@@ -63,45 +63,33 @@ class Bucket(NamedTuple):
 _COLLECTIVES = ("allreduce", "allconcat", "alltoall", "receive", "shift_by_n_processors")
 
 
-class MissingSumWarnings:
-    """Warnings of operations that lack a sum over the shards, so that shards' values differ."""
+@contextlib.contextmanager
+def _warning_of_missing_sum(
+    operation: mtf.Operation, lowering: mtf.Lowering, cause: Cause, target: mtf.Tensor
+) -> Iterator[None]:
+    """Returns a context for lowering `operation`; warns at its end if a sum over shards is missing.
 
-    def __init__(self, found: Mapping[mtf.Operation, tuple[Cause, mtf.Tensor]]):
-        """Sets the operations to watch, which are the keys of `found`.
-
-        `found` is the result of `Flow.missing_sums`. The value of each operation is a pair: the
-        cause, and a gradient that is computed by the operation and needs the sum.
-        """
-        self._found = found
-
-    @contextlib.contextmanager
-    def watching(self, operation: mtf.Operation, lowering: mtf.Lowering) -> Iterator[None]:
-        """Returns a context for lowering `operation`; warns at its end if the sum is missing.
-
-        There is no warning of operations that were not given to the constructor. An operation that
-        gathers values of all shards (`Cause.GATHERS`) may make the sum itself: there is no warning
-        if it communicated while it was lowered, or if it left its output pending.
-        """
-        if operation not in self._found:
-            yield
-            return
-        cause, target = self._found[operation]
-        with _record_collectives(lowering.mesh_impl(operation)) as sent:
-            yield
-        is_left = any(
-            isinstance(lowering.tensors.get(t), mtf.LazyAllreduceSum) for t in operation.outputs
+    `cause` and `target` are what `Flow.missing_sums` returned for the operation: `target` is a
+    gradient that the operation computes and that needs the sum. An operation that gathers values of
+    all shards (`Cause.GATHERS`) may make the sum itself: there is no warning if it communicated
+    while it was lowered, or if it left its output pending.
+    """
+    with _record_collectives(lowering.mesh_impl(operation)) as sent:
+        yield
+    is_left = any(
+        isinstance(lowering.tensors.get(t), mtf.LazyAllreduceSum) for t in operation.outputs
+    )
+    if cause is Cause.DROPS_SUM or not (sent or is_left):
+        warn_once(
+            f"unsummed {operation.name}",
+            "%s %r drops a dimension that the shards split, and nothing sums over it: each "
+            "shard has other values of %s, and the replicas of its variable differ after an "
+            "update. Keep that dimension in the result, with the size of its mesh axis, and "
+            "sum over it with mtf.reduce_sum.",
+            type(operation).__name__,
+            operation.name,
+            gradient_name(target),
         )
-        if cause is Cause.DROPS_SUM or not (sent or is_left):
-            warn_once(
-                f"unsummed {operation.name}",
-                "%s %r drops a dimension that the shards split, and nothing sums over it: each "
-                "shard has other values of %s, and the replicas of its variable differ after an "
-                "update. Keep that dimension in the result, with the size of its mesh axis, and "
-                "sum over it with mtf.reduce_sum.",
-                type(operation).__name__,
-                operation.name,
-                gradient_name(target),
-            )
 
 
 @contextlib.contextmanager
@@ -144,7 +132,7 @@ class PendingLowering(ExtensionLowering):
         lowering: mtf.Lowering,
         flow: Flow,
         buckets: dict[mtf.Tensor, Bucket],
-        missing: MissingSumWarnings | None,
+        missing: Mapping[mtf.Operation, tuple[Cause, mtf.Tensor]],
     ):
         """Begins a lowering.
 
@@ -153,8 +141,7 @@ class PendingLowering(ExtensionLowering):
           flow: the forecast of which operations keep sums pending.
           buckets: the sums that are reduced together, each with its bucket. The dictionary is
             changed during the lowering.
-          missing: the object that warns of operations after which a sum is missing; None if there
-            is no operation to watch.
+          missing: the operations after which a sum is missing, from `Flow.missing_sums`.
         """
         self.flow = flow
         self._lowering = lowering
@@ -171,8 +158,9 @@ class PendingLowering(ExtensionLowering):
         if operation not in self.flow.operations:
             return self._lower_unfollowed(operation)
         shape = sums_before_broadcast(operation)
-        missing = self._missing
-        with missing.watching(operation, self._lowering) if missing else contextlib.nullcontext():
+        found = self._missing.get(operation)
+        watch = _warning_of_missing_sum(operation, self._lowering, *found) if found else None
+        with watch or contextlib.nullcontext():
             if shape is None:
                 self._lower(operation, self.flow.uses.get(operation))
             else:
@@ -545,9 +533,7 @@ class PendingSums(PlanExtension):
             return batch_axes(graph, mesh, axis_of, [*targets, *sums], names)
 
         flow = Flow(graph, targets, Layout(axis_of, replica_axes), sums)
-        dropped = flow.missing_sums(targets)
-        missing = MissingSumWarnings(dropped) if dropped else None
-        return PendingLowering(lowering, flow, self._buckets(flow), missing)
+        return PendingLowering(lowering, flow, self._buckets(flow), flow.missing_sums(targets))
 
     def _buckets(self, flow: Flow) -> dict[mtf.Tensor, Bucket]:
         """Returns the tensors whose parts have to be added up over the mesh, each with its bucket.
