@@ -159,7 +159,7 @@ class Weights(NamedTuple):
 
 
 class Mask(NamedTuple):
-    """What a stage adds up of the gradients of a step, which may skip shards or the whole step.
+    """The part of a step's gradients that a stage adds up: it may skip shards, or the whole step.
 
     Attributes:
       number: the number of contributions that are added up, an int32 scalar: the number of shards
