@@ -17,9 +17,9 @@ from mtf_gradsync.optimizers.outer_values import (
     hold_by_islands,
     hold_slots_by_islands,
 )
-from mtf_gradsync.optimizers.pipeline.accumulators import ZerosWhere, multiply_by_count
+from mtf_gradsync.optimizers.pipeline.accumulators import masked, multiply_by_count
 from mtf_gradsync.optimizers.pipeline.builder import StepBuilder
-from mtf_gradsync.optimizers.pipeline.forms import Form, GradientSet, Reduction, Weights
+from mtf_gradsync.optimizers.pipeline.forms import Form, GradientSet, Mask, Reduction, Weights
 from mtf_gradsync.optimizers.pipeline.strategy_state import (
     CutOut,
     Owner,
@@ -361,15 +361,14 @@ class StepsOfIslands:
         values = [[next(read) for _ in x] for x in (variables, moved, momenta)]
         own, outer, velocity = (_cut_or_put_back(CutOut, owners, x) for x in values)
         shapes = [mtf.Shape([*self._islands.shard_dims, *x.shape.dims]) for x in owners]
-        differences: Sequence[mtf.Tensor] = SameSlices(
-            [y - x for x, y in zip(own, outer)], shapes
-        ).outputs
+        differences = SameSlices([y - x for x, y in zip(own, outer)], shapes).outputs
+        given = GradientSet(tuple(differences), tuple(owners), Form.PER_SHARD)
+        skip: mtf.Tensor | None = None
         count: mtf.Tensor | None = None
         if settings.skips_islands:
             found = self._flag_not_finite(updates, step)
             dims = mtf.Shape(list(self._islands.shard_dims))
             skip = mtf.greater(mtf.reduce_sum(found, output_shape=dims), 0.0)
-            differences = ZerosWhere(differences, skip).outputs
             # Every processor has the numbers of all islands.
             skipped = mtf.anonymize(mtf.cast(skip, tf.float32))
             count = mtf.reduce_sum(1.0 - skipped)
@@ -377,8 +376,10 @@ class StepsOfIslands:
             if settings.skips_islands:
                 weight = weight * (1.0 - mtf.cast(skip, tf.float32))
             count = mtf.reduce_sum(weight)
-            differences = [multiply_by_count(weight, x) for x in differences]
-        gradients = self._mean(differences, owners, count, step)
+            given = dataclasses.replace(given, weights=Weights(weight))
+        if count is not None:
+            given = masked(dataclasses.replace(given, mask=Mask(count, skipped=skip)))
+        gradients = self._mean(given, count, step)
         new_outer, new_velocity = [], []
         # If no island is finite, outer values and momentum do not change.
         any_counts = 1.0 if count is None else mtf.cast(mtf.greater(count, 0.0), tf.float32)
@@ -414,8 +415,7 @@ class StepsOfIslands:
 
     def _mean(
         self,
-        differences: Sequence[mtf.Tensor],
-        owners: Sequence[Owner],
+        differences: GradientSet,
         count: mtf.Tensor | None,
         step: StepBuilder,
     ) -> list[mtf.Tensor]:
@@ -428,11 +428,10 @@ class StepsOfIslands:
         """
         settings, islands = self._settings, self._islands
         if not islands.shard_dims:
-            return list(differences)
+            return differences.present
         reduction = Reduction(settings.reducer, islands.batch_dims, islands, settings.wrapper.name)
-        given = GradientSet(tuple(differences), tuple(owners), Form.PER_SHARD)
         is_mean = self._state.weight is None  # with weights the sum is that of all tokens
-        sums = step.reduce_now(given, reduction, extra=True, is_mean=is_mean).present
+        sums = step.reduce_now(differences, reduction, extra=True, is_mean=is_mean).present
         step.write_state()
         if count is None:
             return [x * (1.0 / islands.num_shards) for x in sums]

@@ -144,7 +144,8 @@ class Weights(NamedTuple):
 
     Attributes:
       total: float32 scalar, the weight of all shards together; inside an island of
-        `OuterOptimizer`, of all shards of the island.
+        `OuterOptimizer`, of all shards of the island. Differences of islands in an outer step have
+        the weight of each island, `[islands...]`.
       of_shards: float32 `[shard dims...]`, the weight of each shard; None for equal weights.
     """
 
@@ -162,8 +163,8 @@ class Mask(NamedTuple):
     """The part of a step's gradients that a stage adds up: it may skip shards, or the whole step.
 
     Attributes:
-      number: the number of contributions that are added up, an int32 scalar: the number of shards
-        that are not skipped, or 1 or 0 for the step as a whole.
+      number: the number of contributions that are added up, a scalar: the number of shards or
+        islands that are not skipped, or 1 or 0 for the step as a whole.
       weight: the weight of these contributions, a float32 scalar; None without weights.
       skipped: the gradients that are skipped, which may hold NaNs: a boolean scalar for all
         gradients of the step, or `[shard dims...]`; None if none are.
