@@ -73,10 +73,6 @@ plain = order_table.plain
 # For each pair, outer and inner, the rule that refuses it; None for one that works.
 TABLE: dict[tuple[str, str], str | None] = order_table.table()
 WORKS = sorted(p for p, why in TABLE.items() if not why)
-# Each wrapper around another one, and inside of one.
-SOME_THAT_WORK = sorted(
-    {*dict(WORKS).items(), *((a, b) for b, a in {b: a for a, b in WORKS}.items())}
-)
 
 
 class Kind(NamedTuple):

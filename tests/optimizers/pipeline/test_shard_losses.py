@@ -24,7 +24,7 @@ from tests.optimizers.pipeline.shard_losses import (
     specs,
     trained,
 )
-from tests.wrappers import LAYOUT, SHAPE, SOME_THAT_WORK, TABLE, WORKS, order_table
+from tests.wrappers import LAYOUT, SHAPE, TABLE, WORKS, order_table
 
 CROSS_SHARD = "CrossShardOptimizer"
 
@@ -37,16 +37,10 @@ def on_both(every, on_placement):
     ]
 
 
-# With weights every pair is trained in tests/optimizers/test_weights.py.
-@pytest.mark.parametrize(
-    ("kind", "stack"),
-    [
-        pytest.param(kind, stack, id=f"{kind}-{' around '.join(stack)}")
-        for kind, stack in harness.pairs(["simd", "placement"], SOME_THAT_WORK)
-    ],
-)
-@pytest.mark.mostly_slow(every=10, keep="simd")
-def test_every_wrapper_around_another_and_inside_of_one(kind, stack):
+# The others are trained with weights, in tests/optimizers/test_weights.py.
+@pytest.mark.parametrize(("kind", "stack"), on_both(WORKS[1::2], WORKS[1::12]))
+@pytest.mark.mostly_slow(every=24, keep="simd")
+def test_every_second_pair_that_the_table_allows(kind, stack):
     check(kind, stack, ["shards"])
 
 
