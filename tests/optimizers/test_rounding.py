@@ -73,8 +73,7 @@ def expected_of(name, *gradients):
     return on_one_core(OPTIMIZERS[name], feeds_of(*gradients))
 
 
-@pytest.mark.parametrize("gradient", [1, -1])
-@pytest.mark.parametrize("name", ["sgd", "adamw"])
+@pytest.mark.parametrize(("name", "gradient"), [("sgd", -1), ("adamw", 1)])
 def test_a_thousand_small_steps_are_those_of_float32_in_the_mean(name, gradient):
     """Rounded to nearest, a step of 1/1000 of the value is lost, and so are a thousand."""
     makers = {"sgd": sgd, "adamw": lambda rate, **kwargs: gs.AdamWOptimizer(rate, 0.0, **kwargs)}

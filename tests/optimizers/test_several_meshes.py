@@ -237,7 +237,11 @@ def halves():
     return accumulated(gs.ClipByGlobalNormOptimizer(sgd(), NORM))
 
 
-@pytest.mark.parametrize("apply", [by_pairs, counted])
+@pytest.mark.parametrize(
+    ("mesh_kind", "apply"),
+    [("placement", by_pairs), ("simd", counted)],
+    indirect=["mesh_kind"],
+)
 def test_norms_and_counts_are_those_of_all(apply, mesh_kind):
     given = feeds()
     made = build(halves, apply, lambda optimizer: dict(gs.reported(optimizer)))

@@ -200,7 +200,9 @@ def test_shards_of_islands_are_numbered_over_the_whole_mesh(caplog, capfd):
     assert line.endswith("not finite: v (shard 2).")
 
 
-@pytest.mark.parametrize("name", ["local", "scaled"])
+@pytest.mark.parametrize(
+    ("mesh_kind", "name"), [("placement", "local"), ("simd", "scaled")], indirect=["mesh_kind"]
+)
 def test_an_update_begins_the_count_anew(name, mesh_kind, caplog, capfd):
     """Five skipped steps are not too many; the accumulation's update needs two steps."""
     bad, passes = feed([1]), {"local": 2, "scaled": 1}[name]

@@ -97,6 +97,7 @@ PARTED = [
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.mostly_slow
 def test_a_copy_that_parts_ends_the_run(kind):
     with Running(kind) as running:
         running.step()

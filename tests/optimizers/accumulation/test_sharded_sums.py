@@ -213,7 +213,7 @@ def test_variables_in_bfloat16():
 
 
 @pytest.mark.parametrize(("outer_dims", "warns"), [(("outer",), False), (None, True)])
-@pytest.mark.mostly_slow
+@pytest.mark.mostly_slow(keep="None")
 def test_islands_add_up_parts_of_their_own_sums(outer_dims, warns, caplog):
     """An island of one replica has nothing to share."""
     mesh = "2x2x2" if outer_dims else "2x2"

@@ -215,7 +215,8 @@ def assert_follows(kind, stack, series, window=8, seen=None):
     return set(np.flatnonzero(skips))
 
 
-@pytest.mark.parametrize("kind", ["placement", "simd", pytest.param("xla", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["placement", "simd", "xla"])
+@pytest.mark.mostly_slow(keep="simd")
 def test_it_skips_what_the_rule_skips(kind):
     skips = {name: assert_follows(kind, "alone", series) for name, series in SERIES.items()}
     # The third step in a row on another scale begins anew.

@@ -101,7 +101,11 @@ def test_all_islands_skip_a_step_that_overflows_on_one(mesh_kind):
     assert found["OuterOptimizer/inner_step"] == 4
 
 
-@pytest.mark.parametrize("is_inside", [False, True])
+@pytest.mark.parametrize(
+    ("mesh_kind", "is_inside"),
+    [("placement", False), ("simd", True)],
+    indirect=["mesh_kind"],
+)
 def test_averages_are_of_the_outer_values(is_inside, mesh_kind):
     shape, layout, _ = MESHES["2"]
 

@@ -58,7 +58,11 @@ def test_finite_islands_make_the_steps_that_they_make_without(mesh_kind):
     assert [list(f["outer/skipped"]) for f in found.fetched] == [[0] * 4] * len(feeds)
 
 
-@pytest.mark.parametrize("step", range(ROUND))
+@pytest.mark.parametrize(
+    ("mesh_kind", "step"),
+    harness.pairs(["placement", "simd"], range(ROUND)),
+    indirect=["mesh_kind"],
+)
 def test_a_skipped_island_is_named_and_starts_from_the_outer_values(step, mesh_kind):
     feeds = broken(batches(ROUND + 1), step, 2)
     found = with_momentum(mesh_kind).run(feeds)
