@@ -45,8 +45,8 @@ class Changes(NamedTuple):
     Attributes:
       without: labels of wrappers to remove (`RecordedProgram.stack`).
       unwrapped: whether the wrappers that are not in `without` are removed, too, as in the
-        reference. Gradients are then still clipped for each `ClipByGlobalNormOptimizer` that is
-        not in `without`.
+        reference. Two things then stay: wrappers that only keep averages, and the clipping of
+        gradients for each `ClipByGlobalNormOptimizer` that is not in `without`.
       micro_steps: the number of steps over which an added wrapper accumulates gradients; 1 adds no
         wrapper.
       mask: for each shard, whether `SyncReplicasOptimizer` takes its gradients; None takes those of
