@@ -70,10 +70,10 @@ _COMPILED_LAYERS = 2
 
 
 class BestDivision:
-    """The search for the best division of the training that gin describes, and its proof."""
+    """A search for the best division of the training that gin describes, which it also proves."""
 
     def __init__(self, layouts: Sequence[str], most_steps: int):
-        """Reads gin's configuration; raises ConfigError if the search cannot divide it anew.
+        """Reads gin's configuration; raises ConfigError if --best cannot divide its training.
 
         `layouts` are the layouts that the search tries, each as a text of layout rules. The search
         tries updates of at most `most_steps` microbatch steps.
@@ -185,8 +185,8 @@ class BestDivision:
         The argument `costs` is the first result of `step_costs`. `mesh_shapes` are the mesh
         shapes to try; None tries all that have the mesh axes of the config's mesh. `inner_steps`
         are the numbers of inner steps to try. Returns the divisions, the fastest first, each with
-        its predicted time and memory. The second result has, for each impossible mesh and layout,
-        the reason why it is impossible; see `all_choices`.
+        its predicted time and memory. The second result is a dictionary from the name of each
+        impossible mesh and layout to the reason why it is impossible; see `all_choices`.
         """
         return all_choices(
             costs,
@@ -265,11 +265,11 @@ class BestDivision:
     def make_check(self, machine: Machine, costs: StepCosts) -> Any:
         """Returns the function by which `best_of` checks a division with the TPU compiler.
 
-        The function compiles the training step of a `Choice` for `machine`, and returns a `Checked`
-        with the memory of a core and the time of an update by the compiler's figures, or with the
-        reason why the compiler refuses the division. If the model has more than 2 layers, the same
-        model with 2 layers is compiled. The compiler's figures are then scaled up: they are
-        multiplied by the prediction for the whole model, and divided by the prediction for the
+        The function compiles the training step of a `Choice` for `machine`, and returns a
+        `Checked`. It has the memory of a core and the time of an update by the compiler's figures,
+        or the reason why the compiler refuses the division. If the model has more than 2 layers,
+        the same model with 2 layers is compiled. The compiler's figures are then scaled up: they
+        are multiplied by the prediction for the whole model, and divided by the prediction for the
         small model. `costs` is the first result of `step_costs`.
         """
         fewer, words = _smaller_model_lines({"num_layers": _COMPILED_LAYERS})
@@ -432,22 +432,25 @@ def find_and_prove(
     """Finds the best division of the training that gin's configuration describes, and proves it.
 
     Args:
-      machine: the chips.
-      layouts: layout rules; each is also tried without some of the rules that split the model.
-      mesh_shapes: mesh shapes; None for all factorizations over the axes of the config's mesh.
+      machine: the chips on which the training is to run.
+      layouts: layouts to try, each a text of layout rules. Each is also tried without some of its
+        rules that split the model.
+      mesh_shapes: mesh shapes to try; None tries all meshes of the chips that have the axes of the
+        config's mesh.
       budget: bytes of memory that a core may use; None for what the chip lets a program use.
       most_steps: the most microbatch steps of an update.
-      inner_steps: numbers of inner steps with which to consider outer steps; these change the
-        training.
+      inner_steps: numbers of inner steps (DiLoCo) to try, besides divisions without outer steps.
+        Outer steps change what is trained.
       prove: whether to verify the division on this machine.
-      say: called with each part of the answer once it is known.
+      say: a function that is called with each part of the answer, as text, once it is known.
 
     Returns:
-      The best division, and the command's exit code: 0 if it was found and proved (or found,
-        without `prove`), 1 if no division fits or it is NOT EQUAL, 3 if the proof was not shown.
+      The best division, and the command's exit code. The code is 0 if a division was found and, if
+      `prove` is True, proved. It is 1 if no division fits, or if the proof finds the division NOT
+      EQUAL. It is 3 if the proof does not show whether the division is equal.
 
     Raises:
-      ConfigError: the config cannot be divided anew.
+      ConfigError: the config's training cannot be divided in another way.
     """
     limits = [x for x in (budget, machine.memory_per_core) if x is not None]
     best = BestDivision(layouts, most_steps)

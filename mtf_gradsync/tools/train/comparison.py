@@ -156,8 +156,8 @@ def as_text(comparison: WrapperComparison, rows: bool = False) -> str:
     """Returns, as text, tables of what the bare step and the step with wrappers exchange.
 
     The text has the totals of both steps, and a table of the collectives that sum gradients in the
-    step with wrappers. With `rows` it has tables of all collectives and transfers of both steps in
-    place of the latter. The text is no wider than a terminal.
+    step with wrappers. If `rows` is True, tables of all collectives and transfers of both steps
+    take the place of this table. The text is no wider than a terminal.
     """
     bare, wrapped = comparison.bare, comparison.wrapped
     head = [f"mesh {comparison.mesh}"]

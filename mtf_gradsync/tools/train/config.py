@@ -128,8 +128,8 @@ class RunConfig:
       model_type: "lm", "aligned" or "bitransformer".
       vocabulary: an object with vocab_size, encode and decode, or an (inputs, targets) pair.
       train_dataset_fn: function of sequence_length, vocabulary and dataset_split ("train") that
-        returns a tf.data.Dataset of examples, repeated when it ends. A function that also takes
-        `start` returns the examples from that number on, without end.
+        returns a tf.data.Dataset of examples. When the Dataset ends, it is repeated. A function
+        that also takes `start` returns the examples from that number on, without end.
       eval_dataset_fn: a function like `train_dataset_fn`, called with dataset_split "validation",
         or a function that returns a list of mesh_tensorflow EvalDatasets, of which the first is
         used; None evaluates nothing.
@@ -139,34 +139,34 @@ class RunConfig:
       batch_size: global batch size in sequences, or a (method, value) pair.
       outer_batch_size: size of an "outer_batch" dimension, for mixtures of experts.
       train_steps: how many steps the whole run makes.
-      total_run_steps: length of the run as the schedule sees it; None for train_steps.
+      total_run_steps: the length of the run that learning rate schedules get; None for train_steps.
       sequence_length: an integer, or a dict from feature to integer.
       mesh_shape: for example "batch:4;model:2".
       mesh_devices: one device for each processor; None for as many virtual CPU devices.
-      mesh_impl: makes the placement mesh, such as `mtf_gradsync.placement_mesh_impl`; None for
-        Mesh-TensorFlow's.
+      mesh_impl: a function that makes the placement mesh, such as
+        `mtf_gradsync.placement_mesh_impl`; None for Mesh-TensorFlow's class PlacementMeshImpl.
       layout_rules: for example "batch:batch,d_ff:model,heads:model,vocab:model".
       learning_rate_schedule: a number, a function of step and total_train_steps, a list of both to
         be multiplied, or None for the optimizer's own learning rate.
-      schedule_step: what schedules get as the step. @get_update_step is the number of updates, in
-        which steps that only accumulate, or are skipped, do not count; lengths in schedules are
-        then numbers of updates, too. None is the global step, which counts all steps.
+      schedule_step: what schedules get as the step. @get_update_step gives them the number of
+        updates: steps that only accumulate, or are skipped, do not count. Lengths in schedules are
+        then numbers of updates, too. None gives them the global step, which counts all steps.
       optimizer: a class or function called with learning_rate=.
       variable_filter: which variables train: a regular expression or a function of an mtf variable;
         None for all.
-      keep_best: whether the checkpoint of the lowest held-out loss is kept as well, in the folder
-        "best" of the run's directory.
+      keep_best: whether the checkpoint with the lowest held-out loss is kept besides the newest
+        ones, in the folder "best" of the run's directory.
       max_steps_without_decrease: end the run when the held-out loss has not fallen below its lowest
-        value for this many steps, as Estimator's `stop_if_no_decrease_hook` does; None never ends
-        it.
+        value for this many steps, as Estimator's `stop_if_no_decrease_hook` does. None never ends
+        the run for this reason.
       perplexity_eval_steps: evaluate on at most this many batches.
       evaluate_with_averages: whether held-out data are scored, and samples are written, with the
         moving averages that the optimizer keeps (`mtf_gradsync.AverageOptimizer`) in place of the
-        variables. Training goes on with the variables.
+        variables. Training never takes the averages.
       init_checkpoint: begin with the values of this checkpoint for variables and slots that have
         the same name, shape and type in it; counts, sums and averages of wrappers begin anew.
-      log_steps: measurements are written every this many steps; losses, learning rates and tokens
-        per second are means over the steps since the last time.
+      log_steps: measurements are written every this many steps. Losses, learning rates and tokens
+        per second are means over the steps since the measurements before.
       reports: whether to measure what the optimizers report, such as norms of gradients.
       noise_scale: whether to estimate the gradient noise scale, in sequences, and to show it and
         the norms of the shards' gradients beside the loss.
@@ -176,8 +176,8 @@ class RunConfig:
         fastest that is installed.
       watch_copies_steps: compare the copies of variables and slots on all cores every this many
         steps and before each checkpoint, and end the run if they differ; None compares nothing.
-      timeline_steps: record this many steps, a few after the run's first, and show in the report
-        where their time went; 0 records none.
+      timeline_steps: record this many steps, and show in the report where their time went. The
+        recording begins a few steps after the run's first. 0 records none.
     """
 
     model_type: ModelType = "lm"

@@ -54,7 +54,7 @@ def run_on_processes(
     Raises:
       ConfigError: if a setting cannot work.
       TrainingError: if training cannot go on, or the processes do not fit together.
-      MissingProcessesError: if processes do not come.
+      MissingProcessesError: if some of the processes do not start in time.
     """
     if config.runtime == "fastest":
         config = dataclasses.replace(config, runtime="xla")
@@ -144,7 +144,7 @@ def run_on_cluster(
     Raises:
       ConfigError: if a setting cannot work.
       TrainingError: if training cannot go on, or the tasks do not fit together.
-      MissingProcessesError: if tasks do not come.
+      MissingProcessesError: if some of the tasks do not start in time.
     """
     choose_runtime(config, "grpc://localhost")  # an error on all tasks, before they meet
     config, num_cpu_devices = _with_cluster_devices(config, task)

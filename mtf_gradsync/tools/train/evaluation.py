@@ -116,8 +116,8 @@ class Evaluator:
         """Builds the model's graph and opens a session; `restore` gives the variables values.
 
         `batches` are the held-out batches to score, at least one. `config` has the settings of the
-        session. If `with_averages` is set, `restore` reads the moving averages that an optimizer
-        has kept in place of the variables.
+        session. If `with_averages` is set, `restore` gives the variables the values of the moving
+        averages that an optimizer has kept.
         """
         self.settings = settings
         self.batches = batches

@@ -103,8 +103,8 @@ def bound_run_config() -> RunConfig:
 def bound_to_mesh(mesh_shape: str, layout: Any) -> Iterator[None]:
     """Replaces the mesh and layout that gin binds on optimizers, inside a ``with`` block.
 
-    Only those parameters `mesh_shape` and `layout` of this package change that gin binds already.
-    When the block ends, they have their old values again.
+    A parameter `mesh_shape` or `layout` of this package changes only if gin binds it already. When
+    the block ends, all of these parameters have their old values again.
     """
     given = {"mesh_shape": mesh_shape, "layout": layout}
     before = {

@@ -64,14 +64,16 @@ def train_loop(
       runner: makes steps and checkpoints; the loop enters it, as a context manager.
       graph: the training graph whose steps the runner makes.
       config: how long to train, and how often to save and log. A checkpoint is written while the
-        next steps run. If the run evaluates its checkpoints, the next step waits for it.
-      tokens_per_step: targets in a global batch, padding included.
-      recorder: takes measurements every log_steps.
-      on_checkpoint: called with path, step and the progress after each save; returns whether the
-        run ends there.
-      on_first_step: called once the first step has been shown, for work that can wait until then.
-      on_timeline: called once with the timeline and the numbers of the first and the last step in
-        it, if the config asks for a timeline.
+        next steps run. But if the run evaluates its checkpoints, the next step waits until the
+        checkpoint is written and evaluated.
+      tokens_per_step: the number of targets in a global batch, padding included.
+      recorder: the recorder that gets measurements every log_steps steps.
+      on_checkpoint: a function that is called after each save, with the checkpoint's path, its step
+        and the `Progress`. It returns whether the run ends at this checkpoint.
+      on_first_step: a function that is called after the user has seen the first step, for work that
+        can wait until then.
+      on_timeline: a function that is called once if the config asks for a timeline. It gets the
+        timeline and the numbers of the first and the last step in it.
 
     Raises:
       TrainingError: if the loss is not finite for too long (see `Patience`), the learning rate is
@@ -157,8 +159,8 @@ class _Loop:
     def one_step(self) -> None:
         """Begins the next step, and reads results of steps that were begun before.
 
-        If they are due after this step, an island's exchange of values, a comparison of variables'
-        copies and a checkpoint follow.
+        A comparison of variables' copies, an island's exchange of values and a checkpoint follow,
+        each if it is due after this step.
         """
         began = time.monotonic()
         try:
@@ -190,9 +192,9 @@ class _Loop:
     ) -> int | None:
         """Records a timeline of the training steps that the function `steps` makes.
 
-        Returns what `steps` returns: the signal that stopped the training steps, or None. When they
-        are made, `on_timeline` is called with the timeline and with the numbers of the first and
-        the last step in it. If recording fails, the user gets a message, and the run goes on.
+        Returns what `steps` returns: the signal that stopped the training steps, or None. Once the
+        steps are made, `on_timeline` is called with the timeline and with the numbers of the first
+        and the last step in it. If recording fails, the user gets a message, and the run goes on.
         """
         self._look_at_all()
         timeline = self._runner.timeline()

@@ -71,10 +71,10 @@ class MeshSettings(NamedTuple):
         features.
 
         Raises ConfigError for a tensor dimension that the mesh cannot split evenly. Also raises
-        ConfigError for a mesh dimension over which no rule of the layout splits a variable or an
-        input: the processors along this mesh dimension would all compute the same, except in
-        attention, which splits its own tensors by any rule's name. Any other rule that splits no
-        variable and no input is named in the log.
+        ConfigError for a rule that splits no variable and no input, if no other rule splits one
+        over the same mesh dimension. The processors along this mesh dimension would then all
+        compute the same, except that attention may split tensors of its own by the rule. Any other
+        rule that splits no variable and no input is named in the log.
         """
         dims = sorted({dim for op in graph.operations for x in op.outputs for dim in x.shape.dims})
         variables = {dim.name for v in graph.all_variables for dim in v.shape.dims}

@@ -223,11 +223,11 @@ class TrainingJob(NamedTuple):
     Attributes:
       model: the model, its mesh and its batch.
       train_dataset_fn: see `RunConfig`.
-      optimizer: called with ``learning_rate=``; returns an optimizer whose ``apply_grads(grads,
-        variables)`` returns mtf operations. This optimizer, and each one inside a wrapper, may have
-        ``progress_fields()``, which returns tensors (mtf or tf) by name to be shown beside the
-        loss, ``update_step_now``, a scalar that counts updates, and ``in_sums_now``, a scalar that
-        is 0 if no gradients wait for an update.
+      optimizer: a function that is called with ``learning_rate=``. It returns an optimizer whose
+        ``apply_grads(grads, variables)`` returns mtf operations. This optimizer, and each optimizer
+        inside it, may have three more attributes. ``progress_fields()`` returns tensors (mtf or tf)
+        by name, to be shown beside the loss. ``update_step_now`` is a scalar that counts updates.
+        ``in_sums_now`` is a scalar that is 0 if no gradients wait for an update.
       learning_rate: None, a number, or a function called with ``step=``: a `functools.partial`
         that already has ``total_train_steps``.
       schedule_step: see `RunConfig`.

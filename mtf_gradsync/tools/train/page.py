@@ -36,7 +36,8 @@ class Ended(NamedTuple):
 def check_pages_installed() -> None:
     """Raises a ConfigError if a library that pages need is missing.
 
-    A run calls `check_pages_installed` before it begins, so that it does not fail at its end.
+    A run calls `check_pages_installed` at its beginning. So it does not fail at its end, when it
+    writes the page.
     """
     check_library("jinja2", f"writing {REPORT_FILE}")
     check_library("matplotlib", "drawing pictures")
@@ -59,7 +60,8 @@ def write_page(
       directory: the run's directory.
       rows: the lines of the metrics file.
       ended: how the run ended.
-      facts: the run's model, runtime and versions; None if it ended before its graph was built.
+      facts: the run's model, runtime and versions; None if the run ended before its graph was
+        built.
       unigram_nats: the baseline's nats per token.
       samples: what the model wrote.
       config: the text of gin's configuration.

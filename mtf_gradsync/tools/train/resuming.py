@@ -1,4 +1,4 @@
-"""Compares the settings, data and checkpoint of a run to go on with to those it began with."""
+"""Compares what a run goes on with to what it began with: settings, data and checkpoint."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ _MOST = 12
 def changed_settings(directory: Path) -> dict[str, str]:
     """Returns the bindings whose values differ between a run's former and present configuration.
 
-    The former one is the config file in `directory`, the run's directory; the present one is
-    gin's. The result is a dictionary from the name of a binding to a text with both values.
+    The former configuration is the config file in `directory`, the run's directory; the present
+    one is gin's. The result is a dictionary from the name of a binding to a text with both values.
     Bindings that only one of the two configurations has are left out. If the directory has no
     config file, the result is empty.
     """

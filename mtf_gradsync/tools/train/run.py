@@ -94,9 +94,9 @@ class RunRole(NamedTuple):
         "" without a cluster.
       checkpoint_dir: the directory of checkpoints, if another process writes them; None for
         model_dir.
-      choose_start: gets a function that chooses a checkpoint, calls it, and returns its result. Of
-        several processes, the one that writes the checkpoints calls the function first, and an
-        error is raised if another one finds a checkpoint of another step.
+      choose_start: a function that calls its argument, a function that chooses a checkpoint, and
+        returns the result. If there are several processes, the process that writes the checkpoints
+        chooses first. An error is raised if another process chooses a checkpoint of another step.
     """
 
     target: str = ""
@@ -465,8 +465,8 @@ def _errors_of_islands() -> ContextManager[None]:
 def _unread_bindings() -> str:
     """Returns a line for the user on gin bindings that no call has read; "" if all were read.
 
-    The line does not name bindings of ``utils.run`` and macros, because the command line names
-    those that have no effect itself.
+    The line does not name bindings of ``utils.run`` and macros. The command prints a message of its
+    own on those of them that have no effect.
     """
     most_names = 12
     names = [name for name in unread_bindings() if not name.startswith("utils.run.")]

@@ -161,11 +161,13 @@ class Runner(abc.ABC):
         place: OnDevices | OnCores,
         hooks: Sequence[Any] = (),
     ):
-        """Adds a saver and checks to the default graph, in which `graph` has to be built.
+        """Prepares sessions and a saver for the step `graph`, which is in the default graph.
 
-        Checkpoints are written to `model_dir`. `island` exchanges values with other islands after
-        steps; it is None if this run is no island. `place` makes the sessions, which begin with
-        the values of `start`. `hooks` are the hooks of sessions of a placement mesh.
+        Operations of the saver are added to the default graph. If `config` sets watch_copies_steps,
+        operations that compare copies of variables are added, too. Checkpoints are written to
+        `model_dir`. `batches` are the batches of the steps. `island` exchanges values with other
+        islands after steps; it is None if this run is no island. `place` makes the sessions, which
+        begin with the values of `start`. `hooks` are the hooks of sessions of a placement mesh.
         """
         self._prefix = os.path.join(model_dir, "model.ckpt")
         self._saver = TrainingSaver(
@@ -239,9 +241,9 @@ class Runner(abc.ABC):
     def begin_save(self, step: int) -> Future[str]:
         """Begins to save a checkpoint of `step`, which is written while the next steps run.
 
-        Reads the values of all variables, and returns a future of the checkpoint's path. When this
-        method is called, the results of all steps must have been read, and the checkpoint saved
-        before must have been written.
+        Reads the values of all variables, and returns a future of the checkpoint's path. Call
+        `begin_save` only after the results of all steps have been read, and after the previous
+        checkpoint is complete.
         """
 
     def timeline(self) -> Timeline:
@@ -320,7 +322,8 @@ class Runner(abc.ABC):
         """Lets an island contribute what it has learned, when its run ends without an exception.
 
         `error` is the type of the exception that ended the run, or None. After an exception the
-        island only closes its folder. If the run is no island, nothing happens.
+        island leaves the folder of islands without a contribution. If the run is no island, nothing
+        happens.
         """
         island = self._island
         if island is None:

@@ -49,8 +49,8 @@ class Sampling:
     Attributes:
       num_samples: how many held-out sequences to continue, 0 for none; at most one batch.
       prompt_tokens: how many tokens of each held-out sequence are given to the model.
-      max_tokens: how many tokens the model writes after them. When the model's sequence is full,
-        the model goes on with the later half of the sequence as context.
+      max_tokens: how many tokens the model writes after the prompt. When the model's sequence is
+        full, the model goes on with the later half of the sequence as context.
       temperature: 0 takes the most likely token, 1 draws from the model's distribution.
       keep_top_k: how many of the most likely tokens to choose from; 0 for all.
       seed: seed of the random numbers by which tokens are chosen.

@@ -41,7 +41,7 @@ class TrainGraph(NamedTuple):
       loss: float32 scalar.
       loss_denominator: the model's divisor of its loss in nats.
       step: int64 scalar; fetching it makes a training step and returns the number of steps made.
-      examples: the variable `EXAMPLES`, int64 scalar.
+      examples: the variable `EXAMPLES`, an int64 scalar: how many examples the run has used.
       fields: tensors to show beside the loss, by name.
       reported: tensors for summaries, by name: the learning rate if the config has one, and the
         values that `mtf_gradsync.reported` returns for the optimizers.
@@ -145,8 +145,8 @@ def is_last_step() -> tf.Tensor:
     """Returns whether the training step that is being built is the last one of its run.
 
     With ``GradientAccumulationOptimizer.flush = @is_last_step`` the last step of a run makes an
-    update from the gradients accumulated so far, also if they are of fewer than K microbatch steps.
-    If `train_steps` is raised later and the run goes on, it goes on from this update.
+    update from all gradients that are accumulated then, even if these are of fewer than K
+    microbatch steps. If `train_steps` is raised later, the run goes on from this update.
 
     Returns:
       A boolean tf scalar: true on step `RunConfig.train_steps`.

@@ -40,15 +40,20 @@ def verify_config(
     """Verifies the training step that gin's configuration describes, on its training data.
 
     Args:
-      meshes: mesh shapes to try; None for the default divisions.
+      meshes: mesh shapes to try, each as a division; None for none.
       steps: number of updates.
-      divisions: kinds of default divisions, such as "batch"; None for all, or none with `meshes`.
-      without: what to remove from the model first: "dropout", "random", "capacity".
-      runtime: the runtime that runs the divisions.
-      own_values: whether variables begin with the config's own initial values.
+      divisions: which kinds of further divisions to try, such as "batch" (all cores along the mesh
+        axis that splits the batch). If both `divisions` and `meshes` are None, all kinds are tried.
+        If only `meshes` is given, the config's mesh and `meshes` are tried, and no more.
+      without: names of parts to remove from the model before its first run: "dropout", "random"
+        (all random numbers), or "capacity" (limits to how many examples an expert takes).
+      runtime: the runtime of all divisions but those that are there to try other runtimes.
+      own_values: whether variables begin with exactly the initial values that the config gives
+        them. If False, small random numbers are added to these values, so that a layer of zeros
+        hides no fault.
 
     Returns:
-      The result of `mtf_gradsync.verify`, which has more on these arguments.
+      The result of `mtf_gradsync.verify`, whose docstring says more about these arguments.
 
     Raises:
       ConfigError: the configuration or an argument is wrong.

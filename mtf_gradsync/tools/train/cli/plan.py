@@ -249,11 +249,13 @@ def plan_config(
 
     Args:
       topologies: the TPUs to predict for, such as "v5e:2x4,v5p:2x2x2".
-      mesh_shapes: mesh shapes; None for all factorizations over the axes of the config's mesh.
-      layouts: layout rules; None for the layout of the config.
+      mesh_shapes: mesh shapes to plan for; None for all meshes of the TPUs that have the axes of
+        the config's mesh.
+      layouts: layouts to plan for, each a text of layout rules; None for the config's layout.
       jobs: how many compilers run at once.
-      begins: called once all modules are imported and the arguments are checked.
-      more: the arguments price, dcn_bandwidth and inner_steps of `mtf_gradsync.plan`.
+      begins: a function that is called once all modules are imported and the settings of the
+        config are checked.
+      **more: the arguments price, dcn_bandwidth and inner_steps of `mtf_gradsync.plan`.
     """
     # Not above: these take seconds, which `--help` need not.
     from mtf_gradsync.extension import tf

@@ -42,8 +42,8 @@ _SKIPPING = (
 class TrainingBatches:
     """A context manager that draws the batches of a run, one for each step.
 
-    When the run's data set has ended, it is repeated. It also ends if one of its functions raises
-    StopIteration.
+    When the run's data set has ended, it is repeated. A data set also ends if one of its functions
+    raises StopIteration.
 
     Attributes:
       targets: how many targets of the newest batch count in the loss: the targets that are not
@@ -247,9 +247,10 @@ class TrainingBatches:
         """Gives each feature of an example the length that the model wants, by padding or cutting.
 
         `specs` has the `tf.TensorSpec` of each feature of `example`. A feature with a declared
-        shape is returned unchanged. For each other feature the second result has the shape that it
-        came with, so that a wrong one raises an error when the batch is drawn: a vector of its rank
-        and first three dimensions, with -1 for a dimension that it did not have.
+        shape is returned unchanged. The second result is for all other features: it has the shape
+        that each had before, so that a wrong shape raises an error when the batch is drawn. The
+        shape is a vector of the rank and the first three dimensions; -1 stands for a dimension that
+        the feature did not have.
         """
         features, shapes = {}, {}
         for name, spec in specs.items():
