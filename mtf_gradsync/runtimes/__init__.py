@@ -1,1 +1,1 @@
-"""Runs a lowered step: on which devices, from which checkpoint, in which session."""
+"""Runs lowered steps: finds devices, begins from checkpoints, and opens sessions."""

@@ -57,7 +57,7 @@ def configs_dir() -> Path:
     to include gin files by name.
 
     Raises:
-      FileNotFoundError: the package was installed without its gin files.
+      FileNotFoundError: when the package was installed without its gin files.
     """
     candidates = (_PACKAGE_DIR / "configs", _PACKAGE_DIR.parent / "configs")
     for candidate in candidates:

@@ -89,7 +89,7 @@ class Change(NamedTuple):
       dtype: the variable's dtype in the graph.
       note: the note with which the wrapper has said how the variable's value is to be converted.
       looks_alike: whether name, shape and dtype are the same in the checkpoint and in the graph,
-        although the value means something else, so that a plain saver would restore a wrong value
+        although the value means something else. A plain saver would then restore a wrong value
         without an error.
     """
 
@@ -186,9 +186,9 @@ class SavedCheckpoint:
         """The slots of the graph that begin as in a new run, by name.
 
         A checkpoint that has only some of the graph's slots is from a run in which other
-        optimizers, or none, updated some variables. All slots of these variables begin as in a new
-        run. A variable is one of them if the checkpoint has none of its slots. Slots whose elements
-        have different initial values are left out. The result is {} if the checkpoint has no slots.
+        optimizers, or none, updated some variables. These are the variables of which the checkpoint
+        has no slot, and all their slots begin as in a new run. Slots whose elements have different
+        initial values are left out. The result is {} if the checkpoint has no slots.
         """
         own: list[StateNote] = self._graph.get_collection(STATE_COLLECTION)
         state, held = {note.name for note in own}, {n.name: n.held for n in own if n.held}
@@ -405,8 +405,8 @@ class SavedCheckpoint:
         """Finds sums of gradients in the checkpoint for which the graph has no accumulators.
 
         Returns a dictionary. Each key is the name of a variable that counts the microbatch steps in
-        such sums. Its value is this number, and a sentence on how to keep the sums. Counters that
-        are 0 are left out.
+        such sums. The key's value is a pair: this count, and a sentence on how to keep the sums.
+        Counters that are 0 are left out.
         """
         noted = self._graph.get_collection(SUMS_NOT_KEPT)
         counts = {c: (int(self.read(c)), remedy) for c, remedy in noted if c in self.shapes}
@@ -522,10 +522,10 @@ def adapt_checkpoint(path: str, directory: str, drop_sums: bool = False) -> str:
       the path of the adapted copy.
 
     Raises:
-      ValueError: an optimizer's state in the checkpoint differs from the graph's in more than
-        shards and islands (TensorFlow's own Saver would restore a resource variable of another
-        shape without an error); or the checkpoint has sums of microbatch steps, but the graph has
-        no accumulators, because its backward_passes_per_step is 1.
+      ValueError: when an optimizer's state in the checkpoint differs from the graph's in more than
+        shards and islands. (TensorFlow's own Saver would restore a resource variable of another
+        shape without an error.) Also when the checkpoint has sums of microbatch steps, but the
+        graph has no accumulators, because its backward_passes_per_step is 1.
     """
     saved = SavedCheckpoint(path)
     if not drop_sums:
@@ -580,8 +580,8 @@ def write_changed(
     Args:
       path: the path of the checkpoint.
       target: the path of the copy.
-      new: the values of these variables by name. Variables that the checkpoint does not have may be
-        among them; the copy has them, too.
+      new: the other values, by the names of their variables. Variables that the checkpoint does not
+        have may be among them; the copy has them, too.
       only: the names of the variables whose values are copied from the checkpoint, unless they are
         in `new`; None copies all.
     """
@@ -631,7 +631,7 @@ def averaged_checkpoint(path: str, variables: Sequence[Any]) -> Iterator[str]:
     file name of `path`, and is deleted when the block ends.
 
     Raises:
-      NoAveragesError: the checkpoint has no average of any of the variables.
+      NoAveragesError: when the checkpoint has no average of any of the variables.
     """
     saved = SavedCheckpoint(path)
     names = [variable.op.name for variable in variables if variable.op.name in saved.shapes]

@@ -207,10 +207,10 @@ _LOSSES = (
 class Cluster(Membership):
     """A process as a task of a cluster. Use it as a context manager around all work on the mesh.
 
-    The chief works inside the context. Any other task that reaches the end of its context keeps
-    running the operations that the chief places on its devices, until the chief reaches the end of
-    the chief's context. An exception that leaves the context of one task ends the other tasks with
-    an error that quotes the exception.
+    The chief works inside its context. Any other task that reaches the end of its own context still
+    runs the operations that the chief places on the task's devices. It ends when the chief reaches
+    the end of the chief's context. An exception that leaves the context of one task ends the other
+    tasks with an error that quotes the exception.
 
     Attributes:
       task: the task that this process is.
@@ -268,20 +268,20 @@ def join_cluster(
 ) -> Cluster:
     """Starts this process's ``tf.train.Server``; returns when all tasks have started.
 
-    Call this function in every task. Afterwards a thread in each task watches over all tasks: when
-    a task dies, or sends no heartbeat for a while, all other tasks end with an error that names the
-    lost task, and with the exit code `mtf_gradsync.LOST_PROCESS_EXIT_CODE`. TensorFlow itself would
-    wait for the lost task for ever.
+    Call this function in every task. Afterwards a thread in each task watches over all tasks. A
+    task counts as lost when it dies, or sends no heartbeat for `silence` seconds. Then all other
+    tasks end with an error that names the lost task, and with the exit code
+    `mtf_gradsync.LOST_PROCESS_EXIT_CODE`. TensorFlow itself would wait for the lost task for ever.
 
     Args:
       cluster_spec: addresses "host:port" of each job's tasks: a dictionary, such a dictionary as
-        JSON, or text like "worker=host1:2222,host2:2222". None takes cluster_spec, job_name and
-        task_index from the environment variable TF_CONFIG, as Estimator does.
+        JSON, or text like "worker=host1:2222,host2:2222". If cluster_spec, job_name and task_index
+        are None, all three come from the environment variable TF_CONFIG, as Estimator reads it.
       job_name: the job of this process.
       task_index: the number of this process in its job.
-      num_cpu_devices: how many CPU devices each task has; the same in all.
+      num_cpu_devices: how many CPU devices each task has; all tasks have to give the same number.
       watch_port: the port of the chief's machine at which the tasks meet and watch each other; None
-        is the first port number after the chief's that no task of the cluster has.
+        for the first port number after the chief's that no task of the cluster has.
       timeout: seconds to wait for the other tasks.
       silence: seconds without a heartbeat after which a task counts as lost.
       open_to_network: whether other machines may call the server, which obeys anybody who can reach
@@ -293,7 +293,7 @@ def join_cluster(
       A `Cluster`, a context manager that is to be closed when the work on the mesh is done.
 
     Raises:
-      ValueError: no cluster is given, or this process is no task of the cluster.
+      ValueError: when no cluster is given, or this process is no task of the cluster.
       ProcessesError: when the tasks cannot meet, or other machines cannot be kept out.
     """
     task = _task(cluster_spec, job_name, task_index)
@@ -333,9 +333,9 @@ def _keep_others_out(me: Member, task: Task) -> None:
     """Closes a server's port to other machines, if all tasks of the cluster are on this machine.
 
     This function has to be called before the server starts. `task` says which task this process is,
-    and `me` is its name in messages. If the cluster has tasks on other machines, the port stays
-    open and a warning is logged. Raises ProcessesError if the system cannot close the port to other
-    machines.
+    and `me` names this process in messages. If the cluster has tasks on other machines, the port
+    stays open and a warning is logged. Raises ProcessesError if the system cannot close the port to
+    other machines.
     """
     addresses = [_host_and_port(a, job) for job, tasks in task.jobs.items() for a in tasks]
     what = (

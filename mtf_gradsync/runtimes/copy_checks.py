@@ -67,7 +67,7 @@ def watch_copies(every: int = 100) -> CopiesHook:
       copies is written.
 
     Raises:
-      ValueError: every is not a whole number of 1 or more.
+      ValueError: when `every` is not a whole number of 1 or more.
     """
     return CopiesHook(check_whole_number("every", every))
 

@@ -82,8 +82,8 @@ def restore_checked(
     TensorFlow's function, and its other arguments are those of `tf.train.Saver.restore`.
 
     Raises:
-      ValueError: sums of gradients in the checkpoint would be lost, or state of other islands or
-        shards would be restored as it is.
+      ValueError: when sums of gradients in the checkpoint would be lost, or when state of other
+        islands or shards would be restored as it is.
       NotFoundError: TensorFlow's error, but with this package's text if the checkpoint lacks state
         of a wrapper.
     """

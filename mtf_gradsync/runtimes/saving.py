@@ -54,9 +54,8 @@ def differences(path: str, variables: Sequence[Any]) -> Differences:
     """Returns how the checkpoint `path` differs from variables of the default graph.
 
     `variables` are the tf variables that are compared. A wrapper's state for another number of
-    shards or islands is no difference, because a saver converts the state to the graph's number of
-    shards or islands when it restores the state. Raises a ConfigError if the checkpoint cannot be
-    read.
+    shards or islands is no difference, because savers convert such state when they restore it.
+    Raises a ConfigError if the checkpoint cannot be read.
     """
     try:
         saved = SavedCheckpoint(path)
@@ -154,9 +153,9 @@ def initialize_from(init_checkpoint: str, variables: Sequence[Any]) -> str:
 def _initialize_counts(saved: SavedCheckpoint, chosen: Collection[str]) -> list[str]:
     """Sets initial values of counters of updates that the checkpoint `saved` does not have.
 
-    They begin with the number of updates that the checkpoint's run had made. Only counters that
-    belong to slots in `chosen` are set; `chosen` has the names of the variables that begin as in
-    the checkpoint. Returns the names of the counters that were set.
+    These counters begin with the number of updates that the checkpoint's run had made. Only
+    counters that belong to slots in `chosen` are set; `chosen` has the names of the variables that
+    begin as in the checkpoint. Returns the names of the counters that were set.
     """
     found = []
     for variable in tf.global_variables():
@@ -442,7 +441,7 @@ class TrainingSaver(RunSaver):
           A future with the result or the error of `save`.
 
         Raises:
-          TrainingError: a trained variable or a sum of gradients is not finite.
+          TrainingError: when a trained variable or a sum of gradients is not finite.
         """
         if self._to_masters:
             sess.run(self._to_masters)

@@ -234,7 +234,7 @@ def choose_runtime(
     `fastest` is None, it stands for the fastest runtime that this environment has.
 
     Raises:
-      ValueError: no runtime has this name, or the runtime does not run in this environment.
+      ValueError: when no runtime has this name, or the runtime does not run in this environment.
     """
     if name not in known:
         raise ValueError(f"{argument} must be one of {', '.join(known)}; got {name!r}.")

@@ -19,9 +19,9 @@ def session_config(
     Two defaults differ from TensorFlow's. First, placement is strict: with soft placement, an
     operation whose device string names no device (``cpu:9`` if there are eight) runs on another
     device without a message. Second, Grappler's arithmetic optimizer and its constant folding are
-    off. These two regroup sums and products differently from one session to the next, so that two
-    runs of one program differ by about 1e-7 more after each step, and a restarted run no longer
-    repeats the first run. The price is that algebraic simplifications (hoisted common factors,
+    off. These two regroup sums and products differently from one session to the next. Two runs of
+    one program would differ by about 1e-7 more after each step, and a restarted run would not
+    repeat the first run. The price is that algebraic simplifications (hoisted common factors,
     merged reshapes and transposes) are not made; the package's benchmarks have a table of what
     their absence costs.
 
@@ -43,9 +43,9 @@ def session_config(
       A ConfigProto for ``tf.Session(config=...)`` and ``tf.train.Server(config=...)``.
 
     Raises:
-      ValueError: num_cpu_devices is not a whole number of 1 or more, a number of threads is not a
-        whole number of 0 or more, or collective_group_leader names no task.
-      TypeError: allow_soft_placement or repeatable is neither True nor False.
+      ValueError: when `num_cpu_devices` is not a whole number of 1 or more, a number of threads is
+        not a whole number of 0 or more, or `collective_group_leader` names no task.
+      TypeError: when `allow_soft_placement` or `repeatable` is neither True nor False.
 
     Examples:
       >>> gs.session_config(num_cpu_devices=8).device_count["CPU"]

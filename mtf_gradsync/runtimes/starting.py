@@ -192,10 +192,10 @@ class Start(NamedTuple):
     ) -> Iterator[str | None]:
         """Yields the path of a checkpoint that has all variables to restore; None in a new run.
 
-        The yielded path is `path`, or that of a temporary checkpoint made from `path`: with moving
-        averages in place of the variables, or with values for the variables in `new`. The function
-        `initial_values` returns these values by name. Raises NoAveragesError if the checkpoint has
-        no averages.
+        The yielded path is `path`, or the path of a temporary checkpoint that is made from `path`.
+        The temporary checkpoint has moving averages in place of the variables, or also has values
+        for the variables in `new`. The function `initial_values` returns the values for `new` by
+        name. Raises NoAveragesError if averages are wanted and the checkpoint has none.
         """
         if not self.path:
             yield None
@@ -226,12 +226,12 @@ def choose_checkpoint(
 
     The checkpoint is read to find damage. If there is no checkpoint, the result is an empty
     `Start`. If the newest checkpoint is damaged and `skip_damaged` is True, the newest intact
-    checkpoint is chosen, and the files of all newer checkpoints are moved to the folder
+    checkpoint is chosen. The files of all newer checkpoints are then moved to the folder
     `DAMAGED_DIRECTORY`. `say` is called with each line of text about a problem. `skip_setting` is
-    the user's name for `skip_damaged`, for errors.
+    the name by which users know `skip_damaged`; errors use this name.
 
     Raises:
-      ConfigError: the newest checkpoint is damaged, and `skip_damaged` is False or no other
+      ConfigError: when the newest checkpoint is damaged, and `skip_damaged` is False or no older
         checkpoint is intact.
     """
     paths = _paths_in_state_file(model_dir)

@@ -18,7 +18,8 @@ class MemoryBytes(NamedTuple):
 
     Attributes:
       aliased: the part of the outputs that is written over arguments.
-      temporaries: the values between arguments and outputs, when they take most memory.
+      temporaries: the values between arguments and outputs, at the moment when they take the most
+        memory.
       code: the program itself.
     """
 
@@ -33,7 +34,7 @@ def can_write_over_arguments() -> bool:
     """Returns whether, with this jaxlib, results may be written over arguments on CPU devices.
 
     With jaxlib 0.4.34 and 0.4.38, a deserialized executable reads the memory of arguments after
-    results have been written there. With jaxlib 0.10.2 it does not.
+    results have been written there. With jaxlib 0.10.2 a deserialized executable does not.
     """
     import jaxlib
 
@@ -152,7 +153,7 @@ class JaxCluster(NamedTuple):
       coordinator: address "host:port" of process 0.
       num_processes: the number of processes.
       process_id: this process's number.
-      local_device_ids: numbers of the devices of the machine that this process uses; None for all.
+      local_device_ids: numbers of the machine's devices that this process uses; None for all.
     """
 
     coordinator: str | None

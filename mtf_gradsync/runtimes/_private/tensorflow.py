@@ -47,7 +47,7 @@ def bind_to_loopback(port: int) -> None:
 
     TensorFlow's servers listen on "0.0.0.0", and no setting of TensorFlow changes that. Connections
     that were made before the call are closed. Call this function after the server's constructor, in
-    which the server begins to listen, and before the server is started: a server that is not
+    which the server begins to listen, and before the server is started. A server that is not
     started executes no request.
     """
     if not hasattr(socket, "SO_BINDTODEVICE"):
@@ -170,7 +170,7 @@ def function_hlo(function: Any, input_specs: Sequence[tf.TensorSpec]) -> bytes:
     which variable.
 
     Raises:
-      BridgeError: XLA has no kernel for an operation.
+      BridgeError: when XLA has no kernel for an operation.
     """
     from tensorflow.python.eager.polymorphic_function import compiler_ir
 
@@ -203,9 +203,9 @@ def xla_element_types() -> dict[str, int]:
 def advance_step_after_reads(graph: tf.Graph) -> None:
     """Makes increments of the global step wait for all reads of it in the same training step.
 
-    Without this function, a hook or a printed line that reads the global step gets the number
-    before the increment in one run and the number after the increment in another. A second call
-    makes increments wait, too, for reads that were added to the graph after the first call.
+    Without this function, it is left to chance whether a hook that reads the global step gets the
+    number before the increment or the number after it. A second call makes increments wait, too,
+    for reads that were added to the graph after the first call.
     """
     step = tf.train.get_global_step(graph)
     if step is None or not hasattr(step, "handle"):  # a ref variable's reads have no operation

@@ -2,8 +2,8 @@
 
 TensorFlow waits forever for a process that never comes. jax also waits forever, or is ended by a
 signal without a message. So the processes of a job first connect to each other over plain TCP,
-where an error can name the missing processes. After this meeting its port is free again, for jax
-for example. The connections stay open, because the watchdog uses them.
+where an error can name the missing processes. After this meeting the port at which the processes
+met is free again, for jax for example. The connections stay open, because the watchdog uses them.
 
 If a job has a secret, both sides of a connection prove that they have the secret before they trust
 each other. Every exported step contains a copy of this module and of the module `members`.
@@ -73,8 +73,8 @@ class Introduction(NamedTuple):
 class Host:
     """The side of process 0 in a meeting: it accepts and checks the other processes.
 
-    `me` is process 0, `facts` are the settings of process 0, which have to be equal in all
-    processes, and `place` is the address at which process 0 listens.
+    `me` is process 0, and `place` is the address at which process 0 listens. `facts` are the
+    settings of process 0, which have to be equal in all processes.
     """
 
     def __init__(self, me: Member, facts: Mapping[str, Any], place: MeetingAddress):
@@ -128,7 +128,7 @@ class Host:
         self._tell(connection, challenge=stranger.challenge)
 
     def _drop_idle_callers(self, most: int) -> None:
-        """Drops callers that have sent nothing for long, and the oldest callers beyond `most`."""
+        """Drops callers that stay silent for long, and the oldest ones if more than `most` wait."""
         late = time.monotonic() - ANSWER_S
         extra = len(self._strangers) - most
         for number, stranger in enumerate(list(self._strangers)):
@@ -402,9 +402,9 @@ def _wait_for_welcome(
       end: the time, by `time.monotonic`, at which the wait ends.
 
     Raises:
-      ProcessesError: process 0 has refused this process, or has ended the start.
-      ConnectionBroken: process 0 does not have the secret.
-      TimeoutError: no answer has come until `end`.
+      ProcessesError: when process 0 has refused this process, or has ended the start.
+      ConnectionBroken: when process 0 does not have the secret.
+      TimeoutError: when no answer has come until `end`.
     """
     for message in _messages_of_host(connection, end):
         if "denied" in message:

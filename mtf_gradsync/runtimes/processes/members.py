@@ -89,9 +89,9 @@ class MeetingAddress(NamedTuple):
 def all_given(caller: str, otherwise: str, **arguments: Any) -> bool:
     """Returns True if no argument is None, and False if all are; raises ValueError otherwise.
 
-    `arguments` are three arguments, by name, of the function `caller`, which can only be given
-    together. `otherwise` says in words what the function uses if none is given; it is the end of
-    the error's last sentence, "Give all three, or none of them <otherwise>."
+    `arguments` are three arguments, by name, that users of the function `caller` can only give
+    together. `otherwise` says in words what this function uses if none of them is given. It is the
+    end of the error's last sentence, "Give all three, or none of them <otherwise>."
     """
     missing = [name for name, value in arguments.items() if value is None]
     if missing and len(missing) < len(arguments):
@@ -146,9 +146,9 @@ class Connection:
         after `LONGEST_TEXT` characters.
 
         Raises:
-          ValueError: the message has more than `LONGEST` bytes.
-          ConnectionBroken: the other side has closed the connection, or more than `LONGEST` bytes
-            would be held back.
+          ValueError: when the message has more than `LONGEST` bytes.
+          ConnectionBroken: when the other side has closed the connection, or more than `LONGEST`
+            bytes would be held back.
         """
         line = json.dumps({name: _cut(value) for name, value in message.items()}).encode() + b"\n"
         if len(line) > LONGEST:
@@ -172,8 +172,8 @@ class Connection:
         """Returns the messages received since the last call, at most `at_most` of them.
 
         Raises:
-          ConnectionBroken: the other side has closed the connection and all messages have been
-            returned, or what was received is no message.
+          ConnectionBroken: when the other side has closed the connection and all messages have been
+            returned, or when what was received is no message.
         """
         broken = False
         try:

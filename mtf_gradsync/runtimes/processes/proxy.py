@@ -1,8 +1,8 @@
 """Sends the watchdog's messages for its parent process while the parent's threads cannot run.
 
-The proxy runs as a script in a process of its own: TensorFlow's bridge to XLA keeps the interpreter
-lock of the parent's Python for as long as it lowers a program, seconds or minutes, and the
-watchdog's thread needs that lock to send a heartbeat.
+The proxy runs as a script in a process of its own. The watchdog's thread needs the interpreter lock
+of the parent's Python to send a heartbeat. But TensorFlow's bridge to XLA keeps this lock while it
+lowers a program, which takes seconds or minutes.
 
 The command line is ``proxy.py PID SECONDS SOCKET...``: the process id of the parent process, the
   seconds between two heartbeats, and the file descriptors of the sockets.

@@ -186,8 +186,8 @@ def frame_leaders(meetings: Iterable[Meeting]) -> dict[tuple[str, int], int]:
     iterate together, in the frame of the core with the lowest number among them. The result's keys
     are pairs of a loop's frame name and a core's number; the value is the number of the core whose
     frame this core uses. A core whose pair is missing has its own frame. Cores that exchange
-    nothing must not share a frame: a frame is executed as a whole or not at all, and the loop may
-    be in a branch that only some groups of cores take.
+    nothing must not share a frame, because the loop may be in a branch that only some groups of
+    cores take: a frame is executed as a whole or not at all.
     """
     groups: dict[str, list[tuple[int, ...]]] = {}
     for meeting in meetings:
@@ -215,8 +215,8 @@ def find_agreements(facts: GraphFacts, meetings: Iterable[Meeting]) -> dict[str,
     """Returns, by predicate, on which groups of cores the predicate must have one value.
 
     `meetings` are the operations that cores have to reach together. If such an operation is inside
-    a conditional or loop, the predicate of this conditional or loop must have the same value on
-    all cores of each group of the operation.
+    a conditional or loop, all cores of a group of the operation must agree: the predicate of the
+    conditional or loop must have the same value on these cores.
     """
     found: dict[tuple[str, tuple[int, ...]], Agreement] = {}
     for meeting in meetings:

@@ -33,8 +33,8 @@ def list_collectives(
     Args:
       program: a `Program`, or a graph that holds TPU programs of any origin.
       mesh_impl: the ``SimdMeshImpl`` that a graph was lowered with, to name groups of cores by mesh
-        axes. It is not needed if `program` is a `Program` or `lowering` is given, as these know the
-        mesh. Without any of the three, groups are lists of core numbers.
+        axes. It is not needed if `program` is a `Program`, or if `lowering` is given, because these
+        know the mesh. If the mesh is not known, groups are lists of core numbers.
       lowering: the lowering, or the EstimatorSpec that a model_fn returned. With a lowering, the
         report names the variables that Mesh-TF stacked, in place of the stack.
 
@@ -42,7 +42,7 @@ def list_collectives(
       The report, one row per collective in program order.
 
     Raises:
-      UnsupportedProgramError: the graph has no TPU program, or a function that the graph calls
+      UnsupportedProgramError: when the graph has no TPU program, or a function that the graph calls
         holds a collective.
     """
     lowerings = lowerings_in(lowering)
@@ -138,9 +138,9 @@ def _names_in_report(
 ) -> tuple[str, ...]:
     """Returns the names by which the report lists variables: the trainable ones, or else all.
 
-    Names of stacks in `variables` are replaced by the names of the variables in the stack, which
-    `stacked` has, the result of `_names_in_stacks`. `trainable` are the names of the graph's
-    trainable variables. All names are returned if none of them is trainable.
+    The name of a stack in `variables` is replaced by the names of the variables in the stack;
+    `stacked`, the result of `_names_in_stacks`, has these names. `trainable` are the names of the
+    graph's trainable variables. If no name is that of a trainable variable, all names are returned.
     """
     names = [name for v in variables for name in stacked.get(v, [v])]
     # Without the lowering, a stack is known by the name of its first variable.

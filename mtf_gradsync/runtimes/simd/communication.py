@@ -31,8 +31,9 @@ class CommunicationRow:
       dtype: dtype of the operand, such as "float32".
       shape: shape of the operand on one core; None if it is unknown, or there are several tensors.
       bytes_per_core: size of the operand on one core, in bytes, for one run of the operation. These
-        are the bytes that the core puts in; the bytes on the wires depend on the algorithm. For
-        transfers: bytes received, averaged over the devices. None if the size is not known.
+        are the bytes that the core gives to the operation; the bytes on the wires depend on the
+        algorithm. For transfers, these are the bytes that a device receives, averaged over the
+        devices. None if the size is not known.
       group: the cores that exchange: names of mesh axes joined by "+", or lists of core numbers.
       loops: names of the loops around the operation, outermost first.
       turns: how many times the loops run the operation in one step (the product of their numbers of
@@ -99,7 +100,7 @@ class Total:
       runs: the number of runs in one step; operations that run an unknown number of times count
         once.
       bytes_per_core: bytes per core in one step. An operation that runs an unknown number of times
-        counts once, one of unknown size as 0.
+        counts once, and an operation of unknown size counts as 0 bytes.
       is_exact: whether all sizes and numbers of runs were known.
     """
 
@@ -129,7 +130,7 @@ class CommunicationReport:
 
     @property
     def every_step(self) -> Total:
-        """The total of the operations that run on every step."""
+        """The total of the operations that run in every step."""
         return _total([r for r in self.rows if not r.is_conditional])
 
     @property
@@ -146,7 +147,8 @@ class CommunicationReport:
         """Returns bytes per core in one step, by the names that TensorBoard summaries use.
 
         "traffic/bytes_of_update_step" has the bytes of an update step.
-        "traffic/bytes_of_other_step" is in the result only if other steps send fewer bytes.
+        "traffic/bytes_of_other_step" has the bytes of other steps; it is in the result only if
+        other steps send fewer bytes than update steps.
         """
         other, update = self.every_step.bytes_per_core, self.update_step.bytes_per_core
         values: dict[str, float] = {"traffic/bytes_of_update_step": update}
@@ -174,7 +176,7 @@ class CommunicationReport:
         return "\n".join(lines)
 
     def to_json(self) -> str:
-        """Returns the report as JSON: "mesh", "rows" and "totals", with the attributes' names."""
+        """Returns the report as JSON text: an object with the keys "mesh", "rows" and "totals"."""
         content = {
             "mesh": self.mesh,
             "rows": [dataclasses.asdict(row) for row in self.rows],

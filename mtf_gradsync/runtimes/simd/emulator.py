@@ -137,7 +137,7 @@ class EmulatedGraph:
 
         Raises:
           KeyError: when the graph has no such operation.
-          ValueError: the operation is in a loop or branch, or is an input of the program.
+          ValueError: when the operation is in a loop or branch, or is an input of the program.
         """
         node_name, number = split_input(name)
         node = self._facts.node[node_name]
@@ -171,7 +171,8 @@ def emulate(graph: tf.Graph | tf.GraphDef) -> EmulatedGraph:
       The rewritten graph.
 
     Raises:
-      UnsupportedProgramError: an operation of the graph cannot be emulated; the error names it.
+      UnsupportedProgramError: when an operation of the graph cannot be emulated; the error names
+        this operation.
     """
     graph_def = graph.as_graph_def() if isinstance(graph, tf.Graph) else graph
     facts = GraphFacts(graph_def)
@@ -258,8 +259,8 @@ class _Rewriter:
     def _outside_input(self, source: str, number: int) -> list[str]:
         """Returns the inputs that replace an input of an operation outside all programs.
 
-        The input is output `number` of the node `source`. The result is a list of texts of a
-        ``NodeDef``'s inputs; one input may become several.
+        The input is output `number` of the node `source`. The result is a list of texts, each an
+        input as a ``NodeDef`` has it; one input may become several.
         """
         facts, node = self._facts, self._facts.node[source]
         if node.op == "TPUReplicatedOutput":
@@ -278,8 +279,8 @@ class _Rewriter:
     def _core_input(self, source: str, number: int, core: int) -> list[str]:
         """Returns the inputs that replace an input of a program's node, for its copy on a core.
 
-        The input is output `number` of the node `source`. The result is a list of texts of a
-        ``NodeDef``'s inputs; one input may become several.
+        The input is output `number` of the node `source`. The result is a list of texts, each an
+        input as a ``NodeDef`` has it; one input may become several.
         """
         node = self._facts.node[source]
         if source in self._facts.cluster:
@@ -474,8 +475,8 @@ class _Rewriter:
 
         `predicate` is the predicate's name in the user's graph, and `text` is the input that the
         copy had before. If the predicate must have one value on `core` and other cores, the result
-        is the output of a node that waits until these values have been compared. Otherwise the
-        result is `text`.
+        is the output of a node that waits until these values have been compared. If the predicate
+        may differ between cores, the result is `text`.
         """
         if not any(core in a.group for a in self._checks.get(predicate, ())):
             return text
@@ -489,8 +490,8 @@ class _Rewriter:
         """Adds a ``VarHandleOp`` named `name` for the variable that belongs to a check.
 
         The check is the operation `check`, which compares the values of a predicate on `size`
-        cores. The variable holds the values that it has compared last. If `near` is given, the new
-        node is in the loop and branch of the node `near`.
+        cores. The variable holds the values that the check has compared last. If `near` is given,
+        the new node is in the loop and branch of the node `near`.
         """
         handle = self._add(name, "VarHandleOp", ["^" + near] if near else [])
         handle.attr["dtype"].type = tf.bool.as_datatype_enum

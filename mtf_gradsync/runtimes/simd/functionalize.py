@@ -60,9 +60,9 @@ def rebuild(
         operation's ``NodeDef`` and its inputs, and returns its outputs.
 
     Returns:
-      Two results. The first is the rebuilt fetches, in order. The second is the numbers of
-      iterations, by the name of the loop's ``While``, of those loops for which the graph gives this
-      number.
+      Two values. The first is the list of the rebuilt fetches, in order. The second is a dict from
+      the name of a loop's ``While`` to the loop's number of iterations. It has only the loops for
+      which the graph tells this number.
     """
     builder = _Builder(GraphFacts(graph_def), stand_ins)
     level = _FunctionBody(builder, (), values={(name, 0): value for name, value in given.items()})
@@ -208,7 +208,8 @@ class _FunctionBody:
         """Returns the items of this body, each with its nodes, sorted by what they need.
 
         `names` are the nodes of this body. An item is a single operation, a loop or a conditional.
-        An item comes after the items that it needs; otherwise the order is that of creation.
+        An item comes after the items that it needs. Items that do not need each other are in the
+        order of their creation.
         """
         builder = self._builder
         members: dict[Hashable, list[str]] = {}

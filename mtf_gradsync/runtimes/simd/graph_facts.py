@@ -84,10 +84,10 @@ class CycleError(ValueError):
 
 
 def sorted_by_needs(needs: Mapping[_Item, Collection[_Item]]) -> list[_Item]:
-    """Returns items sorted so that each comes after the items it needs, else in the given order.
+    """Returns items sorted so that each item comes after the items that it needs.
 
-    `needs` maps every item to the items that have to come before it. Raises `CycleError` if items
-    need each other.
+    Items that do not need each other stay in the given order. `needs` maps every item to the items
+    that have to come before it. Raises `CycleError` if items need each other.
     """
     items = list(needs)
     place = {item: i for i, item in enumerate(items)}
@@ -175,8 +175,8 @@ class GraphFacts:
 
     Attributes:
       node: the ``NodeDef`` of each operation, by name.
-      order: the names of all operations, each after all its inputs, otherwise in the order of
-        creation.
+      order: the names of all operations. Each operation comes after those that compute its inputs;
+        operations that do not need each other are in the order of their creation.
       context: the loops and branches around each operation, by name.
       cluster: the name of the TPU program that an operation belongs to, by the operation's name.
         Operations outside of programs have no entry.
@@ -276,8 +276,8 @@ class GraphFacts:
     def _find_pivots(self) -> dict[str, str]:
         """Returns a name that identifies each conditional, by the name of its first ``Switch``.
 
-        The name is that of an ``Identity`` of the conditional's predicate, which all ``Switch``
-        nodes of the conditional test, except for the first.
+        The name is that of an ``Identity`` node, which passes the conditional's predicate on. All
+        ``Switch`` nodes of the conditional except for the first test the output of this node.
         """
         # tf.cond makes Switch(p, p), on which operations without inputs depend, and right after it
         # Identity(p), which all other Switch nodes test. Several conditionals may share p.
@@ -312,7 +312,7 @@ class GraphFacts:
         return {self.loop_of(n): n for n in self.order if self.node[n].op == "LoopCond"}
 
     def loop_of(self, name: str) -> Loop:
-        """Returns the innermost loop around a node; the node must be in no conditional of it."""
+        """Returns the innermost loop around a node; inside it the node is in no conditional."""
         loop = self.context[name][-1]
         assert isinstance(loop, Loop)
         return loop
@@ -350,8 +350,8 @@ def bypass_node(node: tf.NodeDef, data: list[str]) -> list[str]:
     """Turns a node with the attribute `PASSES_ON` into an identity of its second input, in place.
 
     Such a node always has the value of its second input. `data` are the node's data inputs; the
-    result is the data inputs that the node has afterwards. Without the attribute nothing changes,
-    and `data` is returned.
+    result is the data inputs that the node has afterwards. A node that lacks the attribute is not
+    changed, and `data` is returned.
     """
     if PASSES_ON not in node.attr:
         return data

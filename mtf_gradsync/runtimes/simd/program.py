@@ -174,7 +174,7 @@ def session_on(
       A `CpuReplicaSession`; use it as a context manager.
 
     Raises:
-      UnsupportedProgramError: when the graph holds what cannot be emulated.
+      UnsupportedProgramError: when CPU replicas cannot run an operation of the graph.
       TypeError: when lowering is of no known kind.
     """
     return CpuReplicaSession(PreparedGraph(graph, lowerings_in(lowering)), config)
@@ -183,8 +183,8 @@ def session_on(
 def made_up_device_assignment(num_replicas: int) -> Any:
     """Returns a ``DeviceAssignment`` of imaginary cores, in lexicographic order.
 
-    The cores have the form of a TPU v2 or v3 slice: two cores on a chip (one if the number of cores
-    is odd), and chips in a rectangle that is as square as it can be.
+    The cores have the form of a TPU v2 or v3 slice. Two cores are on a chip, or one if the number
+    of cores is odd. The chips are in a rectangle that is as square as it can be.
     """
     cores = 2 if num_replicas % 2 == 0 else 1
     chips = num_replicas // cores
@@ -254,7 +254,7 @@ class CompiledOnlyMeshImpl(mtf.simd_mesh_impl.SimdMeshImpl):
     """A SIMD mesh whose cores share the first core's variables, for programs that never run."""
 
     class LaidOutVariable(mtf.simd_mesh_impl.SimdMeshImpl.LaidOutVariable):
-        """A variable of the first core that is used for all cores. Nothing is copied."""
+        """A variable of the first core that all cores use; it is not copied from or to a master."""
 
         def __init__(self, variable: Any, mesh_impl: Any):
             """Makes the slice of the Mesh-TF variable `variable` that all cores of the mesh use."""
@@ -308,7 +308,9 @@ class Program:
         return TPUContext(self.mesh_impl.device_assignment)
 
     def per_replica(self, tensors: Sequence[Any], name: str = "per_replica") -> tf.Tensor:
-        """Returns a tensor of the program whose value on core i is `tensors[i]`, like an infeed's.
+        """Returns a tensor of the program whose value on core i is `tensors[i]`.
+
+        Use this method in place of an infeed, which the sessions of this package do not have.
 
         Args:
           tensors: one tensor per core in physical order, all of one dtype and shape, from outside
@@ -351,7 +353,7 @@ class Program:
           A `CpuReplicaSession`; use it as a context manager.
 
         Raises:
-          UnsupportedProgramError: when the graph holds what cannot be emulated.
+          UnsupportedProgramError: when CPU replicas cannot run an operation of the graph.
           TypeError: when `lowering` is none of these kinds.
         """
         return CpuReplicaSession(self.emulated(lowering), config)
@@ -363,7 +365,7 @@ class Program:
         since the last call.
 
         Raises:
-          UnsupportedProgramError: when the graph holds what cannot be emulated.
+          UnsupportedProgramError: when CPU replicas cannot run an operation of the graph.
         """
         lowerings = lowerings_in(lowering)
         return self.prepared(
@@ -433,15 +435,16 @@ def tpu_program(
     Args:
       mesh_shape: Mesh-TF's mesh shape: a string such as "batch:4;model:2", or a Shape.
       layout: Mesh-TF's layout: a string such as "batch:batch;d_ff:model", or LayoutRules.
-      logical_to_physical: the physical core of each logical core, a permutation; default the
-        same order.
+      logical_to_physical: the number of the physical core of each logical core, a permutation. By
+        default both numbers of a core are the same.
 
     Yields:
       The `Program`.
 
     Raises:
       ValueError: when the arguments do not describe a mesh; nothing is created then.
-      NotImplementedError: the program writes a ref variable that was made outside of the program.
+      NotImplementedError: when the program writes a ref variable that was made outside of the
+        program.
     """
     shape = mtf.convert_to_shape(mesh_shape)
     if logical_to_physical is not None:

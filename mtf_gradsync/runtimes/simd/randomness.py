@@ -1,6 +1,6 @@
 """The random numbers of CPU replicas, which depend on seeds, core and step.
 
-TensorFlow's random operations take their numbers from generators that begin anew in each session: a
+TensorFlow's random operations take their numbers from generators that begin anew in each session. A
 run that goes on from a checkpoint would get the random numbers of its first steps again. So each
 copy of a random operation becomes a stateless operation of the same kind. The seed of the stateless
 operation combines integers that identify the step with a key, which depends on the seeds of the
@@ -39,7 +39,7 @@ class RandomSteps(NamedTuple):
       begin: the operation to run before each step, with values fed to the two tensors below.
       with_seed: the tensor to feed with integers (int64) that identify the step, for random
         operations that have a seed.
-      without_seed: the same for random operations without a seed.
+      without_seed: the tensor to feed with such integers for random operations without a seed.
     """
 
     begin: str
@@ -56,10 +56,10 @@ class StatelessRandomOps:
     def __init__(self, facts: GraphFacts, add: Callable[..., tf.NodeDef], name: str):
         """Makes a rewriter; nothing is rewritten yet.
 
-        `facts` describes the user's graph. `add` is the function that adds a node to the rewritten
-        graph: it takes the node's name, type and inputs, and as keyword arguments the values of
-        attributes that are dtypes; it returns the node. `name` is the first part of the names of
-        the nodes that the rewriter adds; no other operation's name begins with it.
+        `facts` describes the user's graph. `add` is a function that adds a node to the rewritten
+        graph and returns this node. It takes the node's name, type and inputs. Its keyword
+        arguments are the values of attributes that are dtypes. `name` is the first part of the
+        names of the nodes that the rewriter adds; no other operation's name begins with it.
         """
         self._facts, self._add, self._name = facts, add, name
         # Name of a variable of words -> whether its operation has a seed.
@@ -155,9 +155,9 @@ def _enum(dtype: tf.DType) -> int:
 class RandomStep:
     """The step of a session, which makes the random numbers of each step different.
 
-    If there is a global step, it identifies the step: a resumed run gets the numbers that it would
-    have got without the interruption, if operations have seeds. Steps that do not change the global
-    step, or that have none, are counted here.
+    If there is a global step, its value identifies the step. So, in operations with seeds, a
+    resumed run gets the random numbers that it would have got without the interruption. If there is
+    no global step, or a step does not change it, this object itself counts the steps.
     """
 
     def __init__(self, steps: RandomSteps, counter: str | None):

@@ -135,18 +135,18 @@ class ReplicaSession(abc.ABC):
         Args:
           fetches: a tensor, operation or name of the user's graph, inside or outside the program,
             or a nested structure of them.
-          feed_dict: values by the tensors to feed, which are tensors of the user's graph outside
-            the program.
-          per_replica: whether to return, for a tensor of the program, the list of its values on all
-            cores (in physical order) in place of its value on core 0.
+          feed_dict: the values to feed, by tensor; the tensors have to be in the user's graph and
+            outside the program.
+          per_replica: whether a tensor of the program is returned as the list of its values on all
+            cores, in physical order; if False, as its value on core 0.
 
         Returns:
           The structure of `fetches`, with values in place of tensors and None in place of
           operations.
 
         Raises:
-          ValueError: a fetch or feed is not in the graph, or is in a part of the graph where it
-            cannot be fetched or fed.
+          ValueError: when a fetch or feed is not in the graph, or is in a part of the graph where
+            it cannot be fetched or fed.
         """
 
     def variables(self) -> dict[str, np.ndarray]:
@@ -161,11 +161,11 @@ class ReplicaSession(abc.ABC):
         """Returns checksums of the values that each core holds, computed on the cores.
 
         Returns:
-          A dictionary with an entry for each variable. The key has a name for each core, in
-          physical order: that of the tf variable with the core's slice (the same name on all cores,
-          if the variable is not split and TensorFlow has it once). The value has a checksum for
-          each name. The result is None if TensorFlow holds the values, so that operations of the
-          graph can read them.
+          A dictionary with an entry for each variable. The key of an entry has a name for each
+          core, in physical order: the name of the tf variable that holds the core's slice. (All
+          cores have the same name if the variable is not split and TensorFlow has it once.) The
+          value of an entry has a checksum for each of these names. The result is None if TensorFlow
+          holds the values, so that operations of the graph can read them.
         """
         return None
 
@@ -250,8 +250,8 @@ class ReplicaSession(abc.ABC):
         `write` is the inverse of `read`. Variables that `values` does not name keep their values.
 
         Raises:
-          ValueError: there is no such global variable, or a value has another shape. Nothing is set
-            then.
+          ValueError: when there is no such global variable, or a value has another shape than its
+            variable. Then no variable is set.
         """
         wanted = {name.split(":")[0]: np.asarray(value) for name, value in values.items()}
         tensors = {name: self._master_tensor(name) for name in wanted}

@@ -132,10 +132,11 @@ class Effects(NamedTuple):
     """The order of a program's side effects, as edges to add to its graph.
 
     Attributes:
-      after: by the name of a node, the nodes of the same program that it has to wait for, on its
-        own core.
-      after_all_cores: by the name of a node, the nodes of the same program that it has to wait for
-        on all cores, because of a write to a shared variable.
+      after: by the name of a node, the nodes of the same program that it has to wait for. A core's
+        copy of the node waits for these nodes on the same core.
+      after_all_cores: by the name of a node, further nodes that it has to wait for, because one of
+        them writes to a shared variable, or the node itself does. A core's copy of the node waits
+        for these nodes on all cores.
       last: by the name of a program, the nodes that have to run before the program is done.
       shared_writes: the nodes that write to variables of which all cores see one copy (a global
         step on the host). All cores compute the same new value, and one core writes it.
@@ -245,7 +246,7 @@ class _EffectFinder:
     def _find_ends(self) -> None:
         """Fills in `_turns`, `_exits` and `_merges`: where iterations, loops and conditionals end.
 
-        The three attributes have the names of these nodes, by loop or conditional.
+        The three attributes have, for each loop or conditional, the names of the nodes at its end.
         """
         facts = self._facts
         for name in facts.order:
@@ -264,8 +265,9 @@ class _EffectFinder:
     def _make_wait(self, name: str, earlier: str, all_cores: bool) -> None:
         """Adds edges to `effects` that make the node `name` wait for the node `earlier`.
 
-        If `all_cores` is True, `name` waits for the copies of `earlier` on all cores, else only for
-        the copy on its own core. If a step never runs both nodes, nothing is done.
+        If `all_cores` is True, `name` waits for the copies of `earlier` on all cores. If it is
+        False, `name` waits only for the copy of `earlier` on the same core. If no step runs both
+        nodes, no edge is added.
         """
         context, other = self._facts.context[name], self._facts.context[earlier]
         shared = common_context(context, other)
@@ -287,9 +289,19 @@ class _EffectFinder:
     def _nodes_after(self, name: str, context: Context) -> list[str]:
         """Returns nodes that run after the node `name`, even in a step that does not run `name`.
 
-        `context` is outer loops and branches, in which the returned nodes are. If `name` is in
-        further loops or branches, these nodes are the ends of the outermost one of these, and edges
-        that make them wait for `name` are added to `effects`. Otherwise the result is `name`.
+        A node that is not in all loops and branches around `name` can wait for the returned nodes,
+        but not for `name` itself.
+
+        Args:
+          name: the name of the node.
+          context: those loops and branches around `name` that the waiting node is in, too.
+
+        Returns:
+          A list of names of nodes. If `context` has all loops and branches around `name`, the list
+          has `name` alone. If `context` lacks some of them, the list has the nodes at the end of
+          the outermost one that `context` lacks. Edges that make these nodes wait for `name` are
+          then added to `effects`, and edges that make the next iterations of loops around `name`
+          wait, too.
         """
         inner = self._facts.context[name]
         ends = [name]
@@ -309,10 +321,10 @@ class _EffectFinder:
     def _waiting_nodes(self, name: str, context: Context) -> list[str]:
         """Returns the nodes to which edges have to lead so that the node `name` waits.
 
-        The edges come from the outer loops and branches `context`, and cannot lead into a loop. If
-        `name` is in a further loop, the result is the ``Enter`` node by which the variable that
-        `name` uses enters this loop; it is [] if there is no such node. Otherwise the result is
-        `name` itself.
+        The edges come from nodes that are in the loops and branches `context`, and edges cannot
+        lead into a loop. If `name` is in no loop inside `context`, the returned list has `name`
+        itself. If `name` is in such a loop, the list has the ``Enter`` node by which the variable
+        that `name` uses enters this loop; the list is empty if there is no such node.
         """
         facts = self._facts
         inner = facts.context[name][len(context) :]
