@@ -114,8 +114,8 @@ class GradientAccumulationOptimizer(ReportsSkips):
     The state is in the variables `<variable>/gradient_accumulator`, one for each variable, and in
     the counters `<name>/mini_step` (microbatch steps in the sums), `<name>/update_step` (updates)
     and `<name>/skipped` (skipped microbatch steps). With max_steps_without_update there is
-    `<name>/waiting`, the number of microbatch steps since the last update, and with weights
-    `<name>/weight`, the sum of the weights in the accumulators.
+    `<name>/waiting`, the number of microbatch steps since the last update, and if gradients have
+    weights, `<name>/weight` is the sum of the weights in the accumulators.
 
     Attributes:
       accumulate: how gradients accumulate, "local", "synced" or "sharded"; None if the choice is
@@ -188,10 +188,11 @@ class GradientAccumulationOptimizer(ReportsSkips):
             range is too small.
           checkpoint_accumulators: whether checkpoints hold the sums. If not, a restart begins a
             new accumulation, and local sums need no master copy on the host.
-          accumulate: "local", "synced" or "sharded", as above. None takes "local" if the mesh is
-            known when gradients are applied: it is given, or it is the only mesh that the program
-            has made for this graph by then. Otherwise, and if a wrapper around this one reduces on
-            every step, None takes "synced".
+          accumulate: how gradients accumulate: "local", "synced" or "sharded" (see
+            `GradientAccumulationOptimizer`). None takes "local" if the mesh is known when gradients
+            are applied: it is given, or it is the only mesh that the program has made for this
+            graph by then. Otherwise, and if a wrapper around this one reduces on every step, None
+            takes "synced".
           sparse_as_dense: whether to turn `tf.IndexedSlices` into dense gradients; only with an
             optimizer of `tf.compat.v1.train`. Gradients of mesh variables are always dense.
           allreduce_fn: only with an optimizer of `tf.compat.v1.train`; see
@@ -405,7 +406,7 @@ class _Accumulate(Stage):
     Attributes:
       wrapper: the wrapper that the stage belongs to.
       where: how gradients accumulate: "local", "synced" or "sharded".
-      axes: the replica axes; None if they are not known, as "synced" does not need them.
+      axes: the replica axes; None if they are not known. "synced" does not need them.
       why: the end of a sentence for the log: why gradients do not accumulate in a way that costs
         less. "" if there is nothing to say.
     """

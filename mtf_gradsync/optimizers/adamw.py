@@ -97,8 +97,8 @@ class InnerOptimizer(mtf.optimize.Optimizer):
     def _check(self, var: mtf.Variable) -> None:
         """Raises ValueError for a variable that the optimizer cannot update.
 
-        This base class does so for variables that stochastic rounding is not made for. Subclasses
-        can add checks.
+        This base class raises the error for variables that are stored or read in float16, if
+        `rounding` is "stochastic". Subclasses can add checks.
         """
         if self.rounding == STOCHASTIC:
             check_not_float16(type(self).__name__, var)
@@ -156,12 +156,12 @@ class AdamWOptimizer(InnerOptimizer):
     as those of `AdamWOptimizer` (3.2 times with the default betas). `AdamWOptimizer` works inside
     every wrapper, and without a wrapper.
 
-    The slots of a variable are `<variable>/adam_m` and `<variable>/adam_v`, laid out like the
-    variable and at least float32 (or as `slot_dtype` says), and `<variable>/adam_t`, the int32
-    number of updates of the variable. adam_m and adam_v have the names and values of
-    `AdamWeightDecayOptimizer`, so that checkpoints of that optimizer can be restored: t is then the
-    number of updates that the checkpoint counts. If the checkpoint has no count of updates, there
-    is no bias correction.
+    The slots of a variable are `<variable>/adam_m`, `<variable>/adam_v` and `<variable>/adam_t`.
+    adam_m and adam_v are laid out like the variable, and are at least float32 (or as `slot_dtype`
+    says). adam_t is the int32 number of updates of the variable. adam_m and adam_v have the names
+    and values of `AdamWeightDecayOptimizer`, so that checkpoints of that optimizer can be restored:
+    t is then the number of updates that the checkpoint counts. If the checkpoint has no count of
+    updates, there is no bias correction.
 
     References:
       Loshchilov and Hutter, "Decoupled Weight Decay Regularization", 2019, algorithm 2;
@@ -191,11 +191,11 @@ class AdamWOptimizer(InnerOptimizer):
           epsilon: a number added to the square root, 0 or more.
           exclude_from_weight_decay: regular expressions; variables whose name matches one
             (`re.search`) do not decay. None excludes no variable.
-          rounding: how new values of variables in bfloat16, and of slots in it, are rounded:
-            "nearest", or "stochastic": up or down by chance, with the mean unchanged, so that small
-            changes are not lost.
+          rounding: how new values of variables and slots in bfloat16 are rounded: to "nearest", or
+            "stochastic". Stochastic rounding goes up or down by chance and does not change the
+            mean, so that small changes are not lost.
           slot_dtype: dtype of the slots. None takes float32, or the variable's dtype if that is
-            wider; tf.bfloat16 goes with rounding="stochastic".
+            wider; tf.bfloat16 needs rounding="stochastic".
 
         Raises:
           TypeError: learning_rate is no number and no scalar tensor, or an expression no string.

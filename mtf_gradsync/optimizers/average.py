@@ -164,7 +164,7 @@ class MoveAverages(Stage):
     Attributes:
       rule: the settings: decay and how it changes, from which the weight follows.
       variables: the variables to average; None for all with a gradient.
-      slots: records the averages.
+      slots: the `SlotBook` in which the averages are recorded.
       name: the wrapper's name.
     """
 

@@ -216,13 +216,15 @@ class ByVariable(mtf.optimize.Optimizer):
     def _make_group_optimizer(
         self, changes: dict[str, Any], make: Any, opt: Any, which: Which
     ) -> Any:
-        """Makes the optimizer of a group that is given by a dictionary of arguments.
+        """Makes the optimizer of a group from the arguments in the group's dictionary.
 
         Args:
           changes: the group's arguments, without "clip_norm" and "optimizer".
-          make: the class or factory that is called with them: `opt`, or the group's "optimizer".
-          opt: the argument of ByVariable, whose learning rate "learning_rate_factor" multiplies.
-          which: which variables are in the group, for errors.
+          make: the class or factory that is called with these arguments: the group's "optimizer" if
+            it has one, and otherwise `opt`.
+          opt: the argument `opt` of `ByVariable`. If `changes` has "learning_rate_factor", the
+            group's learning rate is this factor times the learning rate of `opt`.
+          which: what tells the group's variables (a regular expression or a function), for errors.
         """
         if not isinstance(make, type) and hasattr(make, "apply_grads"):
             raise TypeError(

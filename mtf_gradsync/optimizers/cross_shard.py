@@ -96,7 +96,8 @@ class CrossShardOptimizer(Wrapper):
 
     - A gradient of its variable's shape is pending (not yet reduced, as `mtf.gradients` returns it)
       or already reduced. All pending gradients are reduced together.
-    - A gradient per shard, of shape `[shard dims...] + var dims`, is summed over the shard dims.
+    - A gradient per shard, of shape `[shard dims...] + var dims`, is summed over the shard dims,
+      the dimensions that number the shards.
     - If a variable has the shard dims itself, each shard has its own copy of the variable. For its
       copy a shard gets the sum of the gradients in its group of shards. With `group_assignment`, a
       variable that all shards share raises ValueError.
@@ -133,9 +134,10 @@ class CrossShardOptimizer(Wrapper):
             scales per-shard losses by 1/num_shards (with groups: 1/group size), in any wrapper of
             the stack. Applying gradients always sums.
           name: name of the wrapper.
-          group_assignment: groups of shards that sum with each other, for variables with shard
-            dims: equally long lists of shard numbers, together a permutation of range(num_shards).
-            None puts all shards into one group.
+          group_assignment: groups of shards that sum with each other: equally long lists of shard
+            numbers, together a permutation of range(num_shards). None puts all shards into one
+            group. Groups are for variables that have the shard dims: each shard has its own copy of
+            such a variable. A variable that all shards share is then an error.
           learning_rate: the learning rate for opt; only if opt is a class or factory.
           axes: the replica axes (`ReplicaAxes`); or give mesh_shape and layout. Without either
             shard dims are recognised by their names.

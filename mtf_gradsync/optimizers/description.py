@@ -77,8 +77,8 @@ class Description(NamedTuple):
     def to_json(self) -> str:
         """Returns the lines as JSON text: a list of objects with `when`, `what` and `wrapper`.
 
-        Every object has its `when`; in the table a line leaves it out if it is the same as that of
-        the line before.
+        Every object has a value of `when`. In the table, a line shows no `when` if it is the same
+        as on the line before.
         """
         when, rows = "", []
         for line in self.lines:
@@ -102,7 +102,7 @@ def describe(
       opt: an optimizer, usually a stack of wrappers.
       mesh_shape: Mesh-TF's mesh shape, for wrappers that were not given one. None takes the mesh
         that the program has made for this graph; without either, sizes are not shown.
-      layout: Mesh-TF's layout rules; together with mesh_shape.
+      layout: Mesh-TF's layout rules, which go together with mesh_shape: give both or neither.
       variables: the mesh variables that get gradients, whose bytes are shown. None takes those of
         the last step, if there was one.
 

@@ -203,9 +203,9 @@ class TrainOptimizerInterface:
 
         The calls in a graph gather pairs (gradient, variable). One step for all pairs is built when
         the graph is lowered, or when the program reads an attribute that the step sets. A pair
-        begins another step, with a warning, if the step before is built already, if that step has a
-        pair of the same variable, or if the pair comes in another variable scope or with other
-        arguments.
+        begins another step, with a warning, if the step of the pairs before it is built already, or
+        has a pair of the same variable. It also does so if it comes in another variable scope, or
+        with other arguments, than the pairs before it.
 
         Args:
           grad: a gradient, or None.
@@ -354,8 +354,8 @@ class DeferredUpdate:
         """Returns the mtf operations of the update; the first call makes them.
 
         The operations are put in the graph's list of operations at the position of the last
-        stand-in (what callers got in place of the operations), but in any case after all operations
-        that they are computed from.
+        stand-in (what callers got in place of the operations). But in any case they come after all
+        operations that they are computed from.
         """
         # An error may have undone the operations, together with what was being built around them.
         if self._operations is None or self in self.plan.deferred:
@@ -409,9 +409,9 @@ class _DeferredPairs(DeferredUpdate):
     def takes(self, variable: mtf.Variable, inner_arguments: PassedOnArguments) -> bool:
         """Returns whether a pair of `variable` can join this step.
 
-        A pair cannot join if the step has a pair of the variable already, or if the pair comes in
-        another graph, branch or variable scope, or with other arguments (`inner_arguments`) than
-        the pairs before it.
+        A pair cannot join if the step has a pair of the variable already. Nor can it join if it
+        comes in another graph, branch or variable scope, or with other arguments
+        (`inner_arguments`), than the pairs before it.
         """
         return (
             variable not in self._pairs

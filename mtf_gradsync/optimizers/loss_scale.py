@@ -154,10 +154,10 @@ class LossScaleOptimizer(ReportsSkips):
     dynamic scale by `multiplier`. After `growth_steps` updates in a row without a skipped step, a
     dynamic scale is multiplied by `multiplier`.
 
-    The loss tensor keeps its value, because the scale multiplies the gradient of the loss by itself
-    (1), with which `mtf.gradients` begins. So gradients may come from `compute_gradients`, which
-    returns them unscaled, or from `mtf.gradients`, also in microbatches. Unscaled gradients are at
-    least float32.
+    The loss tensor keeps its value, because the scale multiplies the number 1 with which
+    `mtf.gradients` begins: the gradient of the loss with respect to itself. So gradients may come
+    from `compute_gradients`, which returns them unscaled, or from `mtf.gradients`, also in
+    microbatches. Unscaled gradients are at least float32.
 
     Put this wrapper around wrappers that reduce and clip:
     `LossScaleOptimizer(CrossShardOptimizer(opt))`. Inside `GradientAccumulationOptimizer` it skips
@@ -167,7 +167,7 @@ class LossScaleOptimizer(ReportsSkips):
     `SyncReplicasOptimizer` skips the gradient's shard and another shard contributes.
 
     The state is in the variables `<name>/scale`, `<name>/good_steps` (updates in a row since the
-    scale changed) and `<name>/skipped` (skipped steps), and with max_steps_without_update
+    scale changed) and `<name>/skipped` (skipped steps), and, if max_steps_without_update is given,
     `<name>/waiting` (steps since the last update).
 
     References:

@@ -67,15 +67,16 @@ class MuonOptimizer(InnerOptimizer):
             checked in each step. An update of a square matrix has a spectral norm of about 1 times
             the rate: 0.02 is usual, where AdamW takes 0.001.
           momentum: decay of the mean of gradients, from 0 up to 1 (not included).
-          nesterov: whether an update adds the gradient to the mean once more, as above.
+          nesterov: whether an update adds the gradient to the mean once more, as in the formula of
+            `MuonOptimizer`.
           steps: the number of Newton-Schulz steps, 1 or more.
           weight_decay_rate: the weight decay, 0 or more: in an update a variable loses this part
             of its value, times the learning rate.
-          rounding: how new values of variables in bfloat16, and of slots in it, are rounded:
-            "nearest", or "stochastic": up or down by chance, with the mean unchanged, so that small
-            changes are not lost.
+          rounding: how new values of variables and slots in bfloat16 are rounded: to "nearest", or
+            "stochastic". Stochastic rounding goes up or down by chance and does not change the
+            mean, so that small changes are not lost.
           slot_dtype: dtype of the slots. None takes float32, or the variable's dtype if that is
-            wider; tf.bfloat16 goes with rounding="stochastic".
+            wider; tf.bfloat16 needs rounding="stochastic".
 
         Raises:
           TypeError: learning_rate is no number and no scalar tensor.
@@ -130,10 +131,12 @@ def orthogonal(x: mtf.Tensor, steps: int, matrix: Matrix) -> mtf.Tensor:
     Args:
       x: a tensor of two or more dimensions.
       steps: the number of steps.
-      matrix: which dimensions of x are the two sides of a matrix, and which number matrices.
+      matrix: which dimensions of x are the two sides of a matrix. The other dimensions number
+        several matrices, each of which is made orthogonal by itself.
 
     Returns:
-      A tensor of the same shape, with singular values between about 0.7 and 1.2; zeros for zeros.
+      A tensor of the same shape, whose matrices have singular values between about 0.7 and 1.2. A
+      matrix of zeros stays zeros.
     """
     inputs, outputs, copies = ([x.shape[i] for i in places] for places in matrix)
     side, along = sorted((inputs, outputs), key=lambda dims: mtf.Shape(dims).size)
@@ -181,10 +184,10 @@ def _stays_split(
     Otherwise the matrix is gathered before the steps. The result is true if the mesh splits neither
     side of the matrix. It is also true if the mesh splits only the longer side, and leaving it
     split sends fewer numbers than a gather. A gather sends about twice the numbers of the matrix,
-    once (a SIMD mesh gathers by a sum of tensors padded with zeros, and a sum sends about twice the
-    numbers of its result). A matrix that stays split sends, in each of the Newton-Schulz steps,
-    about twice the numbers of the product x x^T, a square whose side is the shorter side. If the
-    mesh is not known, the result is false.
+    once. (A SIMD mesh gathers by a sum of tensors that are padded with zeros, and a sum sends about
+    twice the numbers of its result.) A matrix that stays split sends, in each of the Newton-Schulz
+    steps, about twice the numbers of the product x x^T, a square whose side is the shorter side. If
+    the mesh is not known, the result is false.
 
     `shorter` are the dimensions of the shorter side, `longer` are those of the longer side, and
     `steps` is the number of Newton-Schulz steps.
@@ -221,8 +224,8 @@ def matrix_of(variable: mtf.Variable) -> Matrix:
     """Returns which dimensions of a variable are inputs and outputs in the model's first product.
 
     The result has the positions of inputs and outputs in the variable's shape. If the graph has no
-    product of activations and the variable, the first dimension is taken as the input, and the
-    other dimensions together as the outputs, as in Mesh-TF's dense layers.
+    product of activations and the variable, the matrix is taken as in Mesh-TF's dense layers: the
+    first dimension is the input, and the other dimensions together are the outputs.
     """
     found = _VariableUses.of(variable.graph).matrices.get(variable.name)
     return found or Matrix((0,), tuple(range(1, variable.shape.ndims)))
@@ -233,9 +236,9 @@ def is_hidden_matrix(variable: mtf.Variable) -> bool:
     """Returns whether a variable is a matrix of a hidden layer, for groups of `ByVariable`.
 
     A matrix of a hidden layer is a variable of two or more dimensions that the model multiplies by
-    activations. Exceptions are tables in which the model looks rows up (embeddings), variables that
-    have the looked-up dimension of such a table (as the last layer has the dimension of the
-    vocabulary), and variables with "embedding", "softmax" or "logits" in their names. If no
+    activations. There are three exceptions: tables in which the model looks rows up (embeddings);
+    variables that have the looked-up dimension of such a table, as the last layer has that of the
+    vocabulary; and variables with "embedding", "softmax" or "logits" in their names. If no
     operation of the graph uses a variable yet, its name and number of dimensions decide.
 
     Examples:

@@ -151,15 +151,17 @@ class OuterOptimizer(ReportsSkips):
 
     The gradient of the mean over the whole batch has a term for each island. An island multiplies
     its term by the number of islands, which gives the mean over its own part of the batch: so
-    learning rates need no change. If a program fetches a value (a loss, a norm), it gets the value
-    of all islands if Mesh-TF sums it over the batch, and otherwise that of the first island.
+    learning rates need no change. A program that fetches a value (a loss, a norm) gets the value of
+    all islands if Mesh-TF sums this value over the batch. Otherwise the program gets the value of
+    the first island.
 
     The state is in variables. `<variable>/island` and `<slot>/island` have a value for each island,
     and the variable itself holds the outer values. Others are `<variable>/outer_momentum`,
     `<name>/inner_step` (updates of each island) and `<name>/skipped` (outer steps that skipped each
     island). With leave_out_not_finite there is `<name>/bad_loss` (which islands had a loss that is
-    not finite), with max_steps_without_update `<name>/updated_at` (the last outer step that did not
-    skip all islands), and with weights `<name>/weight`, for each island and fragment.
+    not finite). With max_steps_without_update there is `<name>/updated_at` (the last outer step
+    that did not skip all islands). If gradients have weights, there is `<name>/weight` (the sum of
+    the weights since the last outer step, for each island and fragment).
 
     If there is a single island, the inner optimizer makes its usual updates, and after every
     `inner_steps` updates an outer step sets the variables; nothing is sent between islands.

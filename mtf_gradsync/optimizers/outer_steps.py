@@ -72,8 +72,8 @@ class OuterSettings:
       skips_islands: whether an outer step skips islands with values that are not finite.
       reducer: the reduction strategy between islands.
       limit: max_steps_without_update, or None.
-      note_outer: a function that is called once a step is built, with the mtf variables of the
-        outer values by variable.
+      note_outer: a function that is called when a step has been built, with the mtf variables of
+        the outer values by variable.
     """
 
     wrapper: ReportsSkips

@@ -56,8 +56,8 @@ def norms_of_shards(
     processors. It has one number for each shard: the norm, over all gradients together, of the
     terms that the shard adds to the sums over shards. The second result is None if gradients were
     not clipped by shard. Both results are None if the gradients are on several meshes, or if each
-    shard's term of a gradient cannot be recovered, or only by sending more numbers than the
-    gradients have.
+    shard's term of a gradient cannot be recovered. They are also None if the terms can be recovered
+    only by sending more numbers than the gradients have.
     """
     if len({g.mesh for g in grads}) > 1:
         return None, None
@@ -109,11 +109,11 @@ def _norms_of_terms(
     """Returns the norm of each shard's terms of gradients, over all gradients: `[shards...]`.
 
     A shard's term of a gradient is what the shard adds to the sum over shards. `recoverability`
-    says how the terms of each of `grads` are found. From most gradients they can be read. If a
-    gradient is computed from sums over the shards (`from_sums`), every processor gets each shard's
-    terms of these sums, and computes each shard's term of the gradient from them. If a gradient
-    depends on no shard's data (`shared`), each shard has an equal share of it. The result is an mtf
-    tensor, the same on every processor.
+    says how the terms of each of `grads` are found. From most gradients they can be read. A
+    gradient may be computed from sums over the shards (`from_sums`). Then every processor gets each
+    shard's terms of these sums, and computes each shard's term of the gradient from them. If a
+    gradient depends on no shard's data (`shared`), each shard has an equal share of it. The result
+    is an mtf tensor, the same on every processor.
     """
     made, shared = recoverability.from_sums, [grads[i] for i in recoverability.shared]
     own = [g for i, g in enumerate(grads) if i not in made and i not in recoverability.shared]
@@ -156,8 +156,9 @@ def values_of_last_run(values: Sequence[mtf.Tensor], branch: Branch, name: str) 
     """Returns float32 scalars for every step, with the values that a branch's scalars had last.
 
     `values` are mtf scalars that exist only in `branch`, a branch of the step that some steps do
-    not run. The results are in the same order: a variable `name`, which is in no checkpoint, keeps
-    the values from step to step. The results are NaN until the branch has run in the session.
+    not run. The results are in the same order. The values are kept from step to step in a variable
+    with the name `name`, which is in no checkpoint. The results are NaN until the branch has run in
+    the session.
     """
     dim = mtf.Dimension("reported", len(values) + 1)
     mesh, shape = values[0].mesh, mtf.anonymous_shape(mtf.Shape([dim]))
@@ -370,9 +371,9 @@ def reported(opt: AppliesGradients, axes: ReplicaAxes | None = None) -> dict[str
       shards, before clipping. For the gradient of a mean over the batch, the term is 1/num_shards
       of the shard's own gradient. For variables that the layout splits over a replica axis,
       processors exchange all shards' terms of the sums from which the variables' gradients are
-      computed. The name is missing, with a line in the log, if shards' terms are not recoverable
-      (those of experts that get the examples of all shards), or only by sending as many numbers as
-      the gradients have.
+      computed. If shards' terms are not recoverable (those of experts that get the examples of all
+      shards), the result lacks this name, and the log says so. The same holds if they are
+      recoverable only by sending as many numbers as the gradients have.
     - `gradient_norm/of_shards_clipped`: `[shards...]`, the norms of shards after
       `clip_by_shard_norm`, if the applied gradients come from that function.
     - `compression/rate`: bytes of the gradients, divided by the bytes that a compressing strategy

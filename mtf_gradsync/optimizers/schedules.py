@@ -45,8 +45,9 @@ def per_update(
 
     Args:
       schedule: a function of `step` and `total_train_steps` as in
-        `mesh_tensorflow.transformer.learning_rate_schedules`, a number, or a list of both to be
-        multiplied. Lengths in the schedule (warm-up steps and the like) count updates.
+        `mesh_tensorflow.transformer.learning_rate_schedules`, or a number, or a list of functions
+        and numbers, which are multiplied with each other. Lengths in the schedule (warm-up steps
+        and the like) count updates.
       backward_passes_per_step: K, the number of microbatch steps for each update, as given to
         `GradientAccumulationOptimizer`: a number or a function of the update step.
 

@@ -212,10 +212,11 @@ def shapes_of_split_slot(
     batch=2, ff_rest=128], which it splits over both axes. The slot is gathered for each update,
     because the optimizer needs the variable's own shape.
 
-    `shape` is the slot's shape, and `axes` are the replica axes. The first dimension is taken that
-    a mesh axis splits and whose size is a multiple of that axis's size times the sizes of the
-    replica axes that do not split the slot yet. The result is None if there is no such dimension,
-    if the slot is split over all replica axes already, or if it has fewer elements than `min_size`.
+    `shape` is the slot's shape, and `axes` are the replica axes. The replaced dimension is the
+    first that fits: a mesh axis splits it, and its size is a multiple of the product of this axis's
+    size and the sizes of all replica axes that do not split the slot yet. The result is None if
+    there is no such dimension, if the slot is split over all replica axes already, or if it has
+    fewer elements than `min_size`.
     """
     free = [d for d in axes.free_shard_dims(shape) if d.size > 1]
     if not free or shape.size < min_size:
@@ -270,10 +271,10 @@ _CHANGES = {mtf.assign_add_slice: operator.add, mtf.assign_sub_slice: operator.s
 class PartOfVariable(mtf.Variable):
     """Each replica's part of a variable, as a variable of the same name and dtypes.
 
-    The shape of the part is that of the full variable with some dimensions renamed, so that the
-    layout splits the part, and slots of the same shape, over the replica axes. The graph's lists of
-    variables do not have the part, and `assign_gathered` replaces it by the full variable in
-    assignments.
+    The part has the shape of the full variable, but some dimensions have other names. By these
+    names the layout splits the part, and slots of the same shape, over the replica axes. The
+    graph's lists of variables do not have the part, and `assign_gathered` replaces it by the full
+    variable in assignments.
 
     Attributes:
       full: the full variable.

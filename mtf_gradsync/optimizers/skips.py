@@ -2,11 +2,11 @@
 
 A wrapper that skips steps makes a `Skips` for each step that it builds. On skipped steps a variable
 records which gradients of which shards were not finite. A line in the log names these gradients for
-the first skipped step, the second, the fourth and so on, and for the step at which a loss scale
-reaches its smallest value. After more than `max_steps_without_update` steps in a row without an
-update, an error names the gradients. On placement meshes the step itself prints the line and raises
-the error. A SIMD program can do neither; the session that runs the program logs the line and raises
-the error (`mtf_gradsync.step.Watched`).
+the first skipped step, the second, the fourth and so on. There is also a line for the step at which
+a loss scale reaches its smallest value. After more than `max_steps_without_update` steps in a row
+without an update, an error names the gradients. On placement meshes the step itself prints the line
+and raises the error. A SIMD program can do neither; the session that runs the program logs the line
+and raises the error (`mtf_gradsync.step.Watched`).
 """
 
 from __future__ import annotations
@@ -190,9 +190,9 @@ class Skips:
             `report` is given.
           counts: a list of one variable that counts skipped steps: a scalar, or a count for each
             shard or island. () if no line is to be logged.
-          waiting: a list of one variable with the number of steps in a row without an update, or of
-            two variables whose difference (the first minus the second) is this number; () if
-            nothing counts these steps.
+          waiting: variables that count the steps in a row without an update: a list of one variable
+            with this number, or of two variables whose difference (the first minus the second) is
+            this number. () if nothing counts these steps.
           limit: max_steps_without_update, or None.
           loss_scale: the variable of the loss scale, and the smallest value of the scale. Messages
             mention it if the scale has this value. None without a loss scale.
@@ -453,9 +453,9 @@ class _CheckLimit(Watched):
         the number of steps in a row that it has missed.
 
         Args:
-          records: the values of these variables, in this order, as slices or as arrays from a
-            session. It has no loss scale if the wrapper has none, and no missed steps if the
-            wrapper does not count them.
+          records: the values of these three variables, in this order, as slices or as arrays from a
+            session. The loss scale is left out if the wrapper has none, and the missed steps are if
+            the wrapper does not count them.
 
         Returns:
           Three values: the flags, the loss scale, and the missed steps. A value that `records`

@@ -86,8 +86,8 @@ class StateNote(NamedTuple):
         not their sum.
       mean_weight: the name of the variable with the weights of islands. If the number of islands
         changes, islands begin with the mean by these weights; None for equal weights.
-      one_shape: whether the shapes in a checkpoint and in the graph must be equal but for the dims
-        of islands.
+      one_shape: whether the shapes in a checkpoint and in the graph, without the dims of islands,
+        must be equal.
       fill: the value that every shard gets if the checkpoint has another number of shards: a
         number, or the name of a scalar variable with the value. None for sums, which keep their
         total.
@@ -102,7 +102,8 @@ class StateNote(NamedTuple):
         they have no weights.
       ring: the ring of last values to which this variable belongs, or None. If the size of the ring
         changes, the newest values are kept. If the number of islands changes, no values are kept. A
-        variable with this note that is neither of the ring's two begins at zero in both cases.
+        variable with this note that is neither of the ring's two variables begins at zero in both
+        cases.
     """
 
     name: str
@@ -216,8 +217,8 @@ def without_autostack(dtype: Any, activation_dtype: tf.DType | None = None) -> m
     """Returns a dtype for a variable that Mesh-TF's autostack must leave alone.
 
     Autostack joins several variables into one, which needs a master. Autostack (of Mesh-TF 0.1.21)
-    only joins variables whose dtypes have equal attributes, and the returned object has one
-    attribute more.
+    only joins variables whose dtypes have equal attributes. The returned object has an attribute
+    that no other dtype has, so that its variable is not joined.
 
     Args:
       dtype: a `mtf.VariableDType`, or the dtype of master and slices.
@@ -329,10 +330,10 @@ def named_state(
 def get_update_step(mesh: mtf.Mesh, name: str = "GradientAccumulationOptimizer") -> mtf.Tensor:
     """Returns the number of updates made so far, for schedules of the inner optimizer.
 
-    The number is the value of the variable `<name>/update_step`, which a wrapper of that name uses
-    as its counter, even if the wrapper is made later or in another variable scope. If no wrapper
-    has that name, the first step that a wrapper builds in the graph advances the counter. Updates
-    of the innermost optimizer are counted, not steps that only accumulate or are skipped.
+    The number is the value of the variable `<name>/update_step`. A wrapper of that name uses this
+    variable as its counter, even if the wrapper is made later or in another variable scope. If no
+    wrapper has that name, the first step that a wrapper builds in the graph advances the counter.
+    Updates of the innermost optimizer are counted, not steps that only accumulate or are skipped.
 
     For all schedules of `train`, write `train.run.schedule_step = @get_update_step` in the gin
     file.
@@ -460,8 +461,8 @@ class DerivedVariable(mtf.Variable):
     def get_master(self) -> Any:
         """Returns the tensor from which slices are copied; on one processor the master itself.
 
-        The tensor has the master's value. If that is still the mark (the initial value of all
-        derived variables, see `is_marked`), it has the value of the source variable.
+        The tensor has the master's value. But if the master still has the mark (the initial value
+        of all derived variables, see `is_marked`), the tensor has the value of the source variable.
         """
         return self._own_master() if self._is_alone else self._beginning().value
 
@@ -547,11 +548,12 @@ class Beginnings:
     def marks(self, are_equal: Mapping[str, Any], written: Iterable[str]) -> dict[str, np.ndarray]:
         """Returns the values that make derived variables begin anew, for their masters.
 
-        A derived variable begins anew if its source variable is among the variables that a session
-        sets (`written` has their names), and the two had equal values before (`are_equal` has, by
-        name, the fetched values of the attribute `are_equal`). The result has an array for each of
-        these derived variables, by name: the mark, which is to be written into its master. The
-        derived variable then begins with the new value of its source variable.
+        A derived variable begins anew on two conditions. Its source variable is among the variables
+        that a session sets (`written` has their names). And the derived variable and its source had
+        equal values before (`are_equal` has, by name, the fetched values of the attribute
+        `are_equal`). The result has an array for each of these derived variables, by name: the
+        mark, which is to be written into its master. The derived variable then begins with the new
+        value of its source variable.
         """
         written = set(written)
         return {

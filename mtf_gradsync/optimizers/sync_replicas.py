@@ -46,11 +46,12 @@ from mtf_gradsync.reduce.compressed import WireDtype
 class SyncReplicasOptimizer(SessionInterface, KeepsAverages):
     """A wrapper that averages fresh gradients of replicas, and applies them once there are enough.
 
-    The replicas are the shards of the mesh, which all take every step. In a step a replica
-    contributes its gradient unless the gradient is stale (computed for an older update step), or is
-    not finite, or the mask `contributes` leaves the replica out. After `replicas_to_aggregate`
-    contributions, in one step or several, their average is applied once, and the local step of
-    every replica becomes the new update step. On other steps variables and slots do not change.
+    The replicas are the shards of the mesh, which all take every step. In a step a replica does not
+    contribute its gradient if the gradient is stale (computed for an older update step) or not
+    finite, or if the mask `contributes` leaves the replica out. In all other cases it contributes
+    the gradient. After `replicas_to_aggregate` contributions, in one step or several, their average
+    is applied once, and the local step of every replica becomes the new update step. On other steps
+    variables and slots do not change.
 
     The loss is the mean of the replicas' losses. It is given as a scalar, or as a tensor with the
     shard dims, which has one loss for each replica; `compute_gradients` averages these losses. So

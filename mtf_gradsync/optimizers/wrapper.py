@@ -148,9 +148,9 @@ class Wrapper(TrainOptimizerInterface, mtf.optimize.Optimizer):
         Args:
           opt: a Mesh-TF optimizer or a wrapper, or a class or factory of one.
           common: the arguments that all wrappers have.
-          needs_mesh_for: for an error, what the wrapper has to know the mesh for. If it is given no
-            mesh, it takes the one that the program has made for this graph. "" for a wrapper that
-            need not know the mesh.
+          needs_mesh_for: for an error, what the wrapper has to know the mesh for. A wrapper that
+            has to know the mesh and is given none takes the mesh that the program has made for this
+            graph. "" for a wrapper that need not know the mesh.
           reduce_dtype: the dtype in which gradients are sent; None for their own dtype.
         """
         name, axes, mesh_shape, layout, batch_dims, reducer, learning_rate = common
@@ -185,8 +185,8 @@ class Wrapper(TrainOptimizerInterface, mtf.optimize.Optimizer):
 
         A wrapper calls this method in ``__init__`` if it is given an optimizer of `tf.compat.v1`.
         `args` and `kwargs` are the arguments of the constructor of `counterpart`. This is not done
-        in ``__new__``, which runs before gin adds arguments and before a class or factory of an
-        optimizer is called, so that the optimizer is not known there. A ``__new__`` would also
+        in ``__new__``, because the optimizer is not known there: ``__new__`` runs before gin adds
+        arguments, and before a class or factory of an optimizer is called. A ``__new__`` would also
         prevent copies, and subclasses with arguments of their own.
         """
         self.__class__ = counterpart

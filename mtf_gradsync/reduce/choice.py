@@ -369,9 +369,9 @@ def describe_sizes(mesh_impl: Any, gradients: Sequence[Any] | None) -> str:
 def _size_and_dtype(mesh_impl: Any, x: Any) -> tuple[int, tf.DType]:
     """Returns the number of elements that a processor holds of a gradient, and its dtype.
 
-    The gradient `x` is an mtf tensor, a `LaidOutTensor`, another tensor of a lowered graph with a
-    method `to_laid_out_tensor`, or a tf tensor, which counts as the slice of one processor. Raises
-    ValueError if the tf tensor's shape is unknown.
+    The gradient `x` is an mtf tensor, a `LaidOutTensor`, or another tensor of a lowered graph with
+    a method `to_laid_out_tensor`. It may also be a tf tensor, which counts as the slice of one
+    processor. Raises ValueError if the tf tensor's shape is unknown.
     """
     if isinstance(x, mtf.Tensor):
         return mtf.list_product(mesh_impl.slice_shape(x.shape)), tf.as_dtype(x.dtype)

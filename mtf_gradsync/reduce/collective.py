@@ -55,7 +55,7 @@ class CollectiveAllReduce(OneLevel):
 
     Two devices that start two collectives in different orders can wait for each other for ever. So
     all collectives of a graph (or of one branch or loop of a graph) run one after the other, in the
-    order in which they were built, and an operation that reads a sum waits until all members of the
+    order in which they were built. An operation that reads a sum waits until all members of the
     group have the sum. A session that fetches one sum therefore also runs all sums that were built
     before this one.
 

@@ -31,19 +31,19 @@ class GradientStrategy(Strategy):
     """A base class of strategies that reduce an optimizer's gradients in a way of their own.
 
     The gradients are reduced by `reduce_gradients`. All other sums, such as those of norms, of
-    flags and of the model itself, are made by `reducer`, and so they stay exact even if the
+    flags and of the model itself, are made by `reducer`. So these sums stay exact even if the
     reduction of gradients rounds. A subclass defines `reduce_gradients`. It also defines
     `gradient_state` if it keeps variables, such as compression errors, from step to step.
 
     Attributes:
-      reducer: the strategy of all other sums.
+      reducer: the strategy of all sums that are not gradients of an optimizer.
     """
 
     def __init__(self, reducer: Strategy | None = None):
         """Sets the strategy of all sums that are not gradients of an optimizer.
 
         Args:
-          reducer: the strategy of these other sums; None takes `FusedAllReduce()`.
+          reducer: the strategy of all sums that are not gradients; None takes `FusedAllReduce()`.
 
         Raises:
           TypeError: reducer is not a strategy.
@@ -191,8 +191,8 @@ class CompressedAllReduce(Strategy):
 
         Raises:
           TypeError: reducer is not a strategy.
-          ValueError: wire_dtype is none of these, or prescale is not a number from 2**-126 to
-            2**127.
+          ValueError: wire_dtype is none of these dtypes, or prescale is not a number from 2**-126
+            to 2**127.
         """
         self.reducer = check_strategy(FusedAllReduce() if reducer is None else reducer)
         self.compressed_dtype: tf.DType | None = _check_wire_dtype(wire_dtype)

@@ -431,11 +431,12 @@ class LowRankAllReduce(GradientStrategy):
 
 
 def _factor_shape(gradient: GradientOfCores, matrix: _Matrix) -> mtf.Shape:
-    """Returns the shape of the variable that keeps a gradient's factors Q, transposed.
+    """Returns the shape of the variable that keeps the transposed factors Q of a gradient.
 
-    The last dimensions of the variable are the rank and the gradient's dimensions that make the
-    columns of the matrix. If the layout splits dimensions that make the rows, the variable's first
-    dimensions number the slices of the gradient: each slice has its own Q.
+    A factor Q has the shape [columns, rank], and the variable has it as [rank, columns]: its last
+    dimensions are the rank and the gradient's dimensions that make the columns of the matrix. If
+    the layout splits dimensions that make the rows, the variable's first dimensions number the
+    slices of the gradient: each slice has its own Q.
     """
     slices = [
         mtf.Dimension(dim.name, dim.size // size)

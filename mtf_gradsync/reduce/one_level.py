@@ -56,8 +56,8 @@ class AllReduce(OneLevel):
         Args:
           algorithm: "add_n" or "ring". None takes the compiler's all-reduce on a SIMD mesh, and
             "add_n" elsewhere.
-          num_packs: the number of equal packs that all tensors, laid end to end, are split into;
-            the last one takes the rest.
+          num_packs: the number of equal packs that all tensors, laid end to end, are split into.
+            The last pack takes the elements that are left over.
           agg_small_grads_max_bytes: used if num_packs is 0: the size of the largest tensor that is
             packed with others, in bytes per processor.
           agg_small_grads_max_group: the largest number of tensors in such a pack; 0 packs none.
@@ -122,8 +122,8 @@ class ReductionToOneDevice(OneLevel):
           reduce_to_device: one of the mesh's devices, such as "/device:GPU:0", which adds up for
             every group of processors. None lets the devices of a group take turns.
           accumulation_fn: a function that adds up a list of tensors of one shape and dtype. It gets
-            bfloat16 and float16 values as float32. Equal inputs must give equal bits; a function
-            that returns tf.add_n(...) directly does so.
+            bfloat16 and float16 values as float32. For equal inputs it must give equal bits, as a
+            function does that returns tf.add_n(...) directly.
 
         Raises:
           ValueError: reduce_to_device is not a device string.
@@ -201,7 +201,7 @@ def plan_small_groups(num_bytes: Sequence[int], max_bytes: int, max_group: int) 
 
 
 def plan_packs(sizes: Sequence[int], num_packs: int) -> Packs:
-    """Returns a plan that splits all tensors, laid end to end, into `num_packs` equal packs.
+    """Returns `num_packs` equal packs, into which all tensors, laid end to end, are split.
 
     `sizes` has the number of elements of each tensor. The last pack takes the elements that are
     left over. If there are fewer elements than packs, there is one pack.
@@ -259,7 +259,7 @@ class Packer:
         return self.num_packs > 0 or (self.max_bytes > 0 and self.max_group > 0)
 
     def __call__(self, sizes: Sequence[int], itemsize: int) -> Packs:
-        """Returns a plan that packs tensors of one dtype: a list of packs, each a list of `Piece`s.
+        """Returns the packs of tensors of one dtype: a list of packs, each a list of `Piece`s.
 
         `sizes` has the number of elements of each tensor, and `itemsize` is the number of bytes of
         an element.

@@ -241,23 +241,24 @@ class QuantizedAllReduce(GradientStrategy):
 
     Each core cuts its gradients into blocks of `block_size` numbers and sends them as whole numbers
     of `bits` bits, with a bfloat16 scale for each block. A core receives its part of all gradients
-    from each member of its group (all-to-all), adds the parts up in float32, quantizes the sum in
-    the same way and sends it to all (all-gather). So all replicas have the same sums, to the bit.
-    A block of 256 numbers of 8 bits takes 258 bytes, 0.252 of the 1024 bytes that float32 takes.
+    from each member of its group (an all-to-all), and adds the parts up in float32. It quantizes
+    the sum in the same way, and sends it to all members (an all-gather). So all replicas have the
+    same sums, to the bit. A block of 256 numbers of 8 bits takes 258 bytes, 0.252 of the 1024 bytes
+    that float32 takes.
 
     **Error.** A number is off by at most half a scale. A scale is 1 / 127 of the largest absolute
-    value in its block (with 8 bits; 1 / 7 with 4 bits), and is itself rounded by up to 2**-8 of its
-    size. This error is made once in each core's gradient, and once in the sum. With
+    value in its block (with 8 bits; 1 / 7 with 4 bits). The scale is itself rounded, by up to 2**-8
+    of its size. This error is made once in each core's gradient, and once in the sum. With
     `error_feedback` a core adds both errors to its next gradient, so that all gradients are applied
     in the end.
 
     **Not finite.** If a block has a NaN or an infinity, the sum of the whole block is NaN, and
     cores keep no error of this block.
 
-    **Not quantized.** Gradients that blocks would not make half as large, such as vectors of up to
-    `block_size` / 2 numbers, and gradients that are not floats, are reduced by `reducer`. The size
-    that counts is that of a core's slice. `mtf_gradsync.reported(optimizer)` gives the compression
-    rate that is reached, and the log names the gradients that are not quantized.
+    **Not quantized.** Some gradients are reduced by `reducer`: those that are not floats, and those
+    that blocks would not make half as large, such as vectors of up to `block_size` / 2 numbers. The
+    size that counts is that of a core's slice. `mtf_gradsync.reported(optimizer)` gives the
+    compression rate that is reached, and the log names the gradients that are not quantized.
 
     On XLA devices the messages are an all-to-all and an all-gather of int8 and bfloat16. Programs
     that TensorFlow itself makes for TPUs have no all-gather, and send the same bytes by a second

@@ -281,9 +281,9 @@ class Strategy(abc.ABC):
             by the number of processors in a group.
           value: a `LaidOutTensor` with one slice for each processor.
           destinations: where the result is copied to. Any `LaidOutTensor` on the mesh stands for
-            all processors, each of which gets the result of its group. Otherwise it names devices,
-            which need not be on the mesh: a device string, a list of device strings, or a tf
-            variable, which stands for its device.
+            all processors, each of which gets the result of its group. Otherwise `destinations`
+            names devices, which need not be on the mesh: a device string, a list of device strings,
+            or a tf variable, which stands for its device.
           groups: the processors that are summed; None for all in one group. With devices as
             destinations there must be one group.
 
@@ -504,8 +504,8 @@ class FusedAllReduce(OneLevel):
             on a placement mesh; on a SIMD mesh 32 MiB if packed_bytes is given, and otherwise one
             group without buckets.
           packed_bytes: the size of the largest tensor that shares a bucket, in bytes per processor.
-            If it is None, all tensors that fit share buckets if bucket_bytes is given, and a
-            measured size is taken on a placement mesh if not.
+            If packed_bytes is None and bucket_bytes is given, all tensors that fit share buckets.
+            If both are None, a measured size is taken on a placement mesh.
 
         Raises:
           ValueError: a number is negative or not whole.

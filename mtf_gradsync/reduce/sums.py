@@ -1,7 +1,6 @@
 """Sums slices over groups of processors, on placement meshes and on SIMD meshes.
 
-Tensors are summed one by one, or in packs, each of which is summed as one tensor. A plan lists the
-packs.
+Tensors are summed one by one, or in packs, each of which is summed as one tensor.
 """
 
 from __future__ import annotations
@@ -207,10 +206,11 @@ def placement_sum_fn(
 ) -> SumFn:
     """Returns a function (values, groups, turns) that sums values over groups on a placement mesh.
 
-    The function is a `SumFn`. It calls `sum_group` for each value and group, with the value (a
-    `LaidOutTensor`), the processor numbers of the group's members, and a number that counts up from
-    group to group. By this number `sum_group` chooses the device that adds up, so that the devices
-    take turns. `sum_group` returns the sum for each member, as a list of tf tensors.
+    The function is a `SumFn`. It calls `sum_group` for each value and group. The arguments are the
+    value (a `LaidOutTensor`), the processor numbers of the group's members, and a number that
+    counts up from group to group. By this number `sum_group` chooses the device that adds up, so
+    that the devices take turns. `sum_group` returns the sum for each member, as a list of tf
+    tensors.
     """
 
     def sum_one(value: Any, groups: ProcessorGroups, turn: int) -> Any:
@@ -363,11 +363,11 @@ def plan_buckets(
 
 
 def packs_of_groups(groups: Sequence[Sequence[int]], sizes: Sequence[int]) -> Packs:
-    """Returns a plan with one pack for each group of tensors.
+    """Returns one pack for each group of tensors.
 
-    A plan is a list of packs, and a pack is a list of `Piece`s. Each group is a list of tensors'
-    indices, and the group's pack has all elements of these tensors. `sizes` has the number of
-    elements of each tensor.
+    A pack is a list of `Piece`s, which are ranges of tensors' elements. Each group is a list of
+    tensors' indices, and the group's pack has all elements of these tensors. `sizes` has the number
+    of elements of each tensor.
     """
     return [[Piece(i, 0, sizes[i]) for i in group] for group in groups]
 
@@ -406,7 +406,7 @@ MESSAGE_BYTES = 32 * 1024
 
 
 def plan_unpacked(sizes: Sequence[int], itemsize: int) -> Packs:
-    """Returns a plan (a list of packs) in which each tensor has its own pack.
+    """Returns a list of packs in which each tensor has its own pack.
 
     `sizes` has the number of elements of each tensor; `itemsize` is not used. The function is a
     `Planner`: it can be given to `packed_all_reduce`.
@@ -467,11 +467,11 @@ def _sum_packs(
     sum_fn: SumFn,
     turns: Iterator[int],
 ) -> list[Any]:
-    """Returns the sums of values over groups, made in the packs of a plan.
+    """Returns the sums of values over groups, made in the given packs.
 
-    `packs` is the plan: a list of packs, each a list of `Piece`s of `values`. Values that are in no
-    pack are returned as they are. `sum_fn` is called once, with all packs and a number of `turns`
-    for each pack.
+    `packs` is a list of packs, and each pack is a list of `Piece`s of `values`. Values that are in
+    no pack are returned as they are. `sum_fn` is called once, with all packs and a number of
+    `turns` for each pack.
     """
     pieces: dict[int, list[Piece]] = collections.defaultdict(list)
     for piece in itertools.chain.from_iterable(packs):

@@ -73,7 +73,7 @@ class Accumulators:
         Args:
           gradients: gradients that are per shard, reduced, or replicas' parts of reduced gradients,
             with the mask of what is added up.
-          slots: records the accumulators.
+          slots: the `SlotBook` in which the accumulators are recorded.
           dtype: the dtype of accumulators; None takes the gradient's dtype, but at least float32.
           checkpointed: whether checkpoints hold the sums.
           is_share: whether each shard's gradient is a term in the gradient of a mean over all
@@ -166,7 +166,7 @@ class Accumulators:
           due: a boolean scalar, whether the step makes an update.
           step: the step that is being built.
           gate: the gate that `add` returned.
-          divisor: a scalar by which the sums are divided once they are reduced; None for no
+          divisor: a scalar by which the sums are divided after they are reduced; None for no
             division. The sums are then cast to the dtypes of the gradients.
           weight: the sum of the weights by which gradients were multiplied; None without weights.
             The sums are then divided, by the divisor or else by `weight`, before they are reduced,

@@ -173,7 +173,7 @@ class StepBuilder(StepConditions):
 
         Args:
           stack: the completed stack.
-          slots: records the variables that the step creates.
+          slots: the `SlotBook` in which the variables that the step creates are recorded.
           arguments: the arguments for `apply_grads` of the inner optimizer, without gradients and
             variables.
           keeper: the optimizer that owns the slots: the inner optimizer of the stack, or an

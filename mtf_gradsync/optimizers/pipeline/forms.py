@@ -217,8 +217,8 @@ class GradientSet:
       variables: the mesh variables; for `StepBuilder.reduce_now` with `extra`, also pieces of
         variables (`VariablePiece`).
       form: the form of all gradients.
-      divisor: a scalar by which the gradients are divided once they are reduced; None for 1.
-      dtypes: for each gradient, the dtype to which it is cast once it is reduced, or None if it is
+      divisor: a scalar by which the gradients are divided after they are reduced; None for 1.
+      dtypes: for each gradient, the dtype to which it is cast after it is reduced, or None if it is
         not cast. None in place of the tuple if no gradient is cast.
       already_reduced: the positions of gradients that are reduced although the form is `PER_SHARD`,
         because shards are mixed in them. Sums of such gradients over several steps count as

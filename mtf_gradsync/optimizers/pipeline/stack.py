@@ -130,8 +130,8 @@ class Stage:
 
         Args:
           inside: the stages of all wrappers inside this stage's wrapper.
-          others: the stages of the first optimizer inside that is no wrapper, and of all optimizers
-            inside that one.
+          others: the stages of optimizers further inside: of the first optimizer that is no
+            wrapper, and of all optimizers inside it.
         """
         del inside, others
         return self
@@ -307,8 +307,9 @@ class Reduce(Stage):
       partition: how gradients are split, if each replica is to get only its part of them; None if
         each replica is to get full gradients.
       divides: what `describe` says about the division of the gradients; "" if they are not divided.
-      given: the form of the gradients that the stage gets. If it is `Form.REDUCED` or `Form.PART`,
-        they are sums of reduced gradients, which are only split or gathered, and divided.
+      given: the form of the gradients that the stage gets. If the form is `Form.REDUCED` or
+        `Form.PART`, the gradients are sums of gradients that were reduced before. The stage then
+        only splits or gathers these sums, and divides them.
     """
 
     reduction: Reduction

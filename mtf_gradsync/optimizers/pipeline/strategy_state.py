@@ -24,9 +24,9 @@ from mtf_gradsync.reduce.strategy import Compression, GradientOfCores, StateMake
 class VariablePiece:
     """A range of the numbers in each core's slice of a variable.
 
-    In a `GradientSet` a piece can stand in place of a variable. If a strategy keeps state in the
-    shape of the variable (errors of compression), the state is kept for the whole variable, and
-    each piece uses its range of the state.
+    In a `GradientSet` a piece can stand in place of a variable. A strategy may keep state in the
+    shape of the variable (errors of compression). Then the state is kept for the whole variable,
+    and each piece uses its range of the state.
 
     Attributes:
       variable: the variable.
@@ -284,7 +284,7 @@ def reduce_by_strategy(
       gradients: the gradients, not reduced yet.
       reduction: how to reduce them, by a strategy that reduces gradients.
       reduced_before: the variables whose gradients the step has reduced like this already.
-      slots: records the state.
+      slots: the `SlotBook` in which the state is recorded.
       extra: whether `gradients` holds other values than the step's gradients (outer steps reduce
         differences). A strategy may keep state for both: if the graph has a variable of a state's
         name already, the new name ends with the wrapper's name.

@@ -321,9 +321,9 @@ def fit_to_weights(
     these terms.
 
     The changed gradients have shard dims. A gradient is returned unchanged if the terms of its
-    shards cannot be recovered, and all gradients are if shards have no weights of their own. `axes`
-    are the replica axes, and `strategy` makes the sums over other mesh axes that per-shard
-    gradients need.
+    shards cannot be recovered. If shards have no weights of their own, all gradients are returned
+    unchanged. `axes` are the replica axes, and `strategy` makes the sums over other mesh axes that
+    per-shard gradients need.
     """
     of_shards = weights.of_shards
     if axes is None or of_shards is None or axes.num_shards == 1:
@@ -376,7 +376,7 @@ def with_weights(stack: Stack, axes: ReplicaAxes | None, slots: SlotBook) -> Sta
     Args:
       stack: a completed stack.
       axes: the replica axes of the shards that have weights; None if they are not known.
-      slots: records the variable that counts the skipped updates.
+      slots: the `SlotBook` in which the variable that counts the skipped updates is recorded.
     """
     outermost = stack.segments[0].reduction
     first = _WeighShards(outermost.strategy, axes)
