@@ -404,9 +404,9 @@ def _mesh_lines(mesh_shape: str, layout: str) -> list[str]:
 def _smaller_model_lines(most: dict[str, int]) -> tuple[list[str], str]:
     """Returns gin lines that make a large model smaller, and a text that names the changes.
 
-    `most` is a dictionary from the name of a parameter of the model's layers, such as "num_layers",
-    to the largest value that it may have in the smaller model. A parameter whose value is not
-    larger gets no line. If no parameter's value is larger, both results are empty.
+    `most` is a dictionary from the names of parameters of the model's layers, such as "num_layers",
+    to the largest values that they may have in the smaller model. A parameter whose value is not
+    larger than that gets no line. If no parameter gets a line, both results are empty.
     """
     lines, words = {}, {}
     for (scope, selector, parameter), given in bindings().items():

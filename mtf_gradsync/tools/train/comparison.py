@@ -203,9 +203,9 @@ def as_text(comparison: WrapperComparison, rows: bool = False) -> str:
 def _totals_by_label(report: CommunicationReport, parts: dict[str, Total]) -> dict[str, Total]:
     """Returns the lines of `_totals_table` for one step: a total for each label.
 
-    There is one total for the collectives of every step, one for those in branches, one for those
-    of an update step, one for each part of a training step, and one for each group of mesh axes.
-    `parts` has the totals of the parts of a step, by label.
+    One total is for the collectives of every step, one for those in branches, and one for those of
+    an update step. There is also a total for each part of a training step, and for each group of
+    mesh axes. `parts` has the totals of the parts of a step, by label.
     """
     return {
         "every step": report.every_step,

@@ -47,7 +47,7 @@ class ConfigStack(NamedTuple):
 
 
 class _Value(NamedTuple):
-    """A bound value, and as `key` the name of the parameter or macro that gin binds to it."""
+    """A bound value; `key` is the name of the parameter or macro to which gin binds it."""
 
     key: str
     value: Any
@@ -56,8 +56,8 @@ class _Value(NamedTuple):
 def follow_macros(key: str, value: Any) -> _Value:
     """Returns the value that a bound value stands for, and where gin binds it.
 
-    If `value` is a macro, such as %K, the result is the value of the macro (or of the last one, if
-    macros stand for macros), and the name of this macro. If `value` is no macro, the result is
+    If `value` is a macro, such as %K, the result is the value of the macro, and the macro's name.
+    If this value is a macro, too, it is followed in turn. If `value` is no macro, the result is
     `value` and `key`, the name of the parameter that `value` is bound to.
     """
     while isinstance(value, gin.config.ConfigurableReference) and str(value).startswith("%"):

@@ -76,8 +76,8 @@ def train_loop(
         timeline and the numbers of the first and the last step in it.
 
     Raises:
-      TrainingError: if the loss is not finite for too long (see `Patience`), the learning rate is
-        negative or not finite, too many steps make no update, or a step or a hook raises an
+      TrainingError: the loss is not finite for too long (see `Patience`); the learning rate is
+        negative or not finite; too many steps make no update; or a step or a hook raises an
         exception. In these cases no checkpoint is saved.
       DataError: if there is no batch for a step. A checkpoint of the steps before is saved.
     """
@@ -361,8 +361,8 @@ class Patience:
     """The rule of whether training goes on after a loss that is not finite.
 
     By default training ends after such a loss. If an optimizer of the stack skips gradients that
-    are not finite, training goes on, unless too many losses in a row are not finite while no update
-    is made (see `most_bad_losses`).
+    are not finite, training goes on. It ends then only after too many such losses in a row without
+    an update between them (see `most_bad_losses`).
     """
 
     def __init__(self, optimizers: Sequence[Any]):

@@ -329,8 +329,8 @@ class MetricsRecorder:
     def write(self, step: int, values: Mapping[str, Any]) -> None:
         """Adds the measurements of a step, by name.
 
-        A measurement is a number, or an array with a number for each shard. If its value is not
-        finite, it is written only if it is a loss.
+        A measurement is a number, or an array with a number for each shard. A measurement that is
+        not finite is written only if it is a loss.
         """
         scalars = split_by_shard(values)
         self._events.write(step, {_TAGS.get(name, name): x for name, x in scalars.items()})
@@ -345,7 +345,7 @@ class MetricsRecorder:
 
         The training loop calls `save_means` when it saves a checkpoint of `step`, which may be
         between two lines. A session that goes on from the checkpoint reads the sums and adds to
-        them, so that its first line has the same means as in a run that was not stopped.
+        them. So its first line has the same means as that line has in a run without a stop.
         """
         state = means.state()
         if state is not None:

@@ -132,8 +132,9 @@ def _data_binding_names(bindings: Mapping[str, str]) -> set[str]:
     """Returns the names of the bindings that define the examples of a run.
 
     `bindings` is a dictionary from the name of each binding of the run to the bound value, as text.
-    The result has the names of the bindings of the data set function and of the vocabulary, of the
-    parameters of functions that these bindings refer to, and of macros that they use.
+    The result has the names of the bindings of the data set function and of the vocabulary. It also
+    has the bindings of the parameters of functions that these refer to, and of macros that they
+    use.
     """
     found, todo = set[str](), [name for name in bindings if name.endswith(_OF_DATA)]
     while todo:

@@ -115,8 +115,8 @@ def stack_skips_not_finite(optimizers: Sequence[Any]) -> bool:
     """Returns whether a stack of optimizers can handle gradients that are not finite.
 
     The result is true if one of `optimizers` skips steps or shards with gradients that are not
-    finite, skips islands (see `skips_islands`), or needs to see gradients that are not finite, as
-    LossScaleOptimizer does.
+    finite, or skips islands (see `skips_islands`). It is also true if one of them needs to see
+    gradients that are not finite, as LossScaleOptimizer does.
     """
     stacks = map(stages_of, optimizers)
     by_stages = any(skips_not_finite(some) or needs_not_finite(some) for some in stacks)

@@ -145,8 +145,8 @@ def is_last_step() -> tf.Tensor:
     """Returns whether the training step that is being built is the last one of its run.
 
     With ``GradientAccumulationOptimizer.flush = @is_last_step`` the last step of a run makes an
-    update from all gradients that are accumulated then, even if these are of fewer than K
-    microbatch steps. If `train_steps` is raised later, the run goes on from this update.
+    update from all gradients accumulated so far. They may be of fewer than K microbatch steps. If
+    `train_steps` is raised later, the run goes on from this update.
 
     Returns:
       A boolean tf scalar: true on step `RunConfig.train_steps`.
@@ -247,9 +247,9 @@ def forward_loss(job: TrainingJob) -> mtf.Tensor:
 def steps_per_update(optimizers: Sequence[Any]) -> int:
     """Returns how many steps a stack makes for an update, or between two outer steps.
 
-    `optimizers` are the optimizers of the stack. The result is 1 if each step makes an update, if
-    the number of steps changes during training, or if the stack has both microbatch steps and outer
-    steps.
+    `optimizers` are the optimizers of the stack. The result is 1 if each step makes an update, or
+    if the number of steps changes during training. It is also 1 if the stack has both microbatch
+    steps and outer steps.
     """
     periods = []
     for one in optimizers:

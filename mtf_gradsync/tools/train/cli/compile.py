@@ -87,9 +87,9 @@ def compile_config(
 
     `topology` names the TPU, such as "v5e:2x4". `save_hlo` is a folder into which the program is
     written as text. With `update_not_split` the step is also compiled without splitting the update
-    over the cores, and with `compare_with_bare` a step with the innermost optimizer alone is
-    estimated, too. The step counter and the learning rate, which follows from the counter, stay
-    outside the program, on the host, as with TPUEstimator. Returns the result of `compile_for_tpu`.
+    over the cores. With `compare_with_bare` a step with the innermost optimizer alone is estimated,
+    too. The step counter and the learning rate, which follows from the counter, stay outside the
+    program, on the host, as with TPUEstimator. Returns the result of `compile_for_tpu`.
     """
     # Imported here because it takes seconds, which `--help` need not wait for.
     from mtf_gradsync.extension import tf

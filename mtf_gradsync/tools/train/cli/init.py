@@ -97,10 +97,10 @@ def _split_arguments(
 ) -> tuple[Sequence[str], Sequence[str]]:
     """Splits the arguments after --text into two lists: text files, and CONFIG and FILE.
 
-    The first argument is always a text file. Of the others, CONFIG is the first one that ends in
-    .gin, or that names no file on the disk and is spelled like one of `configs`, or almost so.
-    CONFIG and all arguments after it are the second list. Without a CONFIG the second list is
-    empty.
+    The first argument is always a text file. CONFIG is the first other argument that names a
+    config: it ends in .gin, or it names no file on the disk and is spelled like one of `configs`,
+    or almost so. CONFIG and all arguments after it are the second list. Without a CONFIG the second
+    list is empty.
     """
     for at, name in enumerate(given):
         is_config = not Path(name).exists() and difflib.get_close_matches(name, configs, 1, 0.8)
@@ -113,8 +113,8 @@ def _name_of_run(text: str) -> str:
     """Returns a name for a run that trains on the text file named `text`: "novel" for a/novel.txt.
 
     Characters that are special to shells, gin or TensorFlow are replaced. If a config of the
-    package has the same name, "_text" is added to the name of the run, because the new config may
-    include the package's config.
+    package has the same name, "_text" is added to the name of the run: the new config may include
+    the package's config, and needs a name of its own.
     """
     name = re.sub(r"[^\w.-]+", "_", Path(text).stem).strip("_.-") or "text"
     return f"{name}_text" if (configs_dir() / f"{name}.gin").exists() else name

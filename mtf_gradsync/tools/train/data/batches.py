@@ -1,8 +1,8 @@
 """Draws the batches of a training run outside of the training step, and checks them.
 
 A session of its own takes each batch from the data set; the batch is then fed to the training step.
-An error while a batch is taken is therefore reported as an error of the data, on every runtime,
-before any part of the step has run.
+So an error while a batch is taken occurs before any part of the step has run. On every runtime it
+is reported as an error of the data.
 """
 
 from __future__ import annotations
