@@ -523,9 +523,10 @@ def adapt_checkpoint(path: str, directory: str, drop_sums: bool = False) -> str:
 
     Raises:
       ValueError: when an optimizer's state in the checkpoint differs from the graph's in more than
-        shards and islands. (TensorFlow's own Saver would restore a resource variable of another
-        shape without an error.) Also when the checkpoint has sums of microbatch steps, but the
-        graph has no accumulators, because its backward_passes_per_step is 1.
+        shards and islands. TensorFlow's own Saver would restore a resource variable of another
+        shape without an error. A ValueError is also raised when the checkpoint has sums of
+        microbatch steps, but the graph has no accumulators, because its backward_passes_per_step
+        is 1.
     """
     saved = SavedCheckpoint(path)
     if not drop_sums:

@@ -26,9 +26,9 @@ class Measured(NamedTuple):
 class StepMeans:
     """The means over the training steps since the last line of the log.
 
-    The loss of an update is the mean over all of its microbatches. So, if the newest update has
-    more microbatch steps than were made since the last line of the log, the means are over all
-    microbatch steps of this update.
+    The loss of an update is the mean over all of its microbatches. But only some of the newest
+    update's microbatch steps may have been made since the last line of the log. Then the means are
+    over all microbatch steps of this update.
     """
 
     def __init__(self, denominator: float = 1.0):

@@ -185,9 +185,10 @@ def frame_leaders(meetings: Iterable[Meeting]) -> dict[tuple[str, int], int]:
     A frame is TensorFlow's name for one execution of a loop. Cores that exchange data inside a loop
     iterate together, in the frame of the core with the lowest number among them. The result's keys
     are pairs of a loop's frame name and a core's number; the value is the number of the core whose
-    frame this core uses. A core whose pair is missing has its own frame. Cores that exchange
-    nothing must not share a frame, because the loop may be in a branch that only some groups of
-    cores take: a frame is executed as a whole or not at all.
+    frame this core uses. A core whose pair is missing has its own frame.
+
+    Cores that exchange nothing must not share a frame, because a frame is executed as a whole or
+    not at all. The loop may be in a branch that only some groups of cores take.
     """
     groups: dict[str, list[tuple[int, ...]]] = {}
     for meeting in meetings:
@@ -215,8 +216,8 @@ def find_agreements(facts: GraphFacts, meetings: Iterable[Meeting]) -> dict[str,
     """Returns, by predicate, on which groups of cores the predicate must have one value.
 
     `meetings` are the operations that cores have to reach together. If such an operation is inside
-    a conditional or loop, all cores of a group of the operation must agree: the predicate of the
-    conditional or loop must have the same value on these cores.
+    a conditional or loop, all cores of a group of the operation must agree. They agree if the
+    predicate of the conditional or loop has the same value on these cores.
     """
     found: dict[tuple[str, tuple[int, ...]], Agreement] = {}
     for meeting in meetings:

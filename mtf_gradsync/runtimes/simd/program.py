@@ -436,7 +436,7 @@ def tpu_program(
       mesh_shape: Mesh-TF's mesh shape: a string such as "batch:4;model:2", or a Shape.
       layout: Mesh-TF's layout: a string such as "batch:batch;d_ff:model", or LayoutRules.
       logical_to_physical: the number of the physical core of each logical core, a permutation. By
-        default both numbers of a core are the same.
+        default a physical core has the same number as its logical core.
 
     Yields:
       The `Program`.

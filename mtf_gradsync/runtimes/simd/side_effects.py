@@ -134,9 +134,9 @@ class Effects(NamedTuple):
     Attributes:
       after: by the name of a node, the nodes of the same program that it has to wait for. A core's
         copy of the node waits for these nodes on the same core.
-      after_all_cores: by the name of a node, further nodes that it has to wait for, because one of
-        them writes to a shared variable, or the node itself does. A core's copy of the node waits
-        for these nodes on all cores.
+      after_all_cores: by the name of a node, further nodes that it has to wait for. A core's copy
+        of the node waits for these nodes on all cores, because a variable that all cores share is
+        written.
       last: by the name of a program, the nodes that have to run before the program is done.
       shared_writes: the nodes that write to variables of which all cores see one copy (a global
         step on the host). All cores compute the same new value, and one core writes it.

@@ -161,8 +161,8 @@ def _sent_by_fused_all_reduce(all_reduce: Instruction, size: int) -> tuple[str, 
 
     The kind is "reduce-scatter" if operations only cut parts out of the result of the all-reduce.
     It is "all-gather" if the operands of the all-reduce are parts that were written into arrays of
-    zeros. Otherwise it is "all-reduce". The bytes are those that a core gives to the collective.
-    `size` is the number of bytes of the all-reduce's operands.
+    zeros. In all other cases it is "all-reduce". The bytes are those that a core gives to the
+    collective. `size` is the number of bytes of the all-reduce's operands.
     """
 
     def only_slices(value: Instruction) -> bool:

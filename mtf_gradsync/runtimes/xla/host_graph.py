@@ -119,7 +119,7 @@ class HostGraph:
 
         Args:
           name: the name of the tensor or operation to fetch, in the user's graph.
-          per_replica: whether the values on all cores are wanted; otherwise only the value on the
+          per_replica: whether the values on all cores are wanted; if False, only the value on the
             first core is wanted.
           cores: the cores of the program; the source says which of this process's cores to ask.
 

@@ -46,11 +46,11 @@ def exchanges_of(
     is alone are left out.
 
     Args:
-      compiled: the collectives of the compiled program. The result has those of them that are
-        outside loops. Unlike those of `report`, they are as the compiler has merged them.
-      report: the collectives of the program before compilation. The result has those of them that
-        are inside loops, because the report says how many iterations a loop has. A loop counts as
-        one iteration if the number is unknown.
+      compiled: the collectives of the compiled program. Collectives outside loops are taken from
+        this list, because the compiler may have merged some of them.
+      report: the collectives of the program before compilation. Collectives inside loops are taken
+        from this report, because it says how many iterations a loop has. A loop counts as one
+        iteration if the number is unknown.
       axes: a mapping from the groups of cores along mesh axes (a set of sets of core numbers) to
         the axes' names, joined by "+". The function `groups_by_axes` returns such a mapping.
       cores: the number of cores.

@@ -187,9 +187,10 @@ class Plan:
     """The result of planning: the predicted cost of a training step on each mesh and machine.
 
     Attributes:
-      rows: the possible meshes. Rows with a `PlanRow.doubt` come last. Otherwise, programs that fit
-        into memory come before those that do not. Rows that are alike in both are sorted by the
-        time for a token (or for a step, if the number of tokens is unknown), the shortest first.
+      rows: the possible meshes. Rows with a `PlanRow.doubt` come after all rows without one. Within
+        each of these two groups, programs that fit into memory come before programs that do not.
+        Rows that are alike in both are sorted by the time for a token (or for a step, if the number
+        of tokens is unknown), the shortest first.
       refused: the meshes that are not possible, with the reasons.
       is_partial: whether planning was stopped before all meshes were planned.
       not_reached: the number of meshes that were not planned before the stop.

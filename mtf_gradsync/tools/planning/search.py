@@ -427,9 +427,9 @@ def _times_with_fewer_messages(work: _LoweredCandidate, alone: float) -> tuple[F
 def _roofline(cost: CostEstimate, machine: Machine) -> float | None:
     """Returns the least seconds that a step's operations can take on a core, without the links.
 
-    The result is the longer of two times: that of the step's floating-point operations at the
-    core's peak, and that of the step's bytes at the memory's bandwidth. It is None if the machine's
-    rates are unknown. `cost` has the compiler's counts of operations and bytes.
+    The result is the longer of two times: the time of the step's floating-point operations at the
+    core's peak, and the time of the step's bytes at the memory's bandwidth. It is None if the
+    machine's rates are unknown. `cost` has the compiler's counts of operations and bytes.
     """
     peak, bandwidth = machine.peak_flops_per_core, machine.bytes_per_second_per_core
     if not peak or not bandwidth:
