@@ -70,7 +70,7 @@ _COMPILED_LAYERS = 2
 
 
 class BestDivision:
-    """A search for the best division of the training that gin describes, which it also proves."""
+    """A search for the best division of the training that gin describes, with a proof of it."""
 
     def __init__(self, layouts: Sequence[str], most_steps: int):
         """Reads gin's configuration; raises ConfigError if --best cannot divide its training.

@@ -305,8 +305,8 @@ def _bar_pieces(
 
     There is a bar for each step over each of `axes`, which are names of mesh axes or of groups of
     mesh axes. A piece is a tuple: the label of its color, whether its collectives are in a branch,
-    and their total. `sides` is a dictionary from the title of a step to the step's reports, and
-    these are in a dictionary by the label of their color.
+    and their total. `sides` has a dictionary for each step, by the step's title: the step's
+    reports, by the label of their color.
     """
     bars: dict[str, _Bar] = {}
     for axis in axes:

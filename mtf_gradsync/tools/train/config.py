@@ -80,7 +80,7 @@ def check_callable(name: str, value: Any, example: str, optional: bool = False) 
     """Raises ConfigError unless the binding `name` of ``train.run`` is a class or function.
 
     `value` is the value that the binding gives; with `optional` it may also be None. `example` is a
-    right value, which the error's message names.
+    valid value, which the error's message names.
     """
     if callable(value) or (optional and value is None):
         return

@@ -48,8 +48,8 @@ def run_on_processes(
 
     Training does not begin unless all processes have the same schedule and the same `settings`:
     numbers by name, such as {"--steps": 10}. Each process except process 0 prints a line that says
-    what process 0 does alone: by default "evaluates, and writes to" the directory, else the text
-    `first_does`.
+    what process 0 does alone. `first_does` is the text of this; by default it is "evaluates, and
+    writes to" the directory.
 
     Raises:
       ConfigError: if a setting cannot work.
@@ -117,7 +117,8 @@ def _choose_on_all_processes(processes: xla.Processes, choose: Callable[[], Star
 def _end_by_signal(number: int) -> None:
     """Raises the exception that ends this process as the signal `number` would.
 
-    It is a handler for `StopSignal`, needed because jax may have a handler that ignores SIGTERM.
+    The function is a handler for `StopSignal`. It is needed because jax may have a handler that
+    ignores SIGTERM.
     """
     raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
 

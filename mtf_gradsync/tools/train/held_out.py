@@ -27,7 +27,7 @@ _BASELINE_BATCHES = 100
 
 
 class Improvement:
-    """The lowest held-out loss of a run, and the rule that ends the run if it falls no further."""
+    """The lowest held-out loss of a run, and the rule that ends a run whose loss falls no more."""
 
     def __init__(self, rows: Sequence[Mapping[str, Any]], most_steps: int | None):
         """Begins with the held-out losses in `rows`, the lines of a metrics file.

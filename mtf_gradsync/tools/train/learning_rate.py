@@ -117,8 +117,8 @@ def rate_of_step(learning_rate: LearningRate, step: tf.Tensor) -> Any:
 def _check_schedule(function: Callable[..., Any], by_name: bool) -> None:
     """Raises ConfigError for a function that does not accept a step and a number of steps.
 
-    With `by_name` the function has to accept the keywords ``step`` and ``total_train_steps``,
-    otherwise the two numbers by position.
+    If `by_name` is True, the function has to accept the keywords ``step`` and
+    ``total_train_steps``. If not, it has to accept the two numbers by position.
     """
     try:
         signature = inspect.signature(function)

@@ -36,8 +36,8 @@ class Ended(NamedTuple):
 def check_pages_installed() -> None:
     """Raises a ConfigError if a library that pages need is missing.
 
-    A run calls `check_pages_installed` at its beginning. So it does not fail at its end, when it
-    writes the page.
+    A run calls `check_pages_installed` at its beginning. So a missing library does not stop the run
+    at its end, when the page is written.
     """
     check_library("jinja2", f"writing {REPORT_FILE}")
     check_library("matplotlib", "drawing pictures")

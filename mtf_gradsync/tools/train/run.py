@@ -76,7 +76,7 @@ class Accepted(NamedTuple):
     """The unusual checkpoints from which a run may go on, as the user has allowed by flags.
 
     If `differences` is true, the run may go on from a checkpoint of another configuration. If
-    `damage` is true, it may go on from an older checkpoint if the newest one is damaged.
+    `damage` is true and the newest checkpoint is damaged, the run may go on from an older one.
     """
 
     differences: bool = False

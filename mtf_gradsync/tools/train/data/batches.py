@@ -172,8 +172,9 @@ class TrainingBatches:
     def _skip_used_examples(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
         """Returns `dataset` without its first examples, which the run has used before.
 
-        How many these are is fed when the data set's iterator begins. For the progress bar, the
-        variable `_drawn` counts all examples that are taken from `dataset`, also skipped ones.
+        The number of these examples is fed when the data set's iterator begins. For the progress
+        bar, the variable `_drawn` counts all examples that are taken from `dataset`, also skipped
+        ones.
         """
         self._drawn = drawn = tf.get_variable(
             "mtf_gradsync/drawn",

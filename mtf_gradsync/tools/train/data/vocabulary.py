@@ -13,7 +13,7 @@ EOS_ID = 1
 
 @gin.configurable(module="mtf_gradsync.train")
 class ByteVocabulary:
-    """UTF-8 bytes as tokens, after a few ids with a meaning of their own.
+    """A vocabulary of UTF-8 bytes as tokens; a few ids before them have meanings of their own.
 
     Id 0 is padding, for which Mesh-TensorFlow counts no loss. Id 1 ends a document, id 2 is
     reserved, and byte ``b`` has the id ``b + 3``. ByT5 numbers bytes in the same way. Any object
