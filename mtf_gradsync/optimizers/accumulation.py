@@ -114,8 +114,8 @@ class GradientAccumulationOptimizer(ReportsSkips):
     The state is in the variables `<variable>/gradient_accumulator`, one for each variable, and in
     the counters `<name>/mini_step` (microbatch steps in the sums), `<name>/update_step` (updates)
     and `<name>/skipped` (skipped microbatch steps). With max_steps_without_update there is
-    `<name>/waiting`, the number of microbatch steps since the last update, and if gradients have
-    weights, `<name>/weight` is the sum of the weights in the accumulators.
+    `<name>/waiting`, the number of microbatch steps since the last update. If gradients have
+    weights, there is `<name>/weight`, the sum of the weights in the accumulators.
 
     Attributes:
       accumulate: how gradients accumulate, "local", "synced" or "sharded"; None if the choice is

@@ -137,7 +137,8 @@ class CrossShardOptimizer(Wrapper):
           group_assignment: groups of shards that sum with each other: equally long lists of shard
             numbers, together a permutation of range(num_shards). None puts all shards into one
             group. Groups are for variables that have the shard dims: each shard has its own copy of
-            such a variable. A variable that all shards share is then an error.
+            such a variable. With groups, a gradient of a variable that all shards share is an
+            error.
           learning_rate: the learning rate for opt; only if opt is a class or factory.
           axes: the replica axes (`ReplicaAxes`); or give mesh_shape and layout. Without either
             shard dims are recognised by their names.

@@ -455,9 +455,9 @@ def _sum_contributions(
     """Makes every reduced gradient in a set the sum of the contributions to this step.
 
     A gradient that can be computed again from sums over the replicas is computed without the terms
-    of skipped replicas. Any other reduced gradient is the mean over all replicas, as replicas
-    cannot be told apart in it: it is multiplied by the number of contributions, or by their weight.
-    Per-shard gradients stay as they are.
+    of skipped replicas. In any other reduced gradient, replicas cannot be told apart. Such a
+    gradient is the mean over all replicas, and is multiplied by the number of contributions or by
+    their total weight. Per-shard gradients stay as they are.
 
     Args:
       gradients: the gradients of the step, with the mask of replicas.

@@ -53,7 +53,8 @@ class Accumulators:
     Attributes:
       weight_state: the variable with the total weight of the gradients in the accumulators; None
         without weights.
-      weight: its value with this step's gradients, a float32 scalar; None without weights.
+      weight: the total weight with this step's gradients included, a float32 scalar; None without
+        weights.
     """
 
     def __init__(
@@ -250,8 +251,8 @@ def without_skipped(gradients: GradientSet, skip: mtf.Tensor) -> GradientSet:
 def masked(gradients: GradientSet, with_zeros: bool = True) -> GradientSet:
     """Returns gradients as their mask says: times their weights, zeros in place of skipped ones.
 
-    Without `with_zeros`, skipped gradients stay as they are. If the mask is one of shards, so do
-    gradients that are reduced already.
+    Without `with_zeros`, skipped gradients stay as they are. If the mask is one of shards,
+    gradients that are reduced already stay as they are, too.
     """
     mask, weights = gradients.mask, gradients.weights
     assert mask is not None

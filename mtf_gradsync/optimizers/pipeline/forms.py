@@ -167,7 +167,7 @@ class Mask(NamedTuple):
         islands that are not skipped, or 1 or 0 for the step as a whole.
       weight: the weight of these contributions, a float32 scalar; None without weights.
       skipped: the gradients that are skipped, which may hold NaNs: a boolean scalar for all
-        gradients of the step, or `[shard dims...]`; None if none are.
+        gradients of the step, or `[shard dims...]`; None if no gradient is skipped.
       asked: boolean `[shard dims...]`: the shards that are not skipped if their gradients are
         finite; None if the mask does not say which shards these are.
     """

@@ -16,7 +16,8 @@ stack. `StepBuilder` makes the operations of the completed stack, stage by stage
    branch for each.
 
 A stage that adds up gradients says in the same way, by a field of the set of gradients (`Mask`),
-which steps or shards it skips: zeros, weights, and what outer stages are told follow from the mask.
+which steps or shards it skips: from the mask follow the zeros in place of skipped gradients, the
+weights, and what outer stages are told.
 """
 
 from __future__ import annotations
