@@ -226,7 +226,7 @@ class SavedCheckpoint:
         """Returns how a variable differs in the checkpoint; None if it does not.
 
         `variable` is the graph's tf variable, and `note` is the note with which a wrapper has said
-        how its value is to be converted.
+        how the variable's value is to be converted.
         """
         name, shape = variable.op.name, tuple(variable.shape.as_list())
         dtype = variable.dtype.base_dtype
@@ -515,7 +515,8 @@ def adapt_checkpoint(path: str, directory: str, drop_sums: bool = False) -> str:
       directory: a directory to write to, made if it is missing. The new checkpoint has the name of
         the old one, or "<name>-resharded" if `directory` is the directory of the old one.
       drop_sums: whether sums of gradients for which the graph has no accumulators are dropped: the
-        copy has zeros in their place. If False, such sums are an error.
+        copy has zeros in their place. If it is False, a checkpoint with such sums is refused by a
+        ValueError.
 
     Returns:
       The path of the checkpoint to restore: `path` itself if everything in it fits the graph, else

@@ -182,8 +182,8 @@ def _checks_of_shapes() -> list[tf.Operation]:
 def init_from_checkpoint(initialize: Callable[..., None], *args: Any, **kwargs: Any) -> None:
     """Initializes variables from a checkpoint; wrappers' state keeps its own initial values.
 
-    This function is called in place of TensorFlow's `init_from_checkpoint`, also by
-    `tf.train.warm_start`. Its argument `initialize` is TensorFlow's function, and its other
+    This function is called in place of TensorFlow's `init_from_checkpoint`, which users and
+    `tf.train.warm_start` call. Its argument `initialize` is TensorFlow's function, and its other
     arguments are those of `init_from_checkpoint`. A warning names the variables of wrappers that
     the checkpoint would have initialized.
     """

@@ -230,8 +230,9 @@ def choose_runtime(
     """Returns the runtime that a user chose by its name.
 
     `argument` is the name of the user's setting, for errors, and `known` are the names that the
-    setting takes. If "fastest" is among these names, it stands for the runtime `fastest`; if
-    `fastest` is None, it stands for the fastest runtime that this environment has.
+    setting takes. If "fastest" is among these names, it stands for the runtime `fastest`. If the
+    argument `fastest` is None, the name "fastest" stands for the fastest runtime that this
+    environment has.
 
     Raises:
       ValueError: when no runtime has this name, or the runtime does not run in this environment.

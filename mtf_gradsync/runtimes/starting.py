@@ -277,7 +277,7 @@ def choose_checkpoint(
 def start_from_newest(model_dir: str) -> Start:
     """Returns the `Start` from the checkpoint that a directory's state file names as the newest.
 
-    No checkpoint is read, so that damage is not found, and the `step` of the result is 0. Without a
+    No checkpoint is read. So damage is not found, and the `step` of the result is 0. If there is no
     checkpoint, the result is an empty `Start`.
     """
     kept = _paths_in_state_file(model_dir)

@@ -45,10 +45,10 @@ def kernel_devices(op_type: str) -> frozenset[str]:
 def bind_to_loopback(port: int) -> None:
     """Makes a server's port reachable from this machine only; raises OSError if it cannot.
 
-    TensorFlow's servers listen on "0.0.0.0", and no setting of TensorFlow changes that. Connections
-    that were made before the call are closed. Call this function after the server's constructor, in
-    which the server begins to listen, and before the server is started. A server that is not
-    started executes no request.
+    TensorFlow's servers listen on all addresses of a machine ("0.0.0.0"), and no setting changes
+    this. Connections that were made before the call are closed. Call this function after the
+    server's constructor, in which the server begins to listen, and before the server is started. A
+    server that is not started executes no request.
     """
     if not hasattr(socket, "SO_BINDTODEVICE"):
         raise OSError(f"A system like {sys.platform} cannot bind a socket to a device")

@@ -208,7 +208,7 @@ class Host:
         """Ends the start with an error in this process, in the caller, and in all that have come.
 
         `connection` is the connection to the caller that is refused; None if there is no such
-        caller. `reason` is the text of the error, and `error` its class.
+        caller. `reason` is the text of the error, and `error` is the error's class.
         """
         missing = error is MissingProcessesError
         for other in [connection, *(c for _, c in self._arrived.values())]:

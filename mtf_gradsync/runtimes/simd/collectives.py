@@ -140,7 +140,7 @@ def _names_in_report(
 
     The name of a stack in `variables` is replaced by the names of the variables in the stack;
     `stacked`, the result of `_names_in_stacks`, has these names. `trainable` are the names of the
-    graph's trainable variables. If no name is that of a trainable variable, all names are returned.
+    graph's trainable variables. If none of the variables is trainable, all names are returned.
     """
     names = [name for v in variables for name in stacked.get(v, [v])]
     # Without the lowering, a stack is known by the name of its first variable.

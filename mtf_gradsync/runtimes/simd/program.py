@@ -183,8 +183,8 @@ def session_on(
 def made_up_device_assignment(num_replicas: int) -> Any:
     """Returns a ``DeviceAssignment`` of imaginary cores, in lexicographic order.
 
-    The cores have the form of a TPU v2 or v3 slice. Two cores are on a chip, or one if the number
-    of cores is odd. The chips are in a rectangle that is as square as it can be.
+    The cores are arranged as in a TPU slice of generation v2 or v3. Two cores are on a chip, or one
+    if the number of cores is odd. The chips are in a rectangle that is as square as it can be.
     """
     cores = 2 if num_replicas % 2 == 0 else 1
     chips = num_replicas // cores

@@ -229,7 +229,7 @@ def start_processes(
       timeout: seconds to wait for the other processes.
       silence: seconds without a heartbeat after which a process counts as lost.
       settings: settings that have to be equal in all processes, such as the number of steps, by the
-        names that users know. Values are numbers, texts, and what else JSON can hold.
+        names that users know. Values are numbers, texts, or other things that JSON can hold.
 
     Returns:
       A context manager; close it when the work is done.

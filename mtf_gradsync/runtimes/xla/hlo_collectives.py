@@ -32,8 +32,8 @@ class HloCollective:
     Attributes:
       operation: the kind of collective, as in "all-reduce"; one of `COLLECTIVES`. If the TPU
         compiler divides the update of a variable over cores, it fuses an all-reduce with other
-        operations. An all-reduce whose result is only cut into parts is listed as "reduce-scatter",
-        and an all-reduce whose operands are made of parts as "all-gather".
+        operations. An all-reduce whose result is only cut into parts is listed as "reduce-scatter".
+        An all-reduce whose operands are made of parts is listed as "all-gather".
       name: the instruction's name in the module.
       bytes_per_core: bytes that one core gives to the collective, without the padding of the TPU's
         memory layout.

@@ -29,8 +29,8 @@ def bindings_that_call(name: str) -> list[str]:
     """Returns which bindings call the configurable `name`, such as ["CrossShardOptimizer.opt"].
 
     A binding calls a configurable if its value contains the reference ``@name()``, with
-    parentheses. `name` has no module in front. In the result a binding with a scope begins with the
-    scope and a slash.
+    parentheses. `name` is the configurable's name without its module. In the result a binding with
+    a scope begins with the scope and a slash.
     """
     return [
         f"{scope}/{gin.config._REGISTRY.minimal_selector(selector)}.{parameter}".lstrip("/")

@@ -223,8 +223,8 @@ class _Search:
         """Builds the program of the candidates in `group`, which have one mesh shape and layout.
 
         Returns:
-          An entry with the lowered program for each candidate. If `build` refuses the mesh, the
-          candidates are noted as refused and the result is empty.
+          A list with an entry for each candidate, which has the lowered program. If `build` refuses
+          the mesh, the candidates are noted as refused and the list is empty.
         """
         first, started = group[0], time.monotonic()
         try:

@@ -189,7 +189,8 @@ def check_recorded(recording: Recording, advice: str) -> Recording:
 def method_replaced(owner: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None]:
     """Replaces the method `name` of the object `owner` inside a ``with`` block.
 
-    `make` is a function that takes the old method and returns the new one, which may call it.
+    `make` is a function that takes the old method and returns the new method. The new method may
+    call the old one.
     """
     # Not None if another recording has replaced the method, too.
     own = vars(owner).get(name)

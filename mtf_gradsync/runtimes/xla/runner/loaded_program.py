@@ -21,9 +21,10 @@ def run_after_last_program(
 ) -> list[DeviceValues]:
     """Starts a program by a call of `run`; keeps the program from overlapping the last program.
 
-    The last program is the one that this function has started before. If the new program takes one
-    of the last program's results, the devices themselves wait for this result. If not, this process
-    first waits until the last program has ended; an error of the last program is raised here.
+    The last program is the one that the previous call of this function has started. If the new
+    program takes one of the last program's results, the devices themselves wait for this result. If
+    not, this process first waits until the last program has ended; an error of the last program is
+    raised here.
 
     `run` is called with `arguments`, the values that the new program takes. Returns what `run`
     returns: the new program's results, which may not be computed yet.

@@ -52,8 +52,8 @@ class Input(NamedTuple):
 class Fetched(Mapping):
     """The values that a step returned, by name. Reading a value waits for the step.
 
-    The value of a name is the one on this process's first core. `per_core` returns the values on
-    all cores of this process.
+    This mapping has, for each name, the value on this process's first core. The method `per_core`
+    returns the values on all cores of this process.
     """
 
     def __init__(self, values: Mapping[str, DeviceValues]):

@@ -56,10 +56,10 @@ def compile_for_tpu(
     Args:
       program: what `tpu_program` yielded, with the whole model built.
       fetches: tensors of the program that a step returns, such as the loss.
-      topology: TPU generation and chips, as in "v3:2x2", or a slice of Google Cloud, as in "v4-8".
-        It must have as many cores as the program's mesh. A "v3" chip has two cores. A "v4" chip
-        counts as one core, as users run it; with "/two_cores" ("v4:2x2x1/two_cores") it counts as
-        two.
+      topology: TPU generation and chips, as in "v3:2x2", or Google Cloud's name of a TPU slice, as
+        in "v4-8". It must have as many cores as the program's mesh. A "v3" chip has two cores. A
+        "v4" chip counts as one core, as in the runtimes of TensorFlow and JAX; with "/two_cores"
+        ("v4:2x2x1/two_cores") it counts as two cores.
       save_hlo: a folder to write ``before.hlo.txt`` and ``after.hlo.txt`` to.
       bare: the program of the same model with the bare optimizer, for comparison. Its estimate has
         the name "bare" in the answer.
@@ -138,7 +138,8 @@ def compile_lowered(
 
     Args:
       lowered: the program.
-      topology: TPU generation and chips, as in "v3:2x2", or a slice of Google Cloud, as in "v4-8".
+      topology: TPU generation and chips, as in "v3:2x2", or Google Cloud's name of a TPU slice, as
+        in "v4-8".
       save_hlo: a folder to write ``before.hlo.txt`` and ``after.hlo.txt`` to; None for no files.
       others: the StableHLO of further programs to estimate, by name. If it is None, the program
         itself is estimated with all conditions true, and with all conditions false.

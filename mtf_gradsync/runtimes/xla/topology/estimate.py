@@ -161,8 +161,8 @@ def with_conditions(module: str, value: bool) -> str | None:
 def _replace_by_branch(conditional: Any, branch: int) -> None:
     """Replaces a conditional, an MLIR operation, by the operations of one of its branches.
 
-    `branch` is the branch's number: 0 is the branch that runs if the condition is true. Making the
-    condition a constant is not enough: the compiler keeps conditionals that have collectives.
+    `branch` is the branch's number: 0 is the branch that runs if the condition is true. (A constant
+    condition would not be enough, because the compiler keeps conditionals that have collectives.)
     """
     *operations, last = conditional.regions[branch].blocks[0].operations
     for operation in operations:
