@@ -167,8 +167,8 @@ class LossScaleOptimizer(ReportsSkips):
     `SyncReplicasOptimizer` skips the gradient's shard and another shard contributes.
 
     The state is in the variables `<name>/scale`, `<name>/good_steps` (updates in a row since the
-    scale changed) and `<name>/skipped` (skipped steps), and, if max_steps_without_update is given,
-    `<name>/waiting` (steps since the last update).
+    scale changed) and `<name>/skipped` (skipped steps). If max_steps_without_update is given, there
+    is also `<name>/waiting` (steps since the last update).
 
     References:
       Micikevicius et al., "Mixed precision training", 2018;

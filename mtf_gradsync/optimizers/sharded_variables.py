@@ -213,10 +213,10 @@ def shapes_of_split_slot(
     because the optimizer needs the variable's own shape.
 
     `shape` is the slot's shape, and `axes` are the replica axes. The replaced dimension is the
-    first that fits: a mesh axis splits it, and its size is a multiple of the product of this axis's
-    size and the sizes of all replica axes that do not split the slot yet. The result is None if
-    there is no such dimension, if the slot is split over all replica axes already, or if it has
-    fewer elements than `min_size`.
+    first that meets two conditions. A mesh axis splits it. And its size is a multiple of a product:
+    the size of this axis, times the sizes of all replica axes that do not split the slot yet. The
+    result is None if there is no such dimension, if the slot is split over all replica axes
+    already, or if it has fewer elements than `min_size`.
     """
     free = [d for d in axes.free_shard_dims(shape) if d.size > 1]
     if not free or shape.size < min_size:

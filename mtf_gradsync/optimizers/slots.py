@@ -125,7 +125,7 @@ class SlotOwners(PlanExtension):
     ) -> None:
         """Records the keeper of slots; raises ValueError if a slot has another keeper already.
 
-        If a slot has another keeper already, but neither of the two keepers has a wrapper of this
+        If neither a slot's new keeper nor the keeper that it has already has a wrapper of this
         package around it, there is a warning in place of the error.
 
         Args:

@@ -148,21 +148,26 @@ class CompressedAllReduce(Strategy):
     sum is rounded to the wire dtype, sent, cast back to the values' dtype and divided by
     `prescale`. Values of other dtypes are sent as they are.
 
-    **Error.** With u the unit roundoff of the wire dtype (2**-8 for bfloat16, 2**-11 for
-    float16), v = 2**-24 that of float32, t the smallest number above 0 that the wire dtype has
-    (2**-24 for float16; 2**-126 for bfloat16, where subnormal numbers may become 0), n processors
-    in a group and L levels (1; 2 for the two levels of `HierarchicalAllReduce`), the sum of x_i
-    on a placement mesh is off by at most
+    **Error.** On a placement mesh, the sum of values x_i is off by at most
 
-        ((1 + u)**(L + 1) * (1 + v)**(n + 1) - 1) * sum |x_i| + (L * n + 1) * t / prescale,
+        ((1 + u)**(L + 1) * (1 + v)**(n + 1) - 1) * sum |x_i| + (L * n + 1) * t / prescale.
 
-    about (L + 1) * u * sum |x_i|: each value is rounded once, and each sum once at each level. A
-    SIMD mesh adds up bfloat16 as bfloat16: L + 1 becomes n + 1. float16 has three more bits than
-    bfloat16 and a small range. Below 2**-14 neighbouring float16 numbers are 2**-24 apart: this
-    error is the second term of the bound, and a prescale > 1 reduces it. Numbers beyond 65504
-    become infinite in float16. bfloat16 has float32's range. The bound does not hold outside of
-    float32's range: numbers below 2**-126, before or after scaling, may become 0, and those beyond
-    3.4e38 infinite.
+    This is about (L + 1) * u * sum |x_i|: each value is rounded once, and each sum once at each
+    level. The letters stand for these numbers:
+
+    - u is the unit roundoff of the wire dtype: 2**-8 for bfloat16, and 2**-11 for float16.
+    - v is the unit roundoff of float32, 2**-24.
+    - t is the smallest number above 0 that the wire dtype has: 2**-24 for float16, and 2**-126 for
+      bfloat16, whose subnormal numbers may become 0.
+    - n is the number of processors in a group.
+    - L is the number of levels: 2 for `HierarchicalAllReduce` with two levels, and 1 otherwise.
+
+    A SIMD mesh adds up bfloat16 as bfloat16. In the bound for such a mesh, n + 1 takes the place of
+    L + 1. float16 has three more bits than bfloat16 and a small range. Below 2**-14 neighbouring
+    float16 numbers are 2**-24 apart: this makes the second term of the bound, which a prescale
+    above 1 reduces. Numbers beyond 65504 become infinite in float16. bfloat16 has float32's range.
+    The bound does not hold outside of float32's range: numbers below 2**-126, before or after
+    scaling, may become 0, and numbers beyond 3.4e38 may become infinite.
 
     **Overflow.** If a sum of finite values becomes infinite or NaN in float16, the session prints a
     message to the standard error each time. The sum is not changed. The check reads each sum once,

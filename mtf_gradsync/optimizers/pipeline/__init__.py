@@ -8,6 +8,8 @@ The modules of this package have parts of the work:
 - `order` finds wrappers in an order that makes no sense.
 - `builder` makes the operations of a completed stack, in order.
 - `forms` has sets of gradients as they pass from stage to stage, and the settings of reductions.
-- `accumulators` has sums that are kept from step to step, `weights` how much gradients stand for,
-  and `strategy_state` the state that reduction strategies keep.
+- `accumulators` has sums that are kept from step to step.
+- `weights` has the weights of gradients: what the loss of a step stands for, such as its number of
+  tokens.
+- `strategy_state` has the state that reduction strategies keep.
 """
