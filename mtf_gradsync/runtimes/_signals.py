@@ -72,8 +72,8 @@ class Interruption(StopSignal):
 def signal_of(error: KeyboardInterrupt) -> int:
     """Returns the number of the signal that caused a KeyboardInterrupt.
 
-    `StopSignal` and `Interruption` put this number into the exception. If it is not there, the
-    result is SIGINT.
+    `StopSignal` and `Interruption` put this number into the exception. If the exception has no
+    number, the result is SIGINT.
     """
     return error.args[0] if error.args else signal.SIGINT
 

@@ -261,8 +261,8 @@ class SavedCheckpoint:
         the other counts how many values have been written. `change` says how the variable differs:
         the ring in the checkpoint has another size, or belongs to other islands. The result holds
         the newest values, as many as the graph's ring can hold, from the oldest to the newest. If
-        `name` is the name of the counter, the result is the number of these values. If the islands
-        differ, the result is zeros.
+        `name` is the name of the counter, the result is the number of these values. If the ring in
+        the checkpoint belongs to other islands than the graph's ring, the result is zeros.
         """
         note, ring = change.note, change.note.ring
         assert ring is not None
@@ -425,7 +425,7 @@ class SavedCheckpoint:
         """Logs warnings about state that the checkpoint lacks, and about values of islands.
 
         A graph without islands begins with the values that the variables had at the last outer
-        step, so that what islands have learned since then is lost.
+        step. What the islands of the checkpoint's run have learned since this step is lost.
         """
         new = [
             name

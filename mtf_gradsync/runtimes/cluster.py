@@ -285,9 +285,9 @@ def join_cluster(
       timeout: seconds to wait for the other tasks.
       silence: seconds without a heartbeat after which a task counts as lost.
       open_to_network: whether other machines may call the server, which obeys anybody who can reach
-        it. If False, a cluster on loopback addresses keeps other machines out, and does not start
-        if the system cannot do that (only Linux can). A cluster on other addresses then logs a
-        warning.
+        it. If it is False, a cluster on loopback addresses keeps other machines out. On systems
+        that cannot keep them out (only Linux can), such a cluster does not start. A cluster on
+        other addresses only logs a warning.
 
     Returns:
       A `Cluster`, a context manager that is to be closed when the work on the mesh is done.

@@ -148,8 +148,8 @@ class ProgramSessions(tf.train.SessionCreator):
     def create_session(self) -> ProgramSession:
         """Opens a session with the interface of a ``tf.Session``.
 
-        In the new session, masters (whole variables) have their values, and slices do not. Hooks
-        copy the masters to the slices afterwards.
+        In the new session, masters (whole variables) have their values, but slices do not have
+        theirs yet. Hooks copy the masters to the slices afterwards.
         """
         return ProgramSession(self._graph, self.open())
 

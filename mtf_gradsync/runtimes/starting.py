@@ -374,8 +374,9 @@ _DATA = re.compile(r"(model\.ckpt-\d+)\.data-\d+-of-\d+")
 def remove_leftovers(model_dir: str) -> None:
     """Removes files that a killed process was writing or deleting; errors are ignored.
 
-    No process may be writing to the directory. Data files of a checkpoint whose index is missing
-    are useless, and are removed, too, unless the state file lists the checkpoint or is unreadable.
+    No process may be writing to the directory. If a checkpoint's index is missing, the checkpoint's
+    data files are useless, and they are removed, too. But they are kept if the state file lists the
+    checkpoint, or is unreadable.
     """
     with contextlib.suppress(OSError):
         state = checkpoint_state(model_dir)

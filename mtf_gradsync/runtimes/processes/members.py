@@ -64,8 +64,8 @@ class MeetingAddress(NamedTuple):
     def listening_address(self) -> str | None:
         """The IP address of this machine to listen at; None to listen at all of its addresses.
 
-        It is `host`, if `host` is an IP address of this machine. A host's name is not used, because
-        it may stand for another address on this machine than on the other machines.
+        The address is `host`, if `host` is an IP address of this machine. A host's name is not
+        used, because it may stand for another address on this machine than on the other machines.
         """
         host = self.loopback or self.host
         with contextlib.suppress(ValueError, OSError):

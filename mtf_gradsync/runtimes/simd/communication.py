@@ -68,8 +68,8 @@ class CommunicationRow:
     def where(self) -> str:
         """The loops and branches around the operation, such as "while x4, if update"; "" if none.
 
-        The number after "x" is how many times all loops together run the operation in one step; it
-        is "?" if it is unknown.
+        The number after "x" is how many times all loops together run the operation in one step; "?"
+        stands for an unknown number.
         """
         parts = []
         if self.loops:
@@ -237,8 +237,8 @@ def table_of(rows: Sequence[CommunicationRow], parts: Mapping[str, str] | None =
     """Returns the lines of a table of rows; equal rows become one line that says how many they are.
 
     Properties that all rows share are in a line above the table. `parts` maps the name of each row
-    to the part of the training step that the row belongs to, which is shown in a column "part".
-    Without `parts` the table has no such column.
+    to the part of the training step that the row belongs to. A column "part" shows these parts. If
+    `parts` is None, the table has no such column.
     """
     counts = collections.Counter(
         (
@@ -371,10 +371,12 @@ def count_process_transfers(fetches: Sequence[Any]) -> ProcessTransfers:
     """Counts what a step sends between the processes of a cluster.
 
     TensorFlow sends a tensor once to each process that uses it, on however many devices. A loop's
-    messages count once, and a branch's messages count whether the branch is taken or not. Some
-    messages are not counted: those to and from operations without a fixed process, which TensorFlow
-    places (usually in the process of the session's master); those inside a collective operation;
-    and those that carry fetched values to the client.
+    messages count once, and a branch's messages count whether the branch is taken or not.
+
+    Three kinds of messages are not counted. Messages to and from operations without a fixed process
+    are not counted; TensorFlow places such operations, usually in the process of the session's
+    master. Messages inside a collective operation are not counted, nor messages that carry fetched
+    values to the client.
 
     Args:
       fetches: the tensors and operations of one step, as for ``session.run``.

@@ -207,7 +207,8 @@ class _FunctionBody:
     def _sorted_items(self, names: Sequence[str]) -> list[tuple[Hashable, list[str]]]:
         """Returns the items of this body, each with its nodes, sorted by what they need.
 
-        `names` are the nodes of this body. An item is a single operation, a loop or a conditional.
+        `names` are the names of the nodes of this body. An item is an operation, a loop or a
+        conditional.
         An item comes after the items that it needs. Items that do not need each other are in the
         order of their creation.
         """

@@ -152,7 +152,7 @@ class ReplicaSession(abc.ABC):
     def variables(self) -> dict[str, np.ndarray]:
         """Returns the values of all global variables by name, assembled from their slices.
 
-        If Mesh-TF has stacked several variables in one, they appear under their own names.
+        If Mesh-TF has stacked several variables in one, each of them appears under its own name.
         """
         self._copy_slices_to_masters()
         return self._session.run(self._ops.masters)
@@ -295,7 +295,8 @@ class ReplicaSession(abc.ABC):
     ) -> str:
         """Writes a checkpoint of the masters' present values, and returns its path.
 
-        The arguments are those of `save`, which first copies slices into masters.
+        The arguments mean the same as in `save`. The method `save` calls this method after it has
+        copied slices into masters.
         """
         return (saver or self._ops.saver(self._session.graph)).save(
             self._session,

@@ -202,7 +202,7 @@ class Cores:
     def is_first(self) -> bool:
         """Whether this process does the work that one process does for all, such as writing files.
 
-        The process that does it is process 0, or the process that has all cores.
+        The process that does this work is process 0, or the process that has all cores.
         """
         return self.is_alone or self._me == 0
 

@@ -382,8 +382,9 @@ class XlaSession(ReplicaSession):
         """Begins to save a checkpoint; returns a future, whose result is the checkpoint's path.
 
         The values are read now, and `saver`, a `TrainingSaver`, writes them to files while later
-        steps run. `path` and `global_step` are those of ``tf.train.Saver.save``. If the cores are
-        on several processes, the checkpoint is written completely before `begin_save` returns.
+        steps run. `path` and `global_step` mean the same as in ``tf.train.Saver.save``. If the
+        cores are on several processes, the checkpoint is written completely before `begin_save`
+        returns.
         """
         if self._cores.is_alone:
             return super().begin_save(path, saver, global_step)
@@ -396,7 +397,7 @@ class XlaSession(ReplicaSession):
     ) -> str:
         """Writes the checkpoint on the first process; then returns its path on every process.
 
-        The arguments `saver` and `global_step` are those of `save`.
+        The arguments `saver` and `global_step` mean the same as in `save`.
         """
 
         def write() -> str:

@@ -104,7 +104,7 @@ def unread_bindings() -> list[str]:
 
     If `note_user_bindings` was called for gin's present configuration, a binding of an optimizer is
     left out unless the user has written this binding. A binding that the user has not written comes
-    from an included file. It is unread because the user has chosen another optimizer.
+    from an included file, and is unread because the user has chosen another optimizer.
     """
     there, written = _written
     is_noted = set(bindings()) == there

@@ -189,8 +189,8 @@ class Plan:
     Attributes:
       rows: the possible meshes. Rows with a `PlanRow.doubt` come after all rows without one. Within
         each of these two groups, programs that fit into memory come before programs that do not.
-        Rows that are alike in both are sorted by the time for a token (or for a step, if the number
-        of tokens is unknown), the shortest first.
+        Rows that are alike in doubt and in fitting are sorted by the time for a token, the shortest
+        first. If the number of tokens is unknown, they are sorted by the time for a step.
       refused: the meshes that are not possible, with the reasons.
       is_partial: whether planning was stopped before all meshes were planned.
       not_reached: the number of meshes that were not planned before the stop.

@@ -18,7 +18,8 @@ class Stack(NamedTuple):
       reducer: the strategy that reduces gradients: "fused", or, if replicas lie along several mesh
         axes, "hierarchical".
       inner_steps: the number of steps from one outer step (DiLoCo) to the next; 0 for no outer
-        steps. Unlike the other settings, outer steps change the values that training leads to.
+        steps. With outer steps, training leads to other values than without them. The other
+        settings do not change these values.
     """
 
     steps: int = 1

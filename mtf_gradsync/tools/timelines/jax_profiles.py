@@ -331,8 +331,8 @@ def _distribute_runs(
     """Distributes the runs of an operation, so that each place gets `runs_per_place` of them.
 
     A place is a pair: the number of an execution of the program and the number of a device. A place
-    first gets the runs that are likely its own. Places with too few then get the runs that are left
-    over.
+    first gets the runs that are likely its own. Places that then have too few runs get the runs
+    that are left over.
 
     Args:
       of_operation: pairs (likely place, run), in the order in which the runs began. The likely

@@ -398,7 +398,7 @@ class Timeline:
         """The recordings, one of each process.
 
         Raises:
-          TimelineError: before the end of the block.
+          TimelineError: when the ``with`` block has not ended yet.
         """
         if not self._recordings:
             raise TimelineError(
@@ -413,7 +413,7 @@ class Timeline:
           The table; ``print`` shows it, and ``to_json`` gives it to other programs.
 
         Raises:
-          TimelineError: before the end of the block.
+          TimelineError: when the ``with`` block has not ended yet.
         """
         return tabulate_times(self.recordings)
 
@@ -430,7 +430,7 @@ class Timeline:
             shows them.
 
         Raises:
-          TimelineError: before the end of the block.
+          TimelineError: when the ``with`` block has not ended yet.
           ValueError: when `most_bytes` is smaller than the size of an empty trace.
         """
         self.written = write_trace(self.recordings, path, most_bytes)

@@ -30,7 +30,7 @@ def main(argv: Sequence[str], folder: str, meet_at: Callable[..., Any] | None = 
         `mtf_gradsync.runtimes.processes.meeting`. If it is None, jax alone joins the processes.
 
     Returns:
-      0, or 2 after an error that was printed.
+      0 if there was no error; 2 after an error, which has been printed.
     """
     flags = parser(folder).parse_args(argv)
     try:

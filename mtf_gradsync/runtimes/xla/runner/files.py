@@ -150,8 +150,9 @@ def distinct_rows(per_core: Sequence[np.ndarray]) -> tuple[np.ndarray, list[int]
 def assemble(parameter: Mapping[str, Any], per_core: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
     """Assembles a variable from its slices on the cores; returns a dict from name to array.
 
-    If Mesh-TensorFlow has stacked several variables into one, the dict has each of them.
-    `parameter` is the manifest's entry for the variable, and `per_core` has each core's slice.
+    If Mesh-TensorFlow has stacked several variables into this variable, the dict has an entry for
+    each of them. `parameter` is the manifest's entry for the variable, and `per_core` has each
+    core's slice.
     """
     layout = parameter["whole"]
     if layout is None:
@@ -175,8 +176,8 @@ def dtype_of(name: str) -> np.dtype:
 def as_savable(value: np.ndarray) -> np.ndarray:
     """Returns an array in a dtype that numpy can save.
 
-    Numbers of a dtype that numpy lacks, such as bfloat16, become unsigned integers of the same
-    bits. Other arrays are returned unchanged.
+    Numbers of a dtype that numpy lacks, such as bfloat16, become unsigned integers with the same
+    bits. Arrays of other dtypes are returned unchanged.
     """
     value = np.asarray(value)
     if value.dtype.kind != "V":

@@ -191,7 +191,8 @@ def _flops_of_convolution(convolution: Any, left: Any, right: Any) -> float:
 
     Multiplications with the zeros of padding or dilation do not count: the TPU compiler writes
     products of matrices as convolutions with many such zeros. `convolution` is XLA's
-    ``HloInstructionProto``, and `left` and `right` are the ``ShapeProto`` of its input and kernel.
+    ``HloInstructionProto``. `left` and `right` are the ``ShapeProto`` messages of the convolution's
+    input and kernel.
     """
     numbers = convolution.convolution_dimension_numbers
     positions = 1
