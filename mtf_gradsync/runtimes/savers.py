@@ -84,8 +84,8 @@ def restore_checked(
     Raises:
       ValueError: when sums of gradients in the checkpoint would be lost, or when state of other
         islands or shards would be restored as it is.
-      NotFoundError: TensorFlow's error, but with this package's text if the checkpoint lacks state
-        of a wrapper.
+      NotFoundError: when the checkpoint lacks a variable. If it lacks state of a wrapper, the error
+        has this package's text in place of TensorFlow's.
     """
     graph = getattr(sess, "graph", None)  # None where TensorFlow is eager
     if graph is None or not _is_checkpoint(save_path):

@@ -128,9 +128,9 @@ class DeviceSessions(tf.train.SessionCreator):
 class ProgramSessions(tf.train.SessionCreator):
     """A factory of sessions on a SIMD program. A session begins from a checkpoint if there is one.
 
-    `make` opens a session on the cores, and `scaffold` has the saver and the operations that run
-    before the first step. `start` returns the checkpoint to begin from, and is called for each
-    session.
+    `make` is a function that opens a session on the cores. `scaffold` has the saver and the
+    operations that run before the first step. `start` is a function that returns the checkpoint to
+    begin from; it is called for each session.
     """
 
     def __init__(

@@ -57,8 +57,8 @@ class EmulatedGraph:
       graph_def: the rewritten graph. It has no TPU operations and no device names.
       num_replicas: the number of cores of each TPU program, by the program's name.
       done: the operation that runs a whole TPU program on all cores, by the program's name.
-      agreements: by the name of each operation that compares a predicate on several cores, the
-        `Agreement` that it checks.
+      agreements: for the name of each operation that compares a predicate on several cores, the
+        `Agreement` that the operation checks.
       random_steps: the operations that set the step on which random numbers depend; None if there
         are no random operations.
     """

@@ -132,12 +132,12 @@ class Effects(NamedTuple):
     """The order of a program's side effects, as edges to add to its graph.
 
     Attributes:
-      after: by the name of a node, the nodes of the same program that it has to wait for. A core's
+      after: for the name of a node, the nodes of the same program that it has to wait for. A core's
         copy of the node waits for these nodes on the same core.
-      after_all_cores: by the name of a node, further nodes that it has to wait for. A core's copy
+      after_all_cores: for the name of a node, further nodes that it has to wait for. A core's copy
         of the node waits for these nodes on all cores, because a variable that all cores share is
         written.
-      last: by the name of a program, the nodes that have to run before the program is done.
+      last: for the name of a program, the nodes that have to run before the program is done.
       shared_writes: the nodes that write to variables of which all cores see one copy (a global
         step on the host). All cores compute the same new value, and one core writes it.
     """

@@ -108,8 +108,8 @@ def _walk(
 
     The TPU compiler may put copies of one collective into several fusions. The copies have the same
     id, and only the first copy is yielded. If the computation is a fusion, `yielded_ids` has the
-    ids of the collectives that were yielded before, and the function adds the ids that it yields.
-    If the computation is no fusion, `yielded_ids` is None.
+    ids of the collectives that were yielded before. The function adds the ids of the collectives
+    that it yields. If the computation is no fusion, `yielded_ids` is None.
     """
     is_fused = yielded_ids is not None
     yielded_ids = set() if yielded_ids is None else yielded_ids
