@@ -268,7 +268,7 @@ def islands(opt):
         "to Muon in islands",
     ],
 )
-@pytest.mark.mostly_slow(every=3)
+@pytest.mark.mostly_slow(keep="by Muon now")
 def test_a_variable_changes_its_group_in_a_restart(
     kind, wrapper, before, after, new, tmp_path, caplog
 ):

@@ -74,6 +74,7 @@ def expected_of(name, *gradients):
 
 
 @pytest.mark.parametrize(("name", "gradient"), [("sgd", -1), ("adamw", 1)])
+@pytest.mark.mostly_slow(keep="sgd")
 def test_a_thousand_small_steps_are_those_of_float32_in_the_mean(name, gradient):
     """Rounded to nearest, a step of 1/1000 of the value is lost, and so are a thousand."""
     makers = {"sgd": sgd, "adamw": lambda rate, **kwargs: gs.AdamWOptimizer(rate, 0.0, **kwargs)}
@@ -152,6 +153,7 @@ def test_on_xla_devices():
         np.testing.assert_allclose(found[name], value, rtol=2**-7, atol=1e-6)
 
 
+@pytest.mark.mostly_slow(keep="simd")
 def test_a_skipped_step_changes_nothing(mesh_kind):
     """The bits of the next one are those that it would have had without the skipped step."""
     make = OPTIMIZERS["adamw with narrow slots"]

@@ -185,7 +185,7 @@ def test_stacks_train_as_with_synced_sums(name):
 
 
 @pytest.mark.parametrize("kind", ["own memories", "simd"])
-@pytest.mark.mostly_slow
+@pytest.mark.slow
 def test_other_strategies(kind):
     """Those that make complete sums; one on two levels."""
     for reducer in (

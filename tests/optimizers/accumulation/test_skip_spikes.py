@@ -327,7 +327,7 @@ def test_a_plain_saver_says_what_restores_another_window(tmp_path):
 @pytest.mark.parametrize(
     ("kind", "where", "of"), [("simd", "local", "norm"), ("placement", "synced", "loss")]
 )
-@pytest.mark.mostly_slow
+@pytest.mark.slow
 def test_a_training_with_ten_bad_batches_is_that_without_them(kind, where, of):
     rng = np.random.RandomState(3)
     good, bad = models.mlp_batches(60, seed=5), models.mlp_batches(10, seed=6)

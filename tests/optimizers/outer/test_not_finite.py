@@ -63,6 +63,7 @@ def test_finite_islands_make_the_steps_that_they_make_without(mesh_kind):
     harness.pairs(["placement", "simd"], range(ROUND)),
     indirect=["mesh_kind"],
 )
+@pytest.mark.mostly_slow(keep="simd")
 def test_a_skipped_island_is_named_and_starts_from_the_outer_values(step, mesh_kind):
     feeds = broken(batches(ROUND + 1), step, 2)
     found = with_momentum(mesh_kind).run(feeds)

@@ -160,7 +160,7 @@ def test_steps_at_which_the_global_step_stands_still(session):
 @pytest.mark.parametrize(
     "kind", ["placement", "shared", "simd", pytest.param("xla", marks=pytest.mark.xla)]
 )
-@pytest.mark.mostly_slow(every=2)
+@pytest.mark.mostly_slow(keep="simd")
 def test_a_run_with_dropout_goes_on_in_the_same_bits(kind, tmp_path):
     """Stopped in the middle of an accumulation, whose counter is the user's, in no order."""
     batch, size = mtf.Dimension("batch", 8), mtf.Dimension("size", 32)
