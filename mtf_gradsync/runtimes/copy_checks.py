@@ -280,7 +280,7 @@ def _bytes_of_numbers(value: np.ndarray) -> np.ndarray:
 def _minority(copies: Sequence[bytes]) -> tuple[list[int], list[int]]:
     """Returns the indices of copies that differ from most copies, and the indices of all others.
 
-    `copies` are the checksums of the copies.
+    `copies` has the checksum of each copy.
     """
     most = collections.Counter(copies).most_common(1)[0][0]
     alike = [number for number, x in enumerate(copies) if x == most]

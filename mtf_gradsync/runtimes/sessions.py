@@ -91,9 +91,10 @@ def _flatten(fetches: Any, flat: list[Any]) -> Callable[[Any], Any]:
 class DeviceSessions(tf.train.SessionCreator):
     """A factory of sessions on devices. A session begins from a checkpoint if there is one.
 
-    `start` returns the checkpoint to begin from, and is called for each session: a monitored
-    session opens a new session when a worker is lost. TensorFlow's own `ChiefSessionCreator` would
-    begin the new session from the checkpoint of the first session, not from the newest.
+    `start` is a function that returns the checkpoint to begin from. It is called for each session,
+    because a monitored session opens a new session when a worker is lost. TensorFlow's own
+    `ChiefSessionCreator` would begin the new session from the checkpoint of the first session, not
+    from the newest checkpoint.
     """
 
     def __init__(
@@ -320,8 +321,8 @@ class OnDevices:
     ) -> DeviceSessions:
         """Returns a factory of sessions of the default graph.
 
-        `start` returns the checkpoint that a session begins from; see `DeviceSessions`. `lowering`
-        is not used.
+        `start` is a function that returns the checkpoint from which a session begins; see
+        `DeviceSessions`. `lowering` is not used.
         """
         del lowering
         config = self._config or session_config(num_cpu_devices=_num_cpu_devices())
@@ -352,8 +353,8 @@ class OnCores:
     ) -> ProgramSessions:
         """Returns a factory of sessions on the program, which must have been built.
 
-        `lowering` is the step's `mtf.Lowering`, or an EstimatorSpec whose hooks hold it. `start`
-        returns the checkpoint that a session begins from; see `ProgramSessions`.
+        `lowering` is the step's `mtf.Lowering`, or an EstimatorSpec whose hooks hold it. `start` is
+        a function that returns the checkpoint from which a session begins; see `ProgramSessions`.
         """
         program = self.program
         assert program is not None  # it has been built

@@ -53,7 +53,7 @@ def rebuild(
     The default graph has to be a function's graph, with control flow v2 enabled.
 
     Args:
-      graph_def: the graph; control flow version 1.
+      graph_def: the graph, whose loops and conditionals are those of control flow version 1.
       given: tensors that take the place of operations' results, by the operation's name.
       fetches: names of tensors ("a:0") and operations ("a") outside loops and conditionals.
       stand_ins: functions that build operations of some types, by type. Such a function takes the

@@ -111,8 +111,8 @@ def _check_pairs(node: object, pairs: tuple[tuple[int, int], ...], cores: int) -
 def merge_overlapping(groups: Iterable[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
     """Joins overlapping groups of cores; returns disjoint groups.
 
-    For the groups (0, 1), (1, 2) and (3, 4) the result is ((0, 1, 2), (3, 4)). Each group is a
-    sorted tuple of core numbers, and the result is sorted.
+    For the groups (0, 1), (1, 2) and (3, 4) the result is ((0, 1, 2), (3, 4)). Each group of the
+    result is a sorted tuple of core numbers, and the groups themselves are sorted.
     """
     set_of: dict[int, set[int]] = {}
     for group in groups:

@@ -124,7 +124,8 @@ class CompiledProgram:
     def _generations(self) -> list[Generation]:
         """Returns all TPU generations, for a comparison with the memory of their cores.
 
-        If `topology` counts a v4 chip as two cores ("/two_cores"), the entry for v4 does so, too.
+        If `topology` counts a v4 chip as two cores ("/two_cores"), the entry for v4 also counts a
+        chip as two cores.
         """
         own = slice_of(self.topology).generation
         return [own if g.name == own.name else g for g in GENERATIONS]
