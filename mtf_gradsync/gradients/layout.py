@@ -370,8 +370,8 @@ def split_of_inputs(
 def _input_data(graph: mtf.Graph, targets: Sequence[mtf.Tensor]) -> list[mtf.Tensor]:
     """Returns the tensors that hold a program's input data, if `targets` depend on them.
 
-    These are the imported tensors, and the outputs of operations that have one of these tensors as
-    their only input (a cast, for example).
+    The input data are in the imported tensors. They are also in the outputs of operations that have
+    one tensor with input data as their only input (a cast, for example).
     """
     needed = _operations_before(targets)
     found: dict[mtf.Tensor, None] = {}

@@ -334,8 +334,8 @@ class PendingLowering(ExtensionLowering):
     def _unreduced_sums(self, one: PendingSum, bucket: Bucket) -> list[PendingSum]:
         """Returns the sums to reduce together with `one`, a sum of the bucket; `one` is among them.
 
-        They are those sums of the bucket that are not reduced yet, and that are on the same mesh
-        and in the same graph, branch or loop as `one`.
+        The returned sums are those of the bucket that are not reduced yet, and that are on the same
+        mesh and in the same graph, branch or loop as `one`.
         """
         found = {}
         for tensor, other in self._buckets.items():

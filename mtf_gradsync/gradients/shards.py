@@ -182,7 +182,8 @@ class Recoverability:
 def _is_computed_by_package(flow: Flow, grad: mtf.Tensor) -> bool:
     """Returns whether an operation of this package is among those that compute `grad`.
 
-    If it is, the dimensions of the operations' tensors do not tell what the gradient depends on.
+    If one of them is, the dimensions of the operations' tensors do not tell what the gradient
+    depends on.
     """
     return any(
         isinstance(op, (GradientOperation, ValuesAfter)) for op in flow.operations_before(grad)

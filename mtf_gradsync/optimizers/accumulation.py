@@ -334,8 +334,8 @@ class GradientAccumulationOptimizer(ReportsSkips):
     def update_step_now(self) -> mtf.Tensor | None:
         """The number of updates made, including the current step's: an int32 mtf scalar.
 
-        It is to be fetched together with the step. None before gradients were applied, or if every
-        step updates.
+        The number is to be fetched together with the step. The attribute is None before gradients
+        were applied, or if every step makes an update.
         """
         return self._now and self._now.update_step
 
@@ -343,8 +343,8 @@ class GradientAccumulationOptimizer(ReportsSkips):
     def in_sums_now(self) -> mtf.Tensor | None:
         """The number of microbatch steps in the sums after the current step: an int32 mtf scalar.
 
-        It is to be fetched together with the step, and is 0 if the step makes an update. None
-        before gradients were applied, or if every step updates.
+        The number is to be fetched together with the step, and is 0 if the step makes an update.
+        The attribute is None before gradients were applied, or if every step makes an update.
         """
         return self._now and self._now.mini_step
 

@@ -310,7 +310,8 @@ class SumCopies(GradientOperation):
     ) -> list[Any]:
         """Returns a `LaidOutTensor` of the groups' sums for each of the inputs at `positions`.
 
-        These inputs have the shard dims `dims`. `all_values` are the lowered values of all inputs.
+        The inputs at `positions` have the shard dims `dims`. `all_values` are the lowered values of
+        all inputs.
         """
         grads, values = [self.inputs[i] for i in positions], [all_values[i] for i in positions]
         mesh_axes = [mesh_impl.tensor_dimension_to_mesh_axis(d) for d in dims]

@@ -181,13 +181,13 @@ def _stays_split(
 ) -> bool:
     """Returns whether a matrix stays as the mesh splits it during the Newton-Schulz steps.
 
-    Otherwise the matrix is gathered before the steps. The result is true if the mesh splits neither
-    side of the matrix. It is also true if the mesh splits only the longer side, and leaving it
-    split sends fewer numbers than a gather. A gather sends about twice the numbers of the matrix,
-    once. (A SIMD mesh gathers by a sum of tensors that are padded with zeros, and a sum sends about
-    twice the numbers of its result.) A matrix that stays split sends, in each of the Newton-Schulz
-    steps, about twice the numbers of the product x x^T, a square whose side is the shorter side. If
-    the mesh is not known, the result is false.
+    A matrix that does not stay split is gathered before the steps. The result is true if the mesh
+    splits neither side of the matrix. It is also true if the mesh splits only the longer side, and
+    leaving it split sends fewer numbers than a gather. A gather sends about twice the numbers of
+    the matrix, once. (A SIMD mesh gathers by a sum of tensors that are padded with zeros, and a sum
+    sends about twice the numbers of its result.) A matrix that stays split sends, in each of the
+    Newton-Schulz steps, about twice the numbers of the product x x^T, a square whose side is the
+    shorter side. If the mesh is not known, the result is false.
 
     `shorter` are the dimensions of the shorter side, `longer` are those of the longer side, and
     `steps` is the number of Newton-Schulz steps.

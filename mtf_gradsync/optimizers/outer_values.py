@@ -51,8 +51,9 @@ def fragments_of(
 ) -> list[list[Owner]]:
     """Splits variables into `count` fragments, each with an equal share of all their numbers.
 
-    Shares are counted in numbers of the slices that a core holds, by the mesh and layout of `axes`,
-    because a core sends its slices in an outer step.
+    A variable counts by the number of elements in the slice of it that a core holds, because a core
+    sends its slices in an outer step. The size of slices follows from the mesh and layout of
+    `axes`.
 
     Layer l belongs to fragment l modulo `count`, as in streaming DiLoCo. The number of a layer is
     found in the names of the layer's variables (the first number at the end of a part of the name).

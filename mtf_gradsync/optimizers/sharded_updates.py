@@ -318,9 +318,10 @@ class ShardedUpdateOptimizer(Wrapper):
     def _make_part(self, variable: mtf.Variable, shape: mtf.Shape) -> PartOfVariable:
         """Returns the variable that the inner optimizer is given in the place of `variable`.
 
-        It stands for a replica's part, whose shape is `shape`. The inner optimizer finds its slots
-        by this variable. So if `variable` has one from an earlier step, that one is returned, with
-        its attributes set to those of a new one.
+        The returned variable stands for a replica's part of `variable`, whose shape is `shape`. The
+        inner optimizer finds its slots by the returned variable. So if an earlier step has made
+        such an object for `variable`, that object is returned, with its attributes set to those of
+        a new one.
         """
         new = PartOfVariable(variable, shape)
         part = self._parts.get(variable) or new

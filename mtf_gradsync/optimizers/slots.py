@@ -65,8 +65,8 @@ class SlotBook:
     def variables(self) -> list[mtf.Variable]:
         """Returns all variables that updates have created, in the order of their creation.
 
-        Some of these variables are no slots: an optimizer may also create a counter of steps, for
-        example, whose name does not begin with the name of an updated variable.
+        Some of the returned variables are no slots: an optimizer may also create a counter of
+        steps, for example, whose name does not begin with the name of an updated variable.
         """
         return list(self._variables)
 

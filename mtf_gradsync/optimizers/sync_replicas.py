@@ -238,7 +238,8 @@ class SyncReplicasOptimizer(SessionInterface, KeepsAverages):
     def update_step_now(self) -> mtf.Tensor | None:
         """The number of updates made, including the current step's: an int32 mtf scalar.
 
-        It is to be fetched together with the step. None before there is a step.
+        The number is to be fetched together with the step. The attribute is None before there is a
+        step.
         """
         return self._now and self._now.update_step
 
@@ -246,8 +247,8 @@ class SyncReplicasOptimizer(SessionInterface, KeepsAverages):
     def in_sums_now(self) -> mtf.Tensor | None:
         """The number of contributions since the last update, including the current step's.
 
-        It is an int32 mtf scalar, to be fetched together with the step; None before there is a
-        step.
+        The number is an int32 mtf scalar, to be fetched together with the step. The attribute is
+        None before there is a step.
         """
         return self._now and self._now.count
 

@@ -195,7 +195,8 @@ class Wrapper(TrainOptimizerInterface, mtf.optimize.Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         """Returns the attributes that a copy of the wrapper gets, by name.
 
-        They are the settings. What the wrapper knows of a step that it has built is left out.
+        The copy gets the wrapper's settings. What the wrapper knows of a step that it has built is
+        left out.
         """
         kind = type(self)
         return {

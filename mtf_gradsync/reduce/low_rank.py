@@ -27,8 +27,9 @@ _SMALLEST = 2.0**-100
 def num_row_dims(shape: Sequence[int]) -> int:
     """Returns how many of the first dimensions of a shape should make the rows of a matrix.
 
-    All other dimensions make the columns. The result is chosen so that the sum of the numbers of
-    rows and columns is smallest: low-rank factors have as many numbers as this sum, times the rank.
+    The dimensions that do not make the rows make the columns. The result is chosen so that the sum
+    of the numbers of rows and columns is smallest: low-rank factors have as many numbers as this
+    sum, times the rank.
 
     Examples:
       >>> num_row_dims([3, 3, 64, 128])  # a matrix of 576 rows and 128 columns
@@ -184,9 +185,9 @@ class LowRankAllReduce(GradientStrategy):
     3. Q becomes the sum, over the cores, of the transposed M times P.
     4. The sum of the gradients is approximated by P times the transposed Q.
 
-    So rank * (rows + columns) numbers are sent in place of rows * columns. There are two
-    reductions: one of all P's and of the gradients that are not compressed, and one of all Q's.
-    If the factors have the full rank of the matrix, the sum is exact.
+    In these four steps a core sends rank * (rows + columns) numbers in place of rows * columns.
+    There are two reductions: one of all P's and of the gradients that are not compressed, and one
+    of all Q's. If the factors have the full rank of the matrix, the sum is exact.
 
     **Error feedback.** A core keeps the error of compression: M minus what the core has added to
     the result. The core adds this error to its next gradient, so that all gradients are applied in

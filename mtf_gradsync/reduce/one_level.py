@@ -238,7 +238,7 @@ def split_pack(pack: Sequence[Piece], parts: int) -> Packs:
 class Packer:
     """A `Planner` that packs tensors as TensorFlow 1's all-reduce does.
 
-    It makes a given number of equal packs, or packs of small tensors, or packs nothing.
+    A `Packer` makes a given number of equal packs, or packs of small tensors, or packs nothing.
     """
 
     def __init__(

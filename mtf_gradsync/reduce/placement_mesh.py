@@ -67,7 +67,7 @@ class PlacementMeshImpl(mtf.placement_mesh_impl.PlacementMeshImpl):
     - Sums are made by the strategy. This package's strategies sum bfloat16 and float16 in float32.
     - MAX, MIN and allconcat are computed once in each memory; the devices that share the memory
       take turns. If no two devices of a group share a memory, Mesh-TF's ring is used.
-    - alltoall sends directly from each processor to each other one.
+    - alltoall sends directly from each processor to every other processor.
     - Coordinates of processors are Python numbers.
     - If `share_copies` is true, processors share copies of equal slices.
 

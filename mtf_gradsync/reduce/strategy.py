@@ -470,8 +470,8 @@ class OneLevel(Strategy):
     def _planner(self, mesh_impl: Any) -> Planner:
         """Returns the function that plans which tensors are packed together.
 
-        In this base class the function is `plan_unpacked`: nothing is packed. A SIMD mesh then
-        marks all sums of a call as one group.
+        In this base class the function is `plan_unpacked`, which packs nothing. If nothing is
+        packed, a SIMD mesh marks all sums of a call as one group.
         """
         del mesh_impl
         return plan_unpacked

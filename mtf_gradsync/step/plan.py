@@ -596,8 +596,8 @@ def _read_once(variable: mtf.Variable, lowering: mtf.Lowering) -> None:
 def keep_sums_pending_outside(lowering: mtf.Lowering) -> Iterator[None]:
     """Returns a context for lowering a branch, at whose end sums reduced inside are pending again.
 
-    This is for sums that Mesh-TF itself leaves pending. Operations after the branch cannot use a
-    sum that was reduced in the branch, because the branch may be skipped. They reduce the sum
+    The context is for sums that Mesh-TF itself leaves pending. Operations after the branch cannot
+    use a sum that was reduced in the branch, because the branch may be skipped. They reduce the sum
     again.
     """
     before = {

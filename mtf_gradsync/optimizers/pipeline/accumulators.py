@@ -159,9 +159,9 @@ class Accumulators:
     ) -> GradientSet:
         """Returns this step's gradients with a condition: later stages run in steps with an update.
 
-        In these steps later stages get the accumulated sums, which include this step's gradients,
-        in the place of the gradients. The sums are not reduced yet; if the gradients are replicas'
-        parts, so are the sums.
+        In steps with an update, later stages get the accumulated sums, which include this step's
+        gradients, in the place of the gradients. The sums are not reduced yet. If the gradients are
+        replicas' parts, the sums are replicas' parts, too.
 
         Args:
           due: a boolean scalar, whether the step makes an update.

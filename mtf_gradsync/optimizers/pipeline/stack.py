@@ -50,8 +50,8 @@ from mtf_gradsync.optimizers.pipeline.words import (
 class Condition(NamedTuple):
     """A stage's condition: all that comes after the stage runs in some steps only.
 
-    These are the steps in which a boolean scalar is true. The stage gives this scalar to
-    `GradientSet.only_when`.
+    What comes after the stage runs in the steps in which a boolean scalar is true. The stage gives
+    this scalar to `GradientSet.only_when`.
 
     Attributes:
       when: the steps with an update, if the condition decides which steps make one: the number of

@@ -183,8 +183,8 @@ class _Maker(StateMaker):
     """The object by which a strategy makes its state variables; it records which it has made.
 
     Attributes:
-      made: what the strategy was given, in order: variables, or for pieces of variables their
-        ranges of state variables.
+      made: the state that the strategy was given, in order: state variables, and ranges of state
+        variables for gradients of pieces of variables.
       compression: the numbers of bytes that the strategy says it saves; None if it says nothing.
     """
 
