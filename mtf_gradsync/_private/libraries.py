@@ -12,8 +12,9 @@ data, and the stand-ins for them work as the originals do. In place of the sessi
 ``tf.estimator``, those of ``tf.train`` are used. Names that really need Estimator can be imported,
 subclassed and used in annotations; calling such a name raises an error that says what to use.
 
-Once this module is imported, ``mesh_tensorflow.transformer`` can be imported, too. It needs the
-packages of the extra ``train`` of mtf_gradsync. Importing this module does not parse flags of absl.
+Once this module is imported, ``mesh_tensorflow.transformer`` can be imported, too. For that, the
+packages of the extra ``train`` of mtf_gradsync must be installed. Importing this module does not
+parse flags of absl.
 """
 
 from __future__ import annotations

@@ -379,7 +379,8 @@ class Slot(NamedTuple):
 
     Attributes:
       key: the slot's name in ``get_slot``.
-      name: the end of the name of the slot's variable, unless that name is taken.
+      name: the last part of the name of the slot's variable. If that name is taken, a number is
+        added.
       initial: the number that the slot begins with.
     """
 

@@ -279,7 +279,8 @@ class TakePart(GradientOperation):
 class GatherParts(GradientOperation):
     """An all-gather: each processor gives its parts of tensors, and gets the whole tensors.
 
-    All tensors are gathered together, in buckets.
+    All tensors are gathered by one call of `all_gather`, which can send several tensors in one
+    message.
     """
 
     def __init__(self, parts: Sequence[mtf.Tensor], shapes: Sequence[mtf.Shape]):

@@ -36,8 +36,8 @@ _NOT_INLINED = {"_noinline": True}
 def can_call(lowering: mtf.Lowering) -> bool:
     """Returns whether branches of a lowering can be built as one call of a tf function each.
 
-    A branch cannot be a call of a tf function on SIMD meshes (a TPU program has no such calls) and
-    on meshes over several processes. It cannot be one with ref variables, or with TensorFlow 2.12,
+    A branch cannot be a call of a tf function in four cases: on SIMD meshes (a TPU program has no
+    such calls), on meshes over several processes, with ref variables, and with TensorFlow 2.12,
     which inlines every function. In these cases the branch's operations are part of the graph
     itself. Steps that skip the branch are then slower than with a call.
     """
