@@ -55,7 +55,7 @@ class _Group(NamedTuple):
 
 @late_configurable(module="mtf_gradsync")
 class ByVariable(mtf.optimize.Optimizer):
-    """An optimizer that updates groups of variables by other settings or optimizers, or not at all.
+    """An optimizer that gives groups of variables their own settings or optimizers, or no updates.
 
     A variable belongs to the first group that matches it. `opt` updates variables that no group
     matches. `ByVariable` works inside every wrapper, and without a wrapper. Put wrappers around

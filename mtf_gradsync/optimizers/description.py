@@ -47,7 +47,7 @@ class DescribedLine(NamedTuple):
 
 
 class Description(NamedTuple):
-    """The work of an optimizer in a step, in order. `str()` makes a table of it.
+    """The lines of `describe`: what an optimizer does in a step, in order. `str()` makes a table.
 
     Attributes:
       lines: one line for each part of the work.

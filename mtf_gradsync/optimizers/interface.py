@@ -84,7 +84,7 @@ class TrainOptimizerInterface:
             `apply_gradients` finds the weights by the gradients. None for equal weights.
 
         Returns:
-          A list of (gradient or None, variable).
+          A list of pairs (gradient or None, variable).
 
         Raises:
           TypeError: loss or var_list has the wrong type.

@@ -434,9 +434,10 @@ def _split_by_replica(
     The third result has, by the position of such a gradient in the set, each replica's terms of
     these sums: a tensor `[shard dims...] + sum dims` for each sum.
 
-    The first result has the gradients of single replicas, and also these terms, because a NaN in a
-    term keeps only one replica from contributing. The second result has all other reduced
-    gradients, in which replicas are mixed. `reducer` is the reduction strategy.
+    The first result has the gradients of single replicas. It also has the terms that are in the
+    third result, because a NaN in such a term keeps only one replica from contributing. The second
+    result has all other reduced gradients, in which replicas are mixed. `reducer` is the reduction
+    strategy.
     """
     made = gradients.from_sums
     sums = [x for one in made.values() for x in one.sums]

@@ -364,8 +364,8 @@ class Wrapper(TrainOptimizerInterface, mtf.optimize.Optimizer):
 
         The weights are `weights`, the argument of `apply_grads`, or else those that
         `compute_gradients` was given for the gradients. Raises ValueError if both were given and
-        differ, or if weights do not reach a wrapper in the stack, because it is inside an optimizer
-        of another library.
+        differ, or if weights do not reach a wrapper in the stack, because this wrapper is inside an
+        optimizer of another library.
         """
         if weights is not None:
             weights = check_weights(weights, self._stack_shard_names())

@@ -64,7 +64,7 @@ class GradientOfCores(NamedTuple):
 
 
 class Compression(NamedTuple):
-    """The number of bytes that a strategy sends for an optimizer's gradients, for one core.
+    """The bytes that a core sends for an optimizer's gradients if a strategy compresses them.
 
     Attributes:
       given: the size of the gradients in their own dtypes, in bytes.

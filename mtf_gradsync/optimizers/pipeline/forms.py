@@ -68,7 +68,8 @@ def shard_names(reductions: Iterable[Reduction]) -> tuple[str, ...]:
     """Returns the names of a stack's shard dims, from the reductions of its wrappers.
 
     The names are the batch_dims of all wrappers that were given replica axes, or other batch_dims
-    than the default. If no wrapper was given either, the names are the default batch_dims.
+    than the default. If no wrapper was given axes or other batch_dims, the names are the default
+    batch_dims.
     """
     names = [(r.batch_dims if r.axes is None else r.axes.batch_dims, r.axes) for r in reductions]
     known = [some for some, axes in names if axes is not None or some != _DEFAULT_BATCH_DIMS]
