@@ -204,9 +204,9 @@ class CrossShardOptimizer(Wrapper):
     def _describe_sums_of_copies(self, variable: mtf.Variable, place: Place | None) -> str:
         """Returns in words which shards add up the gradients of their own copies of a variable.
 
-        The result is "" if the shards have no copies of their own. `place` is the wrapper's place
-        in its stack; None if no wrapper is around this one. Raises ValueError if the groups of
-        shards do not have every shard.
+        The result is "" if all shards share the variable. `place` is the wrapper's place in its
+        stack; None if no wrapper is around this one. Raises ValueError if the groups of shards do
+        not have every shard.
         """
         if not self._has_own_copy(variable, place):
             return ""

@@ -150,13 +150,13 @@ class OuterOptimizer(ReportsSkips):
     steps islands send each other no gradients.
 
     The gradient of the mean over the whole batch has a term for each island. An island multiplies
-    its term by the number of islands, which gives the mean over its own part of the batch: so
-    learning rates need no change. A program that fetches a value (a loss, a norm) gets the value of
-    all islands if Mesh-TF sums this value over the batch. Otherwise the program gets the value of
-    the first island.
+    its term by the number of islands, and so gets the gradient of the mean over its own part of the
+    batch. Thus learning rates need no change. A program that fetches a value (a loss, a norm) gets
+    the value of all islands if Mesh-TF sums this value over the batch. Otherwise the program gets
+    the value of the first island.
 
     The state is in variables. `<variable>/island` and `<slot>/island` have a value for each island,
-    and the variable itself holds the outer values. Others are `<variable>/outer_momentum`,
+    and the variable itself holds the outer values. Other variables are `<variable>/outer_momentum`,
     `<name>/inner_step` (updates of each island) and `<name>/skipped` (outer steps that skipped each
     island). With leave_out_not_finite there is `<name>/bad_loss` (which islands had a loss that is
     not finite). With max_steps_without_update there is `<name>/updated_at` (the last outer step

@@ -80,7 +80,7 @@ def shapes_of_parts(
 def replicas_share_copies(axes: ReplicaAxes) -> bool:
     """Returns whether replicas use one copy of each variable, because devices share one memory.
 
-    On such a mesh `placement_mesh_impl` makes one update of each variable for all replicas, so that
+    On a mesh whose replicas share copies, each variable has one update for all replicas, so that
     splitting the update would only add operations. `axes` are the replica axes of the mesh.
     """
     key = mesh_key(axes.mesh_shape, axes.layout)

@@ -181,11 +181,11 @@ def note_slots(written: Sequence[mtf.Variable], variables: Sequence[mtf.Variable
     """Notes, for the reading of checkpoints, which slots an update of `variables` writes.
 
     `written` are all variables that the update assigns. A checkpoint may be from a run with another
-    optimizer. A slot that it does not have then begins at its initial value, but only if the
-    checkpoint has none of the slots that belong together with it. The note on a slot (`SlotNote`)
-    has the names of the slots that belong together with it: those of the same variable, or those
-    that the slot's attribute `begins_with` names. A slot that belongs to no variable belongs
-    together with all slots of the update.
+    optimizer. A slot that the checkpoint does not have then begins at its initial value, but only
+    if the checkpoint has none of the slots that belong together with this slot. The note on a slot
+    (`SlotNote`) has the names of the slots that belong together with the slot: those of the same
+    variable, or those that the slot's attribute `begins_with` names. A slot that belongs to no
+    variable belongs together with all slots of the update.
     """
     names, scope = {v.name for v in variables}, tf.get_variable_scope().name
     noted = {note.name for note in tf.get_collection(SLOTS_COLLECTION)}
