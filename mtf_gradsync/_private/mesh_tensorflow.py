@@ -152,7 +152,8 @@ def set_assign_fn(operation: mtf.Assign, assign_fn: Any) -> None:
 def stacked_dim_names(optimizer: Any) -> tuple[str, ...]:
     """Returns the argument `stacked_dim_names` of Mesh-TF's Adafactor; () for other optimizers.
 
-    Adafactor treats dimensions with these names specially.
+    Adafactor factors no second moments along dimensions with these names. Each position along these
+    dimensions has its own parameter scale.
     """
     return tuple(getattr(optimizer, "_stacked_dim_names", ()))
 

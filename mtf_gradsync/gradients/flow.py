@@ -117,7 +117,8 @@ class Flow:
 
         Tensors that the layout splits so that each shard has a slice of its own are usually not
         followed: they count as data of the shards. The tensors `sums` are followed even if they are
-        split so. Thus their sums over other mesh axes can stay pending, and be reduced together.
+        split in this way. Thus their sums over other mesh axes can stay pending, and be reduced
+        together.
         """
         self._layout = layout
         self._split: dict[mtf.Tensor, bool] = {}  # what `_is_split` has returned

@@ -284,7 +284,8 @@ class PendingLowering(ExtensionLowering):
     def _reduce_captured(self, loop: mtf.WhileLoopOperation) -> None:
         """Reduces, outside of a loop, the pending sums that the loop reads.
 
-        A sum that is reduced outside of the loop can be read inside and outside of it.
+        A sum that is reduced outside of the loop can be read inside of the loop and outside of it.
+        A sum that is reduced inside of the loop could only be read there.
         """
         inner = flat([*loop_condition(loop).operations, *loop_body(loop).operations])
         for tensor in dict.fromkeys(t for op in inner for t in op.inputs):
