@@ -212,7 +212,7 @@ class SavedCheckpoint:
     def restarted_slots(self) -> set[str]:
         """The names of slots, and of counters of their updates, that begin as in a new run.
 
-        All of them are keys of `changes`.
+        All names in the result are keys of `changes`.
         """
         counts = {
             name
@@ -493,16 +493,16 @@ def adapt_checkpoint(path: str, directory: str, drop_sums: bool = False) -> str:
     values are adapted to the graph:
 
     - If the other run had another mesh, the sums that its shards held are distributed by `reshard`
-      over the graph's shards, and every replica of a SyncReplicasOptimizer begins with the step of
-      the last update.
+      over the graph's shards. Every replica of a SyncReplicasOptimizer begins with the step of the
+      last update.
     - If the other run had other islands (`OuterOptimizer`), or none, accumulated sums of gradients
-      are converted so that the mean gradient over the batch stays the same, and each new island's
-      slots begin with the mean of the slots over the other run's islands.
+      are converted so that the mean gradient over the batch stays the same. Each new island's slots
+      begin with the mean of the slots over the other run's islands.
     - If the other run had weights of gradients and the graph has none, each sum of gradients times
-      weights becomes a sum without weights: the weighted mean of the gradients, times the number of
-      gradients in the sum.
-    - If the other run had no wrapper, sums and counts begin at zero, moving averages begin with the
-      values of their variables, and counters of updates begin with the number of updates that the
+      weights becomes a sum without weights. Its value is the weighted mean of the gradients, times
+      the number of gradients in the sum.
+    - If the other run had no wrapper, sums and counts begin at zero, and moving averages begin with
+      the values of their variables. Counters of updates begin with the number of updates that the
       other run had made.
     - All other values are copied.
 

@@ -1,7 +1,8 @@
 """Savers that restore checkpoints of other runs, and errors of plain savers about such checkpoints.
 
-From `import mtf_gradsync` on, the last functions of this module are called in place of functions of
-TensorFlow and Mesh-TensorFlow. The first argument of each is the original function.
+Once `mtf_gradsync` is imported, three functions of this module are called in place of functions of
+TensorFlow and Mesh-TensorFlow: `restore_checked`, `copy_masters_to_slices` and
+`init_from_checkpoint`. The first argument of each is the original function.
 """
 
 from __future__ import annotations

@@ -315,7 +315,8 @@ class _ValuesToSave(session_interface()):  # type: ignore[misc]  # found when it
     def run(self, fetches: Any, feed_dict: Any = None, *unused: Any, **unused_named: Any) -> str:
         """Writes the values; called by the saver, which feeds the path of the checkpoint.
 
-        Returns this path, as a run of the saver's operation does. `fetches` is not used.
+        Returns the checkpoint's path, as a run of the saver's operation does. `fetches` is not
+        used.
         """
         prefix = feed_dict[self._filename]
         self._session.run(self._write, {self._prefix: prefix, **self._values})

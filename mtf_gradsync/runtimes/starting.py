@@ -193,9 +193,10 @@ class Start(NamedTuple):
         """Yields the path of a checkpoint that has all variables to restore; None in a new run.
 
         The yielded path is `path`, or the path of a temporary checkpoint that is made from `path`.
-        The temporary checkpoint has moving averages in place of the variables, or also has values
-        for the variables in `new`. The function `initial_values` returns the values for `new` by
-        name. Raises NoAveragesError if averages are wanted and the checkpoint has none.
+        If `with_averages` is True, a temporary checkpoint has moving averages in place of the
+        variables. If it is False and `new` names variables, a temporary checkpoint also has values
+        for these variables, which the function `initial_values` returns by name. Raises
+        NoAveragesError if averages are wanted and the checkpoint has none.
         """
         if not self.path:
             yield None

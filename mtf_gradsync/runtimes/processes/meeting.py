@@ -378,9 +378,9 @@ def _messages_of_host(connection: Connection, end: float) -> Iterator[dict[str, 
 def _receive_challenge(connection: Connection, end: float) -> str:
     """Waits for the random text that process 0 sends first, to get a proof of the secret.
 
-    Returns this text. `connection` is this process's connection to process 0, and `end` is the
-    time, by `time.monotonic`, at which the wait ends. Raises ConnectionBroken if no random text has
-    come by this time.
+    Returns the random text. `connection` is this process's connection to process 0, and `end` is
+    the time, by `time.monotonic`, at which the wait ends. Raises ConnectionBroken if no random text
+    has come by this time.
     """
     for message in _messages_of_host(connection, end):
         if isinstance(message.get("challenge"), str):

@@ -168,8 +168,8 @@ def find_meetings(
 ) -> list[Meeting]:
     """Returns the operations that several cores of a program have to reach together.
 
-    These are the operations in `collectives`, and the writes to shared variables that `effects`
-    names. `collectives` and `effects` belong to the graph that `facts` describes.
+    The returned list has the operations in `collectives`, and the writes to shared variables that
+    `effects` names. `collectives` and `effects` belong to the graph that `facts` describes.
     """
     meetings = [Meeting(c.name, c.groups, c.context) for c in collectives.values()]
     for name in facts.order:

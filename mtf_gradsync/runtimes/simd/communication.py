@@ -472,7 +472,8 @@ def _row(
 def when_run(facts: GraphFacts, context: Context) -> dict[str, Any]:
     """Returns the values of `loops`, `turns` and `branches` for a `CommunicationRow`, by name.
 
-    `context` is the loops and branches around the row's operation; `facts` describes its graph.
+    `context` is the loops and branches around the row's operation, and `facts` describes the graph
+    of the operation.
     """
     return {
         "loops": tuple(c.frame for c in context if isinstance(c, Loop)),

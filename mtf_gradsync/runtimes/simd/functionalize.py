@@ -248,8 +248,8 @@ class _FunctionBody:
     def _control_inputs(self, members: Sequence[str]) -> list[tf.Operation]:
         """Returns the rebuilt operations of this body that are control inputs of some nodes.
 
-        `members` are the names of these nodes. Control inputs that are members themselves are left
-        out.
+        `members` are the names of the nodes that have the control inputs. Control inputs that are
+        members themselves are left out.
         """
         sources = {
             source: None

@@ -175,7 +175,7 @@ def session_on(
 
     Raises:
       UnsupportedProgramError: when CPU replicas cannot run an operation of the graph.
-      TypeError: when lowering is of no known kind.
+      TypeError: when `lowering` has another type, or is an EstimatorSpec without a lowering.
     """
     return CpuReplicaSession(PreparedGraph(graph, lowerings_in(lowering)), config)
 
@@ -354,7 +354,7 @@ class Program:
 
         Raises:
           UnsupportedProgramError: when CPU replicas cannot run an operation of the graph.
-          TypeError: when `lowering` is none of these kinds.
+          TypeError: when `lowering` has another type, or is an EstimatorSpec without a lowering.
         """
         return CpuReplicaSession(self.emulated(lowering), config)
 

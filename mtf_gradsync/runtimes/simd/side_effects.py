@@ -246,7 +246,8 @@ class _EffectFinder:
     def _find_ends(self) -> None:
         """Fills in `_turns`, `_exits` and `_merges`: where iterations, loops and conditionals end.
 
-        The three attributes have, for each loop or conditional, the names of the nodes at its end.
+        Each of these attributes is a dictionary from loops or conditionals to the names of nodes:
+        those at the end of an iteration, of the loop, or of the conditional.
         """
         facts = self._facts
         for name in facts.order:

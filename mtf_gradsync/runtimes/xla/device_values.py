@@ -273,8 +273,8 @@ def _checksum_program(devices: tuple[Any, ...]) -> tuple[Any, Callable[[Any], An
     """Returns a jax sharding over `devices`, and a compiled function that computes checksums.
 
     The compiled function takes a list of arrays that `DeviceValues.joined` made with the sharding.
-    The function returns a uint32 array ``[devices, values]`` with a row for each device; each
-    device holds its own row.
+    The function returns a uint32 array ``[devices, values]`` with a row for each device. The row of
+    a device has the checksums of the arrays on this device, and is stored there.
     """
     import jax
     import jax.numpy as jnp

@@ -49,9 +49,9 @@ def alarm_before_abort() -> tuple[Alarm | None, Callable[[], None]]:
     once, but some seconds later. In these seconds the watchdog can tell the other processes.
 
     Returns:
-      The object from which the watchdog learns of the crash, and a function that restores the
-      previous signal handlers. The object is None if the program uses faulthandler itself, or if
-      the system is not POSIX.
+      Two values. The first is an `Alarm`, from which the watchdog learns of a crash; None if the
+      program uses faulthandler itself, or if the system is not POSIX. The second is a function that
+      restores the previous signal handlers.
     """
     try:
         library = ctypes.CDLL(None)

@@ -151,7 +151,8 @@ class Cache:
 def key_of(*parts: bytes | str) -> str:
     """Returns a cache key: a sha256 of `parts`, in hexadecimal, usable as a file name.
 
-    `parts` are all inputs on which the content to be cached depends.
+    `parts` are texts or bytes. Everything that can change the cached content has to be in them, so
+    that two different contents never have the same key.
     """
     digest = hashlib.sha256()
     for part in parts:

@@ -42,9 +42,9 @@ from mtf_gradsync.runtimes.xla.xla_session import XlaSession, host_config
 class _Host:
     """The part of a user's graph outside the exported program; TensorFlow runs this part.
 
-    The attribute `graph` is a graph with this part and all variables. The attribute `counter` is
-    the name of the variable that counts steps (TensorFlow's global step); None if the user's graph
-    has no such variable.
+    The attribute `graph` is a graph that has the operations outside the program, and all variables.
+    The attribute `counter` is the name of the variable that counts steps (TensorFlow's global
+    step); None if the user's graph has no such variable.
     """
 
     def __init__(self, program: Program, lowering: Any):

@@ -131,8 +131,9 @@ def describe_variable(
 def _slices_of(variable: mtf.Variable, impl: mtf.MeshImpl) -> dict[str, Any]:
     """Returns how to assemble a variable from slices, as a dict for the manifest.
 
-    The dict has the shape and dtype of the whole variable. For each slice, the dict has the number
-    of a core that holds the slice, and the position in the whole variable where the slice begins.
+    The returned dict has the shape and dtype of the whole variable. For each slice, it has the
+    number of a core that holds the slice, and the position in the whole variable where the slice
+    begins.
     `impl` is the implementation of the variable's mesh.
     """
     shape = variable.outputs[0].shape

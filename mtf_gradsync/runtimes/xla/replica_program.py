@@ -104,7 +104,8 @@ class _CoreExtraction:
     def _must_run_before(self, name: str) -> set[str]:
         """Returns the names of nodes whose side effects must come before the node `name` runs.
 
-        An example is a write to a variable that the node `name` reads.
+        For example, a node that writes a variable may have to run before the node `name`, which
+        reads the variable.
         """
         effects = self._effects
         return effects.after.get(name, set()) | effects.after_all_cores.get(name, set())

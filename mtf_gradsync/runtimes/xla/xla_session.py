@@ -472,6 +472,6 @@ def session(
       ProcessesError: when several processes cannot work on the mesh together, for example because
         they have different numbers of cores.
       UnsupportedProgramError: when an operation of the graph cannot run on XLA devices.
-      TypeError: when lowering is of no known kind.
+      TypeError: when `lowering` has another type, or is an EstimatorSpec without a lowering.
     """
     return XlaSession(program, lowering, devices, platform, config, cache_dir)

@@ -303,8 +303,9 @@ def _executions_of_branch(
       trusts_tasks: whether the task of a run says to which execution the run belongs.
 
     Returns:
-      Pairs (place, run), in which the place is None if the run belongs to another execution than
-      its task; and the numbers of the executions in which the operation has run.
+      Two values. The first has the pairs (place, run); a place is None if the run belongs to
+      another execution than the run's task. The second has the numbers of the executions in which
+      the operation has run.
     """
     likely, taken = [], set()
     in_order = sorted(began, key=began.__getitem__)

@@ -422,12 +422,13 @@ class Timeline:
 
         Args:
           path: the file; it is compressed if the name ends in ".gz".
-          most_bytes: the largest size of the file. To keep to it, the shortest operations are left
-            out, then also the shortest calls of the host, then marks of steps in the middle.
+          most_bytes: the largest size of the file. If the file would be larger, the shortest
+            operations are left out, then also the shortest calls of the host, then marks of steps
+            in the middle.
 
         Returns:
-          The path, the number of operations shown, and the numbers of what is left out; ``print``
-            shows them.
+          A `Written`: the path, how many operations the trace shows, and how many operations,
+            calls of the host and marks of steps it leaves out. ``print`` shows these numbers.
 
         Raises:
           TimelineError: when the ``with`` block has not ended yet.

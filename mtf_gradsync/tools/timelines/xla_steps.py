@@ -249,9 +249,9 @@ def operations_of(
 ) -> Operations:
     """Finds the names, kinds, users and bytes of operations of compiled programs.
 
-    Each of `programs` is a pair: a serialized ``HloModuleProto`` of a compiled program, and the
-    program of a core from which it was compiled. `rows` lists the collectives of the model's graph
-    and the variables that they are for.
+    Each of `programs` is a pair: a compiled program, as a serialized ``HloModuleProto``, and the
+    core's program from which it was compiled. `rows` lists the collectives of the model's graph and
+    the variables that they are for.
     """
     found = Operations({}, set(), {}, {}, {})
     by_name = {row.name: row for row in rows}

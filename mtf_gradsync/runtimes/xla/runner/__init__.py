@@ -12,7 +12,7 @@ To use the runner as a module, with the exported folder on ``sys.path``:
     step = Step.load(folder)
     print(step({"x": x, "y": y})["loss"])
 
-mtf_gradsync's docs/portable.md describes the folder.
+The file docs/portable.md of mtf_gradsync describes the files in an exported folder.
 """
 
 from .jax_devices import StepError

@@ -196,7 +196,7 @@ def keeping_64_bits() -> ContextManager[None]:
 def _with_types_of_jax(value: np.ndarray) -> np.ndarray:
     """Returns the array, or if it has another library's bfloat16, a view of it with jax's bfloat16.
 
-    TensorFlow 2.12 has its own bfloat16.
+    The other library may be TensorFlow 2.12, which has a bfloat16 type of its own.
     """
     import jax.numpy as jnp
 

@@ -22,8 +22,8 @@ class Chip(NamedTuple):
       links: the number of links to neighbouring chips.
       link_bytes_per_second: bytes over one link in one direction.
       full_ring: how many chips a direction must have, at least, so that its links close to a ring;
-        this is the size of a whole pod. 0 if optical switches close the rings. They close rings in
-        TPU slices whose sizes are multiples of 4 along all directions.
+        this is the size of a whole pod. 0 if optical switches close the rings. Optical switches
+        close rings in TPU slices whose sizes are multiples of 4 along all directions.
       sources: web addresses of the sources: for the chip's figures, and for the links' figures.
     """
 

@@ -112,8 +112,8 @@ def compile_in_process(
 def reason_in(output: str) -> str:
     """Returns the line of a crashed process's `output` that is most likely to say why it crashed.
 
-    This is a fatal message of Google's logs. If there is no such message, it is the last line that
-    is no stack frame; "" if all lines are stack frames.
+    If `output` has a fatal message of Google's logs, this message is returned. If there is no such
+    message, the last line that is no stack frame is returned; "" if all lines are stack frames.
     """
     fatal = _FATAL.search(output)
     if fatal:

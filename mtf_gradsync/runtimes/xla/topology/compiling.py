@@ -269,8 +269,9 @@ def places_of(topology: str) -> tuple[tuple[int, ...], ...]:
 def _lower_bare(bare: Program, fetches: Sequence[Any]) -> tuple[str | None, str]:
     """Lowers the program with the bare optimizer; returns its StableHLO, and "".
 
-    If TensorFlow refuses the program, the two results are None and the reason. `fetches` are the
-    tensors that a step of the program returns.
+    If TensorFlow refuses the program, the function returns None in place of the StableHLO, and the
+    reason of the refusal in place of "". `fetches` are the tensors that a step of the program
+    returns.
     """
     try:
         lowered = lower(bare, fetches)

@@ -91,8 +91,8 @@ def read_estimate(
     """Estimates a compiled program's cost, counting one iteration of each loop.
 
     Args:
-      numbers: libtpu's "flops", "bytes accessed" and "optimal_seconds" of the program. The last is
-        a sum in which each operation that libtpu cannot estimate counts as -1.
+      numbers: libtpu's "flops", "bytes accessed" and "optimal_seconds" of the program.
+        "optimal_seconds" is a sum in which each operation that libtpu cannot estimate counts as -1.
       compiled: the program, a serialized ``HloModuleProto``.
       rates: the rates of one core.
       conditions: the value of all conditions, which decides which branches count; None counts no
@@ -190,8 +190,8 @@ def with_one_more_iteration(module: str) -> tuple[list[OneMoreIteration], int]:
 
     Returns:
       The new programs, and the number of loops whose iterations cannot be counted: these loops, or
-      loops around them, lack the attribute `ITERATIONS`. They have no new program. A loop with
-      fewer than two iterations has no new program either.
+      loops around them, lack the attribute `ITERATIONS`. For a loop whose iterations cannot be
+      counted no new program is made, nor for a loop with fewer than two iterations.
     """
     if _WHILE not in module:
         return [], 0

@@ -58,7 +58,7 @@ def slice_of(topology: str) -> Slice:
         the topology, a core of v4 is half a chip.
 
     Returns:
-      The `Slice` that describes them.
+      A `Slice`, which describes the TPU slice, or the several equal TPU slices.
 
     Raises:
       ValueError: when there is no such generation, or a name of Google Cloud does not say how its
