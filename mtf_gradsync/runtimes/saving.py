@@ -153,9 +153,9 @@ def initialize_from(init_checkpoint: str, variables: Sequence[Any]) -> str:
 def _initialize_counts(saved: SavedCheckpoint, chosen: Collection[str]) -> list[str]:
     """Sets initial values of counters of updates that the checkpoint `saved` does not have.
 
-    These counters begin with the number of updates that the checkpoint's run had made. Only
-    counters that belong to slots in `chosen` are set; `chosen` has the names of the variables that
-    begin as in the checkpoint. Returns the names of the counters that were set.
+    The initial value is the number of updates that the checkpoint's run had made. Only counters
+    that belong to slots in `chosen` are set; `chosen` has the names of the variables that begin as
+    in the checkpoint. Returns the names of the counters that were set.
     """
     found = []
     for variable in tf.global_variables():

@@ -90,8 +90,8 @@ def all_given(caller: str, otherwise: str, **arguments: Any) -> bool:
     """Returns True if no argument is None, and False if all are; raises ValueError otherwise.
 
     `arguments` are three arguments, by name, that users of the function `caller` can only give
-    together. `otherwise` says in words what this function uses if none of them is given. It is the
-    end of the error's last sentence, "Give all three, or none of them <otherwise>."
+    together. The text `otherwise` says from where their values come if none of them is given. This
+    text is the end of the error's last sentence, "Give all three, or none of them <otherwise>."
     """
     missing = [name for name, value in arguments.items() if value is None]
     if missing and len(missing) < len(arguments):

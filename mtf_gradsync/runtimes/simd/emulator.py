@@ -474,9 +474,9 @@ class _Rewriter:
         """Returns the input from which a core's copy of a conditional or loop takes its predicate.
 
         `predicate` is the predicate's name in the user's graph, and `text` is the input that the
-        copy had before. If the predicate must have one value on `core` and other cores, the result
-        is the output of a node that waits until these values have been compared. If the predicate
-        may differ between cores, the result is `text`.
+        copy had before. If the predicate must have the same value on `core` and on other cores, a
+        node waits until the values on these cores have been compared, and the output of this node
+        is returned. If the predicate may differ between cores, `text` is returned.
         """
         if not any(core in a.group for a in self._checks.get(predicate, ())):
             return text

@@ -374,7 +374,8 @@ class VariableAccess:
     def __init__(self, graph: tf.Graph):
         """Finds, for each variable of `graph`, the operations by which it is read and assigned.
 
-        These are the operations that TensorFlow makes together with a variable.
+        TensorFlow makes these operations together with the variable; operations that the program
+        itself adds later are not taken.
         """
         self.read: dict[str, str] = {}  # variable -> name of a tensor that holds its value
         self._exists: dict[str, str] = {}

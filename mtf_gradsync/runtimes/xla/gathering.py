@@ -227,8 +227,8 @@ class Cores:
     def from_first(self, values: Sequence[np.ndarray]) -> list[np.ndarray]:
         """Returns, on every process, the first process's `values`.
 
-        On the other processes, only the shapes and dtypes of `values` are used. They have to be
-        those of the first process's `values`.
+        On the other processes, only the shapes and dtypes of `values` are used. All processes have
+        to give the same shapes and dtypes.
         """
         if self.is_alone:
             return list(values)

@@ -64,8 +64,8 @@ def plan(
         None, the table has no costs in dollars.
       dcn_bandwidth: GB/s that a chip sends over the data center network; needed for several TPU
         slices.
-      inner_steps: numbers of steps. If there are several TPU slices, the table says for each number
-        how long a step takes if TPU slices exchange values only once in so many steps
+      inner_steps: numbers of steps; used if there are several TPU slices. For each number N, the
+        table says how long a step takes if TPU slices exchange values only once in N steps
         (`PlanRow.fewer_messages`).
 
     Returns:

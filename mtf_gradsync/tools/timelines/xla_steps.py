@@ -233,8 +233,8 @@ _MERGED = re.compile(r"^([^()]*)\(([^()]*)\)$")
 class Operations(NamedTuple):
     """The operations of compiled programs: names, kinds, users and bytes.
 
-    The names of operations are those in the compiled program, except where the comment of a field
-    says otherwise.
+    Operations are named as in the compiled program. Only in the values of `name` and the keys of
+    `facts` are they named as in the model's graph.
     """
 
     name: dict[str, str]  # the name in the model's graph, where it is known

@@ -61,8 +61,8 @@ def compile_for_tpu(
         "v4" chip counts as one core, as in the runtimes of TensorFlow and JAX; with "/two_cores"
         ("v4:2x2x1/two_cores") it counts as two cores.
       save_hlo: a folder to write ``before.hlo.txt`` and ``after.hlo.txt`` to.
-      bare: the program of the same model with the bare optimizer, for comparison. Its estimate has
-        the name "bare" in the answer.
+      bare: the program of the same model with the bare optimizer, for comparison. The answer has an
+        estimate of this program, too, under the name "bare".
       update_not_split: whether to compile a second time, without splitting the weight update over
         the cores, so that the bytes of collectives can be compared.
       bare_fetches: the tensors that a step of `bare` returns, such as its loss. Give those that

@@ -216,9 +216,10 @@ def _multiplications_along(numbers: int, kernel: int, results: int, window: Any)
     """Returns the number of multiplications along one dimension of a convolution.
 
     A kernel element and a result make a multiplication if, for this result, the kernel element lies
-    over a number of the input. They make none if it lies over padding or dilation. `numbers`,
-    `kernel` and `results` are the sizes of input, kernel and result along the dimension. `window`
-    is XLA's message with the stride, padding and dilation along the dimension.
+    over a number of the input. They make no multiplication if the kernel element lies over padding
+    or dilation. `numbers`, `kernel` and `results` are the sizes of input, kernel and result along
+    the dimension. `window` is XLA's message with the stride, padding and dilation along the
+    dimension.
     """
     found = 0
     for place in range(kernel):
