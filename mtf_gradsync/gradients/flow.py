@@ -372,10 +372,14 @@ class Flow:
     ) -> dict[mtf.Operation, tuple[Cause, mtf.Tensor]]:
         """Returns operations after which a sum over the shards may be missing.
 
-        The keys of the returned dictionary are the operations. The value of an operation is a pair:
-        the cause, and one of the targets, which is computed by this operation and needs the sum.
-        Operations of Mesh-TF that gather values of all shards do not count, because they
-        communicate by themselves.
+        A sum is missing if an operation drops or gathers a dimension that the shards split, and the
+        program does not add up the shards' values. `targets` are gradients.
+
+        The keys of the returned dictionary are the operations. The value of an operation is a pair.
+        The first is the cause: `Cause.DROPS_SUM` if the operation drops the dimension, and
+        `Cause.GATHERS` if it gathers values of all shards. The second is one of the targets, which
+        is computed by this operation and needs the sum. Operations of Mesh-TF that gather values of
+        all shards are not in the dictionary, because they communicate by themselves.
         """
         found: dict[mtf.Operation, tuple[Cause, mtf.Tensor]] = {}
         if any(self._gathers(t) for operation in self.operations for t in operation.outputs):

@@ -69,10 +69,12 @@ def _warning_of_missing_sum(
 ) -> Iterator[None]:
     """Returns a context for lowering `operation`; warns at its end if a sum over shards is missing.
 
-    `cause` and `target` are what `Flow.missing_sums` returned for the operation: `target` is a
-    gradient that the operation computes and that needs the sum. An operation that gathers values of
-    all shards (`Cause.GATHERS`) may make the sum itself: there is no warning if it communicated
-    while it was lowered, or if it left its output pending.
+    A sum is missing if each shard has other values of a gradient, and the program does not add them
+    up. `target` is a gradient that is computed by the operation and needs the sum; the warning
+    names it. `cause` is the reason to expect that the sum is missing. With `Cause.DROPS_SUM`, the
+    operation drops a dimension that the shards split, and the warning is always logged. With
+    `Cause.GATHERS`, the operation gathers values of all shards and may make the sum itself: there
+    is no warning if it communicated while it was lowered, or if it left its output pending.
     """
     with _record_collectives(lowering.mesh_impl(operation)) as sent:
         yield
@@ -139,9 +141,14 @@ class PendingLowering(ExtensionLowering):
         Args:
           lowering: the lowering.
           flow: the forecast of which operations keep sums pending.
-          buckets: the sums that are reduced together, each with its bucket. The dictionary is
-            changed during the lowering.
-          missing: the operations after which a sum is missing, from `Flow.missing_sums`.
+          buckets: the bucket of each tensor whose parts have to be added up over the mesh. Sums
+            with equal buckets are reduced together. The dictionary is changed during the lowering.
+          missing: operations that drop or gather a dimension which the shards split, so that the
+            program may lack a sum over the shards. A warning is logged when such an operation is
+            lowered and no sum was made. The value of an operation is a pair from
+            `Flow.missing_sums`: the cause, which says whether the dimension is dropped
+            (`Cause.DROPS_SUM`) or gathered (`Cause.GATHERS`), and a gradient that is computed by
+            the operation and needs the sum. The warning names this gradient.
         """
         self.flow = flow
         self._lowering = lowering

@@ -38,8 +38,10 @@ _logger = logging.getLogger("mtf_gradsync")
 def norm_of_reduced(grads: Sequence[mtf.Tensor], strategy: Strategy) -> mtf.Tensor:
     """Returns the norm over all of the reduced gradients `grads`, an mtf scalar.
 
-    If a clip by the global norm made the gradients, the norm is computed from the clip's own norm
-    and factor, without a pass over the gradients.
+    If a clip by the global norm made the gradients, the result is the norm before the clip times
+    the clip's factor, and the gradients are not read. Otherwise the norm is computed from the
+    gradients. `strategy` is the reduction strategy that adds up the squares if the mesh splits a
+    gradient.
     """
     clipping = clipping_of(grads)
     if clipping is not None and not clipping.norm.shape.ndims:

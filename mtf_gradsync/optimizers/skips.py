@@ -97,18 +97,22 @@ def waiting_after_step(waiting: mtf.Variable, updated: mtf.Tensor) -> mtf.Tensor
 class SkipMessages(NamedTuple):
     """The texts of a wrapper's messages about skipped steps.
 
-    A matrix of flags marks what was not finite in a step (see `Skips.report`), and the messages
-    name what it marks.
+    On a skipped step a matrix of flags is recorded. It has a row for each shard and a column for
+    each gradient; a flag is greater than 0 if this shard's gradient is not finite. (In DiLoCo a row
+    is an island, and a column one of its variables, slots or the loss.) The messages name the
+    gradients and shards with a flag greater than 0.
 
     Attributes:
-      line: the text that a log line has between the wrapper's name and the names of marked
-        gradients.
-      names: the names of the matrix's columns, which are variables.
+      line: the text that a log line has between the wrapper's name and the names of gradients that
+        are not finite.
+      names: the names of the matrix's columns: those of the variables.
       rows: the names of the matrix's rows, such as "(shard 0)". The first rows are the shards or
         islands, in order.
-      none: the text that a log line has in the place of the names if nothing is marked.
-      last: the error's sentence about the last skipped step, up to the names.
-      only_rows: whether a log line has only the numbers of marked rows, instead of names.
+      none: the text that a log line has in the place of the names if no flag is greater than 0.
+      last: the beginning of the error's sentence about the last skipped step; names of gradients
+        follow it.
+      only_rows: whether a log line has the numbers of the rows that have a flag greater than 0, in
+        place of names of gradients.
     """
 
     line: str
@@ -120,11 +124,12 @@ class SkipMessages(NamedTuple):
 
 
 def names_of_rows(axes: ReplicaAxes | None) -> list[str]:
-    """Returns names for the rows of flags that `Skips.report` records, for `SkipMessages.rows`.
+    """Returns names for the rows of the matrix of flags that `Skips.report` records.
 
-    There is a row for each shard; then one for sums that are not finite although all of their terms
-    are finite; and one for gradients of which the shards are not known. If `axes`, the replica
-    axes, are None, there is only the last of these rows.
+    The names are for `SkipMessages.rows`. There is a row for each shard. Then there is a row for
+    sums that are not finite although all of their terms are finite. The last row is for gradients
+    of which it is not known whether each shard's own gradient is finite. If `axes`, the replica
+    axes, are None, there is only the last row.
     """
     if axes is None:
         return [_OF_ONE]
@@ -186,8 +191,8 @@ class Skips:
 
         Args:
           owner: the wrapper's name.
-          words: the texts of the messages. They name the rows and columns of the flags that
-            `report` is given.
+          words: the texts of the messages. They have the names of the rows (shards) and columns
+            (gradients) of the flags that `report` is given.
           counts: a list of one variable that counts skipped steps: a scalar, or a count for each
             shard or island. () if no line is to be logged.
           waiting: variables that count the steps in a row without an update: a list of one variable
@@ -219,13 +224,15 @@ class Skips:
         skipped steps run.
 
         Args:
-          found: one or two tensors of flags, `[rows..., names]`, the same on all processors. A flag
-            is greater than 0 if the value is not finite, and less than 0 if that is not known. The
-            second tensor has the flags of sums over the shards. These are recorded in two more
-            rows: one for sums that are not finite although each shard's gradient is finite, and one
-            for sums for which the flags of shards are not known.
-          now: the values that the variables in `counts` and, if there is one, that of the loss
-            scale have after the step.
+          found: one or two tensors of flags, the same on all processors. The first has the shape
+            `[shards..., gradients]`. A flag is greater than 0 if the shard's gradient is not
+            finite, and less than 0 if that is not known. The second, `[gradients]`, has the flags
+            of sums over the shards. They are recorded in two more rows below those of the shards:
+            one for sums that are not finite although each shard's gradient is finite, and one for
+            sums for which the flags of shards are not known. If there is a single tensor, it may
+            also be `[gradients]`, one row.
+          now: the value that the variable in `counts` has after the step, and that of the loss
+            scale if there is one. Empty if no line is to be logged.
         """
         found, now = ([on_mesh(x, self.mesh) for x in some] for some in (found, now))
         return [_RecordFlags(self, found, now)]
@@ -258,9 +265,13 @@ class Skips:
     def log_line(self, now: tf.Tensor, found: tf.Tensor, scale: Any) -> tf.Tensor:
         """Returns the line that the log gets on a skipped step, a tf string.
 
+        The line names the gradients that were not finite, and says how many steps were skipped.
+
         Args:
-          now: the value of the variable in `counts` after the step.
-          found: the recorded flags, `[rows, names]`.
+          now: the number of steps skipped so far, this step included: a scalar, or a number for
+            each shard or island, of which the largest is shown.
+          found: the flags that `report` has recorded: a row for each shard, and a column for each
+            gradient. A flag is greater than 0 if the gradient is not finite.
           scale: the value of the loss scale after the step; None without a scale.
         """
         words = self.words
@@ -281,7 +292,8 @@ class Skips:
         """Returns the text of a `NoUpdateError`, a tf string.
 
         Args:
-          found: the recorded flags of the last skipped step, `[rows, names]`.
+          found: the flags that `report` recorded in the last skipped step: a row for each shard,
+            and a column for each gradient. A flag is greater than 0 if the gradient is not finite.
           scale: the value of the loss scale after the step; None without a scale.
           missed: for each replica the number of steps in a row that it has missed; None if the
             error lists no replicas.
@@ -310,10 +322,11 @@ class Skips:
         return [tf.where_v2(scale <= lowest, text, "")]
 
     def _names_of_marked(self, found: tf.Tensor) -> tf.Tensor:
-        """Returns text that names the gradients and shards that `found`, `[rows, names]`, marks.
+        """Returns text that names the gradients and shards whose flag is greater than 0.
 
-        The text is a tf string such as "w (shard 0), w (shard 3)": at most 8 names, and the number
-        of further ones. It is "" if no flag is greater than 0.
+        `found` has the flags, a row for each shard and a column for each gradient. The text is a tf
+        string such as "w (shard 0), w (shard 3)": at most 8 names, and the number of further ones.
+        It is "" if no flag is greater than 0.
         """
         where = tf.where_v2(found > 0)
         some, more = where[:_MOST_NAMED], tf.shape(where)[0] - _MOST_NAMED

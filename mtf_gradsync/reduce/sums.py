@@ -207,11 +207,12 @@ def placement_sum_fn(
 ) -> SumFn:
     """Returns a function (values, groups, turns) that sums values over groups on a placement mesh.
 
-    The function is a `SumFn`. It calls `sum_group` for each value and group. The arguments are the
-    value (a `LaidOutTensor`), the processor numbers of the group's members, and a number that
-    counts up from group to group. By this number `sum_group` chooses the device that adds up, so
-    that the devices take turns. `sum_group` returns the sum for each member, as a list of tf
-    tensors.
+    The returned function is a `SumFn`: `values` are `LaidOutTensor`s, `groups` are the groups of
+    processors that sum with each other, and `turns` has a whole number for each value. It calls
+    `sum_group` for each value and group. The arguments of `sum_group` are the value, the processor
+    numbers of the group's members, and a number: the value's number in `turns` plus the number of
+    the group. By this number `sum_group` chooses the device that adds up, so that devices share the
+    work. `sum_group` returns the sum for each member, as a list of tf tensors.
     """
 
     def sum_one(value: Any, groups: ProcessorGroups, turn: int) -> Any:
@@ -271,10 +272,11 @@ def positions_in_groups(mesh_impl: Any, groups: ProcessorGroups) -> Any:
 def all_reduce_fn(mesh_impl: Any, group_sum: GroupSum = add_n, one_group: bool = True) -> SumFn:
     """Returns a function (values, groups, turns) that sums values over groups on a mesh.
 
-    The function is a `SumFn`. On a placement mesh it sums each group by `group_sum`, and by the
-    number in `turns` chooses a device that adds up. On a SIMD mesh it sums by
-    `simd_all_reduce`, with the argument `one_group`: whether all sums of one call are marked as one
-    group of sums.
+    The returned function is a `SumFn`: `values` are `LaidOutTensor`s, `groups` are the groups of
+    processors that sum with each other, and `turns` has a whole number for each value. On a
+    placement mesh it sums each group by `group_sum`, on a device that the value's number in `turns`
+    selects. On a SIMD mesh it sums by `simd_all_reduce`, and does not use `turns`. `one_group` says
+    whether all sums of one call are then marked as one group of sums.
     """
     if is_simd(mesh_impl):
         return lambda values, groups, turns: simd_all_reduce(mesh_impl, values, groups, one_group)
@@ -435,8 +437,9 @@ def packed_all_reduce(
       groups: the groups of processors that sum with each other.
       sum_fn: the function that sums; one call gets all packs, as `LaidOutTensor`s.
       planner: the function that chooses the packs; it is called once for each dtype.
-      turns: numbers for the packs, by which `sum_fn` spreads packs over the devices; None counts
-        from 0. Several calls that share an iterator go on counting.
+      turns: an iterator that yields whole numbers, one for each pack. By this number `sum_fn`
+        chooses the device that adds up the pack, so that devices share the work. None counts from
+        0. If several calls get the same iterator, they go on counting.
     """
     values = list(values)
     check_values(values)
@@ -468,11 +471,17 @@ def _sum_packs(
     sum_fn: SumFn,
     turns: Iterator[int],
 ) -> list[Any]:
-    """Returns the sums of values over groups, made in the given packs.
+    """Returns the sums of values over groups of processors, one `LaidOutTensor` for each value.
 
-    `packs` is a list of packs, and each pack is a list of `Piece`s of `values`. Values that are in
-    no pack are returned as they are. `sum_fn` is called once, with all packs and a number of
-    `turns` for each pack.
+    Args:
+      mesh_impl: the mesh.
+      values: `LaidOutTensor`s.
+      packs: lists of `Piece`s, which are ranges of the values' elements. The pieces of a pack are
+        summed as one tensor. A value that is in no pack is returned as it is.
+      groups: the groups of processors that sum with each other.
+      sum_fn: the function that sums; it is called once, with all packs.
+      turns: an iterator that yields whole numbers, one for each pack. By this number `sum_fn`
+        chooses the device that adds up the pack, so that devices share the work.
     """
     pieces: dict[int, list[Piece]] = collections.defaultdict(list)
     for piece in itertools.chain.from_iterable(packs):

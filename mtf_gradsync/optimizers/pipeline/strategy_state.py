@@ -1,4 +1,8 @@
-"""Pieces of variables, and the state of strategies that reduce them."""
+"""Reduces gradients by strategies that keep state, such as compression errors.
+
+The state is kept for whole variables. The gradients may be of whole variables or of pieces: ranges
+of the numbers in each core's slice of a variable.
+"""
 
 from __future__ import annotations
 

@@ -71,11 +71,20 @@ def rate_on_mesh(
 ) -> Any:
     """Returns the learning rate of a step: None, a number, or a scalar of tf or mtf.
 
-    `schedule` is a result of `resolve_learning_rate`, and `step` is the global step. If
-    `schedule_step` is None, a learning rate schedule is called with `step`. Otherwise it is called
-    with the step that `schedule_step` returns for `mesh`, and with the number of updates in the run
-    as the run's length. The number of updates follows from the optimizers in `stack`, a list that
-    the caller may fill until the graph is lowered.
+    If `schedule` is None or a number, it is returned as it is. If it is a function, the result is
+    the scalar that it returns: as the function returns it if `schedule_step` is None, and else an
+    mtf scalar.
+
+    Args:
+      schedule: a result of `resolve_learning_rate`: None, a number, or a function of the step and
+        of the number of steps in the run.
+      step: the global step. The function is called with it if `schedule_step` is None.
+      schedule_step: a function that takes `mesh` and returns an mtf scalar. `schedule` is then
+        called with this scalar as the step, and with the number of updates in the run in place of
+        the number of steps. None to use `step`.
+      mesh: the mesh of the program.
+      stack: the optimizers from which the number of updates in the run is computed. They are not
+        read before the graph is lowered, so the caller may still add optimizers to this list.
     """
     if schedule_step is None or not isinstance(schedule, functools.partial):
         return rate_of_step(schedule, step)

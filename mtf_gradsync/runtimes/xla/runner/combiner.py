@@ -101,10 +101,12 @@ def group_names(module: Any) -> list[str | None]:
 def combined_for_cpus(program: bytes | str, groups: Sequence[str | None] = ()) -> bytes | str:
     """Returns a program in which the collectives of each group are combined into few collectives.
 
-    The results of the program stay the same. `program` is StableHLO, as text or as a portable
-    artifact. In a text, attributes of the collectives name their groups. An artifact may lack these
-    attributes; `groups` are then the names that `group_names` returned for its collectives. A
-    program that this jax cannot read is returned unchanged.
+    A group is a set of collectives that the graph has marked as made together. The results of the
+    program stay the same. `program` is StableHLO, as text or as a portable artifact (MLIR
+    bytecode). If the program is text, each collective has an attribute with the name of its group.
+    If it is an artifact, the collectives may lack this attribute. `groups` then has the name of
+    each collective's group, in the order of the program, as `group_names` returned them. A program
+    that this jax cannot read is returned unchanged.
     """
     from jax.interpreters import mlir
     from jaxlib.mlir import ir
