@@ -165,7 +165,8 @@ class Mask(NamedTuple):
 
     Attributes:
       number: the number of contributions that are added up, a scalar: the number of shards or
-        islands that are not skipped, or 1 or 0 for the step as a whole.
+        islands that are not skipped, or 1 or 0 for the step as a whole. Outer steps with weights
+        give the sum of the islands' weights here.
       weight: the weight of these contributions, a float32 scalar; None without weights.
       skipped: the gradients that are skipped, which may hold NaNs: a boolean scalar for all
         gradients of the step, or `[shard dims...]`; None if no gradient is skipped.
