@@ -94,6 +94,9 @@ class GradientAccumulationOptimizer(OffMesh, tf.train.Optimizer):
     def compute_gradients(self, loss: Any, *args: Any, **kwargs: Any) -> list[Any]:
         """Returns the gradients of one microbatch step, as the inner optimizer computes them.
 
+        The arguments are passed on to `compute_gradients` of the inner optimizer. The result is a
+        list of pairs (gradient, variable).
+
         Raises:
           TypeError: the loss or a variable is one of Mesh-TensorFlow.
         """
@@ -306,7 +309,15 @@ class CrossShardOptimizer(OffMesh, tf.tpu.CrossShardOptimizer):
         name: str = "CrossShardOptimizer",
         group_assignment: list[list[int]] | None = None,
     ):
-        """Wraps an optimizer; see `tf.compat.v1.tpu.CrossShardOptimizer`."""
+        """Wraps an optimizer, with the arguments of `tf.compat.v1.tpu.CrossShardOptimizer`.
+
+        Args:
+          opt: the optimizer.
+          reduction: how the losses of shards are joined: by their mean or their sum.
+          name: name of the wrapper.
+          group_assignment: for each group of shards that reduce only with each other, the list of
+            their numbers; None for one group of all shards.
+        """
         super().__init__(opt, reduction, name, group_assignment)
         self.opt = opt
 

@@ -146,7 +146,10 @@ class MeshOptimizer(mtf.optimize.Optimizer):
             return gated_update(make, [grad for grad, _ in pairs])
 
     def apply_grad(self, grad: mtf.Tensor | None, var: mtf.Variable) -> list[mtf.Operation]:
-        """Updates one variable; see `apply_grads`."""
+        """Updates the variable `var` by the gradient `grad`, which may be None.
+
+        Returns a list of mtf operations.
+        """
         return self.apply_grads([grad], [var])
 
     def get_slot(self, var: mtf.Variable, name: str) -> mtf.Variable | None:
@@ -301,9 +304,9 @@ def _make_scalar_variable(mesh: mtf.Mesh, name: str, value: Any) -> mtf.Variable
 def _make_state_variable(
     mesh: mtf.Mesh, name: str, shape: mtf.Shape, dtype: tf.DType, value: Any
 ) -> mtf.Variable:
-    """Returns a new mesh variable that is not trained; all of its elements begin with `value`.
+    """Returns a new variable on `mesh` that is not trained; all of its elements begin with `value`.
 
-    `value` is a number or a tf scalar.
+    `name`, `shape` and `dtype` are the variable's. `value` is a number or a tf scalar.
     """
     if isinstance(value, tf.Tensor):
         # A TPU program is initialized outside of it, where the tensor may not exist.

@@ -105,7 +105,10 @@ def given_optimizer(opt: Any, learning_rate: Any, wrapper: str) -> Any:
 
 
 def refuse_with_v1(opt: Any, **arguments: Any) -> None:
-    """Raises ValueError if one of `arguments`, which only mesh optimizers have, is not None."""
+    """Raises ValueError if one of `arguments`, which only mesh optimizers have, is not None.
+
+    `opt` is the TensorFlow optimizer that is to be wrapped; the error shows it.
+    """
     for name, value in arguments.items():
         if value is not None:
             raise ValueError(
@@ -146,9 +149,10 @@ class OffMesh:
     """
 
     def compute_gradients(self, loss: Any, *args: Any, **kwargs: Any) -> list[Any]:
-        """Returns pairs (gradient, variable); see `tf.compat.v1.train.Optimizer`.
+        """Returns pairs (gradient, variable), as TensorFlow's optimizer computes them for `loss`.
 
-        Raises TypeError if the loss or a variable is one of Mesh-TensorFlow.
+        All arguments are those of `tf.compat.v1.train.Optimizer.compute_gradients`. Raises
+        TypeError if the loss or a variable is one of Mesh-TensorFlow.
         """
         self._refuse_mesh(loss, args, kwargs)
         return super().compute_gradients(loss, *args, **kwargs)  # type: ignore[misc] # TensorFlow's
@@ -156,9 +160,10 @@ class OffMesh:
     def apply_gradients(
         self, grads_and_vars: Iterable[Any], *args: Any, **kwargs: Any
     ) -> tf.Operation:
-        """Returns the operation of an update; see `tf.compat.v1.train.Optimizer`.
+        """Returns the tf operation by which TensorFlow's optimizer makes an update.
 
-        Raises TypeError if a gradient or variable is one of Mesh-TensorFlow.
+        All arguments are those of `tf.compat.v1.train.Optimizer.apply_gradients`. Raises TypeError
+        if a gradient or variable is one of Mesh-TensorFlow.
         """
         pairs = list(grads_and_vars)
         self._refuse_mesh(pairs, args, kwargs)

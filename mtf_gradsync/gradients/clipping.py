@@ -169,7 +169,7 @@ def clip_together(
       grads: if `axes` is None, reduced gradients, which are scaled by the norm over all of them.
         If `axes` is given, per-shard gradients: those of each shard are scaled by the norm over
         this shard's gradients. None passes through.
-      clip_norm: the largest norm; see `check_clip_norm`.
+      clip_norm: the largest norm: a number above 0, or a scalar tensor or variable.
       axes: the replica axes of per-shard gradients, or None.
       strategy: the strategy that reduces the norm.
       owner: the name of the optimizer or function that clip_norm was given to, for errors.
@@ -262,7 +262,8 @@ def clip_by_shard_norm(
       axes: the replica axes.
       reducer: the strategy that reduces over mesh axes other than the replica axes; None takes
         `FusedAllReduce()`.
-      accept_summed: as for `per_shard`.
+      accept_summed: what happens if shards' own gradients are not recoverable from a gradient. If
+        true, each shard takes an equal share of the gradient; if false, it is an error.
 
     Returns:
       The clipped gradients, per shard (`[shard dims...] + var dims`), and the norms before
@@ -295,8 +296,9 @@ def clip_by_global_norm(
 
     Args:
       grads: gradients of shape `var dims`; pending ones are reduced first. None passes through.
-      clip_norm: the largest norm that all gradients together may have. It may be of the same kinds
-        as for `clip_by_shard_norm`.
+      clip_norm: the largest norm that all gradients together may have: a number greater than 0, or
+        a scalar tensor or variable. If the value of a tensor or variable is less than 0 or NaN, the
+        step raises an error. With infinity nothing is clipped.
       reducer: the reduction strategy; None takes `FusedAllReduce()`.
 
     Returns:

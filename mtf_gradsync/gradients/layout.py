@@ -206,7 +206,8 @@ def batch_axes(
     Args:
       graph: the program's graph.
       mesh: the mesh whose axes are asked for.
-      axis_of: as in `Layout`.
+      axis_of: a function of a mesh and a tensor dimension. It returns the number of the mesh axis
+        that splits the dimension, or None.
       targets: the gradients that wrappers use. Only inputs that they depend on are looked at.
       names: for each wrapper the names of batch dimensions that it was given, or None.
     """
@@ -341,7 +342,8 @@ def split_of_inputs(
     The inputs are those that `targets` (gradients) depend on, and the losses include the loss of
     each example. Some mesh axes may split both an input and a loss. Then only dimensions that are
     split over these axes are returned. Dimensions that a variable also has are returned only if
-    there are no other dimensions to return. `axis_of` is as in `Layout`.
+    there are no other dimensions to return. `axis_of` is a function of a mesh and a dimension that
+    returns the number of the mesh axis which splits the dimension, or None.
     """
     weights = {
         dim.name for v in graph.trainable_variables if v.mesh is mesh for dim in v.shape.dims

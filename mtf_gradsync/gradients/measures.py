@@ -323,14 +323,15 @@ def shard_norms(
     Args:
       grads: gradients per shard, `[shard dims...] + var dims`; None counts as zeros.
       axes: the replica axes.
-      reducer: as for `global_norm`.
+      reducer: the reduction strategy; None takes `FusedAllReduce()`.
 
     Returns:
-      An mtf tensor `[shard dims...]`, in the dtype of `global_norm`.
+      An mtf tensor `[shard dims...]`, of float64 if a gradient is float64, and of float32
+      otherwise.
 
     Raises:
-      TypeError: `global_norm` raises it, or `axes` is no `ReplicaAxes`.
-      ValueError: `global_norm` raises it, or gradients have different shard dims, or they are on
+      TypeError: an argument is of the wrong type, or a gradient has an integer dtype.
+      ValueError: there is no gradient, or gradients have different shard dims, or they are on
         several meshes.
     """
     return _norms(grads, reducer, axes, "shard_norms")
@@ -356,7 +357,18 @@ def joined_norm(norms: Sequence[mtf.Tensor]) -> mtf.Tensor:
 def not_finite(grads: MaybeGradients, reducer: Strategy | None = None) -> mtf.Tensor:
     """Returns a float mtf scalar: 0 if all entries of gradients are finite, else more than 0.
 
-    The arguments, the errors, and the mesh and dtype of the result are as for `global_norm`.
+    Args:
+      grads: gradients that are pending (they are reduced first), reduced, or per shard. None is
+        passed over.
+      reducer: the reduction strategy; None takes `FusedAllReduce()`.
+
+    Returns:
+      An mtf scalar on the first gradient's mesh, of float64 if a gradient is float64, and of
+      float32 otherwise.
+
+    Raises:
+      TypeError: an argument is of the wrong type, or a gradient has an integer dtype.
+      ValueError: there is no gradient, or gradients are of several graphs.
     """
     return _sum_of_measure(grads, reducer, _any_not_finite)
 
@@ -400,8 +412,10 @@ def shards_not_finite(
 ) -> mtf.Tensor:
     """Returns a float mtf tensor `[shard dims...]`: 0 for shards whose entries are all finite.
 
-    The value is greater than 0 for shards that have a NaN or an infinity. Arguments and errors are
-    those of `shard_norms`.
+    The value is greater than 0 for shards that have a NaN or an infinity. `grads` are gradients per
+    shard, `[shard dims...] + var dims`; None is passed over. `axes` are the replica axes, and
+    `reducer` is the reduction strategy (None takes `FusedAllReduce()`). Raises the same errors as
+    `shard_norms`.
     """
     return _sum_of_measure(grads, reducer, _any_not_finite, axes, "shards_not_finite")
 

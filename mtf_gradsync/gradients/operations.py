@@ -311,10 +311,12 @@ def partial_sum(
 ) -> PartialSum:
     """Returns a tensor's parts: each processor's term, and the mesh axes still to sum over.
 
-    The parts of a pending tensor are returned even if its sum was already made for another reader.
-    If `reduced` is true, a pending tensor is reduced first. `dims` are dimensions of the tensor to
-    sum over in any case. Each processor sums its own slice over them, so that its term lacks these
-    dimensions. The mesh axes that split `dims` are then among the axes still to sum over.
+    If `reduced` is false, the parts of a pending tensor are returned even if its sum was already
+    made for another reader. If `reduced` is true, a pending tensor is reduced first.
+
+    `dims` are further dimensions of the tensor to sum over. Each processor sums its own slice over
+    `dims`, so that its term lacks these dimensions. The mesh axes that split `dims` are among the
+    axes still to sum over, also if `reduced` is true.
     """
     lowered = lowering.tensors[tensor]
     # LazyAllreduceSum is what Mesh-TF 0.1.21 gives a reduction over a split dimension; the name
@@ -345,9 +347,9 @@ def reduce_partial_sums(
 ) -> list[Any]:
     """Reduces partial sums over their mesh axes, and returns a `LaidOutTensor` for each, in order.
 
-    Sums with the same mesh axes are reduced together. `cuts` say how each sum is cut into parts for
-    the processors, so that each processor gets only its part of the sum. A sum without cuts (all
-    sums if `cuts` is None) is whole on each processor.
+    Sums with the same mesh axes are reduced together, by `strategy`. `cuts` has, for each sum, the
+    cuts by which it is divided into parts, so that each processor gets only its part. A sum without
+    cuts is returned whole to each processor, and so are all sums if `cuts` is None.
     """
     cuts = [()] * len(sums) if cuts is None else cuts
     # Along the other mesh axes processors hold the same sum already.

@@ -172,9 +172,8 @@ class ScatterGradients(GradientOperation):
         Args:
           grads: gradients of one mesh, pending, reduced or per shard.
           variables: the variable of each gradient.
-          shapes: the shape of each output. In an output's shape, some dimensions of the variable
-            may have other names, which the layout splits. The gradient is cut along these
-            dimensions.
+          shapes: the shape of each output: the variable's, in which some dimensions may have other
+            names, which the layout splits. The gradient is cut into parts along these dimensions.
           axes: the replica axes.
           strategy: the strategy that reduces.
         """
@@ -216,9 +215,16 @@ def scatter_gradients(
 ) -> tuple[Sequence[mtf.Tensor], list[mtf.Tensor]]:
     """Reduces gradients over the mesh so that each replica gets its part of every sum.
 
-    The arguments are as for `ScatterGradients`. The last operations that compute a gradient may be
-    casts and scalings. Then the tensor before these operations is reduced, and the casts and
-    scalings are repeated on the part.
+    The last operations that compute a gradient may be casts and scalings. Then the tensor before
+    these operations is reduced, and the casts and scalings are repeated on the part.
+
+    Args:
+      grads: gradients of one mesh, pending, reduced or per shard.
+      variables: the variable of each gradient.
+      shapes: the shape of each part: the variable's, with other names of the dimensions along which
+        the gradient is cut into parts.
+      axes: the replica axes.
+      strategy: the strategy that reduces.
 
     Returns:
       For each gradient the tensor that was reduced, before casts and scalings; and for each

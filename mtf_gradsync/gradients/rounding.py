@@ -109,7 +109,12 @@ def assign(variable: mtf.Variable, value: mtf.Tensor, count: mtf.Tensor | None) 
 
 
 def subtract(variable: mtf.Variable, change: mtf.Tensor, count: mtf.Tensor | None) -> mtf.Operation:
-    """Makes the operation that subtracts a change from a variable; `count` is as for `assign`."""
+    """Makes the operation that subtracts the tensor `change` from a variable.
+
+    `count` is the number of the update, an integer scalar. If it is given, the new value of a
+    bfloat16 variable is rounded by chance, and the random bits depend on `count`. None rounds to
+    nearest.
+    """
     if count is not None and is_rounded(variable):
         change = mtf.cast(change, tf.float32)
         return assign(variable, mtf.cast(variable.value, tf.float32) - change, count)

@@ -93,7 +93,7 @@ class Recoverability:
     """
 
     def __init__(self, grads: MaybeGradients, axes: ReplicaAxes, within: ReplicaAxes | None = None):
-        """Examines gradients that are not split by shard.
+        """Examines gradients that are not split by shard; None in `grads` is passed over.
 
         `axes` are the replica axes whose shards' gradients are to be recovered, on the mesh that
         the program will be lowered on. If the batch is split over further mesh axes, `within` has
@@ -265,8 +265,10 @@ def check_recoverable(
       grads: gradients that are not split by shard; None is passed over.
       axes: the replica axes whose shards' gradients are to be recovered.
       names: a name for each of `grads`, for the error; None takes the names of their variables.
-      recomputes: as for `Recoverability.check`.
-      within: as for `Recoverability`.
+      recomputes: whether the caller computes each shard's part by itself for gradients that follow
+        from sums over the shards or from no shard's data. If true, they raise no error.
+      within: all mesh axes that split the batch, if these are more than `axes`; None if the batch
+        is split over `axes` alone.
     """
     Recoverability(grads, axes, within).check(names, recomputes)
 
@@ -474,7 +476,15 @@ def per_shard(
 def split_into_shards(
     grads: MaybeGradients, axes: ReplicaAxes, strategy: Strategy, accept_summed: bool
 ) -> list[mtf.Tensor | None]:
-    """Returns one gradient per shard, as `per_shard` does, without a check of the gradients."""
+    """Returns one gradient per shard, as `per_shard` does, without a check of the gradients.
+
+    Args:
+      grads: pending, reduced or per-shard gradients, which may be None.
+      axes: the replica axes.
+      strategy: the strategy that reduces over mesh axes other than the replica axes.
+      accept_summed: what happens to a gradient from which shards' own gradients are not
+        recoverable. If true, each shard takes an equal share of it; if false, it is an error.
+    """
     pending = [None if g is None or shard_dims_in(g.shape, axes) else g for g in grads]
 
     def make(present: list[mtf.Tensor]) -> Sequence[mtf.Tensor]:
@@ -541,7 +551,10 @@ def sum_gradients(
 ) -> list[mtf.Tensor]:
     """Returns the sum of each gradient; gradients may be on several meshes.
 
-    All gradients of a mesh are reduced together. The arguments are as for `SumGradients`.
+    All gradients of a mesh are reduced together. `sum_dims` has for each gradient the dims to sum
+    over, which number the shards; a gradient without such dims is reduced if it is pending.
+    `batch_dims` are the names of the dimensions that the batch is split along; if it is None, they
+    are found in the graph. `strategy` is the reduction strategy.
     """
 
     def of_mesh(mesh: mtf.Mesh, some: list[int]) -> Sequence[mtf.Tensor]:

@@ -307,10 +307,11 @@ class GradientAccumulationOptimizer(ReportsSkips):
     def _shapes_of_parts(
         self, axes: ReplicaAxes, variables: Sequence[mtf.Variable]
     ) -> Mapping[mtf.Variable, mtf.Shape]:
-        """Returns the shape of each replica's part of the sum of a variable, for split variables.
+        """Returns the shapes of replicas' parts of the sums of gradients that are split.
 
-        `variables` are the variables with gradients. If replicas share one memory, no sum is split
-        and the result is {}.
+        The keys are the variables whose sum is split; a value is the shape of one replica's part.
+        `axes` are the replica axes, over which sums are split. `variables` are the variables with
+        gradients. If replicas share one memory, no sum is split and the result is {}.
         """
         if replicas_share_copies(axes):
             return {}

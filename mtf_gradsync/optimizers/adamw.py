@@ -85,7 +85,7 @@ class InnerOptimizer(mtf.optimize.Optimizer):
         return updates
 
     def apply_grad(self, grad: mtf.Tensor | None, var: mtf.Variable) -> list[mtf.Operation]:
-        """Makes the update of one variable, as `apply_grads` does.
+        """Makes the update of the variable `var` by its reduced gradient `grad`.
 
         Returns the mtf operations of the update; an empty list if the gradient is None.
         """

@@ -36,7 +36,15 @@ AVERAGE = "ExponentialMovingAverage"
 
 
 class AverageRule(NamedTuple):
-    """The settings of moving averages, named as the arguments of `AverageOptimizer` are."""
+    """The settings of moving averages, named as the arguments of `AverageOptimizer` are.
+
+    Attributes:
+      decay: the part of the old average that stays in the new one: a number, or a scalar tensor or
+        variable.
+      num_updates: a count of updates, from which lower decays are computed for the first updates;
+        True for the count that the optimizer keeps itself; None for no lower decays.
+      zero_debias: whether the averages leave out the initial values of variables.
+    """
 
     decay: Any
     num_updates: Any = None
@@ -73,9 +81,11 @@ def rule_of(
 
     Args:
       argument: the name of the user's argument `average`, for errors.
-      average: a decay or a `tf.train.ExponentialMovingAverage`, which may have the other settings.
-      num_updates: a count of updates, or True, as for `AverageOptimizer`; None or False for none.
-      zero_debias: as for `AverageOptimizer`.
+      average: a decay, or a `tf.train.ExponentialMovingAverage`, whose decay, num_updates and
+        zero_debias are then taken.
+      num_updates: a count of updates, from which lower decays are computed for the first updates.
+        True for the count that the optimizer keeps itself; None or False for no lower decays.
+      zero_debias: whether the averages leave out the initial values of variables.
 
     Raises:
       ValueError: the decay is out of range, or settings contradict each other.
@@ -221,7 +231,8 @@ class MoveAverages(Stage):
     def _weight(self, mesh: mtf.Mesh) -> float | mtf.Tensor:
         """Returns the weight that a variable's new value gets in its average, usually 1 - decay.
 
-        The weight is a Python number if it is the same in all steps, and else a float32 mtf scalar.
+        The weight is a Python number if it is the same in all steps, and else a float32 scalar on
+        `mesh`.
         """
         decay, num_updates, zero_debias = self.rule
         if not self._counts and num_updates is None and is_number(decay):

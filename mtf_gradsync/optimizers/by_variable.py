@@ -165,10 +165,10 @@ class ByVariable(mtf.optimize.Optimizer):
         return updates
 
     def apply_grad(self, grad: mtf.Tensor | None, var: mtf.Variable) -> list[mtf.Operation]:
-        """Makes the update of one variable, as `apply_grads` does; returns its mtf operations.
+        """Makes the update of the variable `var` by its gradient `grad`; returns mtf operations.
 
-        Raises ValueError for a variable of a group with "clip_norm", because the norm is over all
-        gradients of the group together.
+        The list of operations is empty if `grad` is None. Raises ValueError for a variable of a
+        group with "clip_norm", because the norm is over all gradients of the group together.
         """
         group = self._group_of(var)
         if group.clip_norm is not None:

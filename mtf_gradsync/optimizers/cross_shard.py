@@ -242,7 +242,9 @@ def check_group_assignment(group_assignment: Any) -> list[list[int]] | None:
 def check_groups_cover(group_assignment: list[list[int]], num_shards: int) -> int:
     """Returns how many shards each group has.
 
-    Raises ValueError unless all groups have the same size and each shard is in exactly one group.
+    `group_assignment` has a list for each group: the numbers of its shards, which count from 0 to
+    `num_shards` - 1. Raises ValueError unless all groups have the same size and each shard is in
+    exactly one group.
     """
     numbers = [i for group in group_assignment for i in group]
     missing = sorted(set(range(num_shards)) - set(numbers))

@@ -134,7 +134,8 @@ class TrainOptimizerInterface:
           grads_and_vars: pairs as `compute_gradients` returns them.
           global_step: an mtf or tf variable to add one to after the update, or None.
           name: name of the operation that advances global_step; None takes the wrapper's name.
-          weights: as for `apply_grads`.
+          weights: how much the loss of the step stands for, such as its number of examples. None
+            takes the weights that `compute_gradients` was given, if any.
           **kwargs: more arguments for `apply_grads` of the innermost optimizer.
 
         Returns:
@@ -210,13 +211,17 @@ class TrainOptimizerInterface:
         Args:
           grad: a gradient, or None.
           var: its mesh variable.
-          *args: as for `apply_grads`, the same for all pairs; errors are those of `apply_grads`.
-          weights: as for `apply_grads`, the same for all pairs.
-          **kwargs: as for `apply_grads`, the same for all pairs.
+          *args: more arguments for `apply_grads` of the innermost optimizer.
+          weights: how much the loss of the step stands for, such as its number of examples. None
+            takes the weights that `compute_gradients` was given, if any.
+          **kwargs: more arguments for `apply_grads` of the innermost optimizer, by name.
 
         Returns:
           A list of one mtf operation, which stands for the whole step if it is given to
           `lowering.lowered_operation`; empty if the gradient is None.
+
+        Raises:
+          TypeError, ValueError: as `apply_grads` raises them.
         """
         inner_arguments = PassedOnArguments(args, kwargs)
         (grad,), (var,) = self._checked([grad], [var], inner_arguments)
@@ -421,9 +426,10 @@ class _DeferredPairs(DeferredUpdate):
         )
 
     def add(self, grad: mtf.Tensor | None, variable: mtf.Variable) -> list[mtf.Operation]:
-        """Adds a pair to the step; returns a list of the operation that stands for the whole step.
+        """Adds the pair (`grad`, `variable`) to the step that will be built for all pairs.
 
-        The returned list is empty if the gradient of the pair is None.
+        Returns a list of one operation, which stands for the whole step. The list is empty if
+        `grad` is None.
         """
         self._pairs[variable] = grad
         if grad is None:

@@ -37,7 +37,7 @@ from mtf_gradsync.step import Gate, StepPlan, values_after
 
 
 class ScaleRule(NamedTuple):
-    """The settings by which a loss scale changes; see the arguments of `LossScaleOptimizer`.
+    """The settings by which a loss scale changes.
 
     Attributes:
       is_dynamic: whether the scale changes at all.
@@ -80,10 +80,11 @@ class LossScaleState(NamedTuple):
 
 
 def make_state(mesh: mtf.Mesh, name: str, rule: ScaleRule, limit: int | None) -> LossScaleState:
-    """Makes the scale and its counters, variables `<name>/<field>`, which checkpoints hold.
+    """Makes the variables of the scale and of its counters on `mesh`; checkpoints hold them.
 
-    Fields that `rule`, the settings of the scale, or `limit` (max_steps_without_update) do not need
-    are None: `scale` and `good_steps` if the scale is fixed, `waiting` if `limit` is None.
+    The variable of each field of `LossScaleState` is called `<name>/<field>`, where `name` is the
+    wrapper's name. `rule` has the settings of the scale. If the scale is fixed, `scale` and
+    `good_steps` are None. If `limit` (max_steps_without_update) is None, `waiting` is None.
     """
     scale = good_steps = None
     if rule.is_dynamic:
@@ -521,8 +522,10 @@ def _scale_rule(
 ) -> ScaleRule:
     """Returns the settings of a loss scale; raises ValueError if an argument is wrong.
 
-    All arguments are those of `LossScaleOptimizer`. `scales` has the values of initial_scale,
-    min_scale and max_scale by these names, in this order.
+    `loss_scale` is "dynamic", or the number that is the fixed scale. `growth_steps` is the number
+    of updates in a row without a skipped step after which the scale grows. `multiplier` is the
+    factor by which it grows and shrinks. `scales` has the values of initial_scale, min_scale and
+    max_scale by these names, in this order.
     """
     is_dynamic = isinstance(loss_scale, str) and loss_scale == DYNAMIC
     initial, least, most = scales.values()

@@ -419,12 +419,18 @@ class StepsOfIslands:
         count: mtf.Tensor | None,
         step: StepBuilder,
     ) -> list[mtf.Tensor]:
-        """Returns the mean over the islands of `differences`, `[islands...] + owner dims`.
+        """Returns the mean of `differences` over the islands, a tensor for each of them.
 
-        `differences` are the outer values minus the islands' values. `count` is the number of
-        islands that are not skipped; None for all islands. Differences of skipped islands are zeros
-        already. If islands have weights, `count` is the sum of the weights, and each island's
-        differences are multiplied by the island's weight already.
+        The mean is computed by the settings' reduction strategy, as a part of `step`.
+
+        Args:
+          differences: for each variable, or piece of a variable, the outer values minus the values
+            of each island: a tensor whose first dimensions number the islands. The differences of
+            skipped islands are zeros. If islands have weights, each island's differences are
+            already multiplied by the island's weight.
+          count: the number of islands that are not skipped, or the sum of the weights if islands
+            have weights. None if no island is skipped and there are no weights.
+          step: the step that is being built.
         """
         settings, islands = self._settings, self._islands
         if not islands.shard_dims:

@@ -57,14 +57,15 @@ def fragments_of(
 
     Layer l belongs to fragment l modulo `count`, as in streaming DiLoCo. The number of a layer is
     found in the names of the layer's variables (the first number at the end of a part of the name).
-    Other variables, and layers that would make a fragment larger than its share, go to fragments
-    that have less than their share, the largest variable first. A variable that fits into no
-    fragment is cut into pieces, at most one for each fragment.
+    Variables that belong to no layer go to fragments that have less than their share, the largest
+    variable first. So do the variables of layers that would make a fragment larger than its share.
+    A variable that fits into no fragment is cut into pieces (`VariablePiece`): ranges of the
+    numbers in each core's slice, at most one for each fragment.
 
-    No fragment is larger than an equal share, rounded up to a whole number. With `by_rows`
-    variables are cut between rows, so that pieces of matrices are matrices: then a fragment may be
-    larger, by less than a row of a variable that is cut. A fragment is a list of variables, and of
-    pieces of variables (`VariablePiece`), in the order of `variables`.
+    No fragment is larger than an equal share, rounded up to a whole number, if `by_rows` is false.
+    If it is true, variables are cut only between rows, so that a piece of a matrix is a matrix. A
+    fragment may then be larger than its share, by less than a row of a variable that is cut. A
+    fragment is a list of variables, and of pieces of variables, in the order of `variables`.
     """
     shapes = {v: axes.slice_shape(v.shape) for v in variables}
     sizes = {v: math.prod(shape) for v, shape in shapes.items()}

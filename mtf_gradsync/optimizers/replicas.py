@@ -268,7 +268,10 @@ class EmptyQueueRunner(tf.train.QueueRunner):
     def create_threads(
         self, sess: Any, coord: Any = None, daemon: bool = False, start: bool = False
     ) -> list[Any]:
-        """Returns no threads; see `tf.train.QueueRunner.create_threads`."""
+        """Returns an empty list of threads, whatever the arguments are: there is nothing to queue.
+
+        The arguments are those with which TensorFlow calls a `tf.train.QueueRunner`.
+        """
         del sess, coord, daemon, start
         return []
 
@@ -277,7 +280,14 @@ class SyncReplicasHook(WatchHook):
     """A hook that checks that a session can train, and on TPUs that it makes updates."""
 
     def __init__(self, optimizer: SessionInterface, is_chief: bool, num_tokens: int):
-        """Takes the arguments of `SessionInterface.make_session_run_hook`."""
+        """Makes the hook; `SessionInterface.make_session_run_hook` calls this.
+
+        Args:
+          optimizer: the optimizer whose variables and updates the hook checks.
+          is_chief: whether this process is the chief, which checks num_tokens.
+          num_tokens: the number of tokens to begin with, as for `get_init_tokens_op`; -1 for
+            replicas_to_aggregate.
+        """
         super().__init__(lambda: optimizer.steps_without_update)
         self._optimizer, self._is_chief, self._num_tokens = optimizer, is_chief, num_tokens
         self._not_ready: Any = None
@@ -319,7 +329,8 @@ class SessionInterface(ReportsSkips):
 
         Args:
           is_chief: whether this process is the chief, which checks num_tokens.
-          num_tokens: as for `get_init_tokens_op`.
+          num_tokens: the number of tokens to begin with; -1 for replicas_to_aggregate. On a mesh
+            nothing uses tokens, but too few raise an error, as in TensorFlow's optimizer.
 
         Returns:
           A `tf.train.SessionRunHook`. Its `begin` raises ValueError if gradients were not applied

@@ -111,11 +111,14 @@ def _norms_of_terms(
     """Returns the norm of each shard's terms of gradients, over all gradients: `[shards...]`.
 
     A shard's term of a gradient is what the shard adds to the sum over shards. `recoverability`
-    says how the terms of each of `grads` are found. From most gradients they can be read. A
-    gradient may be computed from sums over the shards (`from_sums`). Then every processor gets each
-    shard's terms of these sums, and computes each shard's term of the gradient from them. If a
-    gradient depends on no shard's data (`shared`), each shard has an equal share of it. The result
-    is an mtf tensor, the same on every processor.
+    says how the terms of each of `grads` are found. From most gradients they can be read. Other
+    gradients (`from_sums`) are computed from sums over the shards. For such a gradient, every
+    processor gets each shard's terms of these sums, and computes each shard's term of the gradient
+    from them. If a gradient depends on no shard's data (`shared`), each shard has an equal share of
+    it.
+
+    `axes` are the replica axes, and `strategy` is the reduction strategy. The result is an mtf
+    tensor, the same on every processor.
     """
     made, shared = recoverability.from_sums, [grads[i] for i in recoverability.shared]
     own = [g for i, g in enumerate(grads) if i not in made and i not in recoverability.shared]
@@ -328,8 +331,9 @@ def _estimate_noise(
     """Returns unbiased estimates of tr(Sigma) and |G|^2 from one step, two float32 mtf scalars.
 
     G is the gradient of all data, and Sigma the covariance of the gradients of single examples.
-    `parts`, `[shards...]`, are the norms of each shard's term of the summed gradient, and `total`
-    is the norm of the sum. `batch_size` is the number of examples of all shards.
+    `parts` has the norm of each of the `num_shards` shards' terms of the gradient, `[shards...]`,
+    and `total` is the norm of the sum of the terms. `batch_size` is the number of examples of all
+    shards.
     """
     small, big = batch_size / num_shards, batch_size
     # A shard's own gradient is num_shards times its term.
@@ -345,9 +349,10 @@ def _moved_average(
 ) -> mtf.Tensor:
     """Returns the value that a moving average has after a step whose estimate is `new`.
 
-    `average` is the value before the step, and `estimates` are all estimates of the step. If one of
-    these is not finite, the result is `average`, unchanged. An average begins at 0, and the bias
-    towards 0 cancels out in the ratio of two averages.
+    The value is decay * average + (1 - decay) * new, where `average` is the value before the step.
+    `estimates` are all estimates of the step, `new` among them. If one of them is not finite, the
+    result is `average`, unchanged. An average begins at 0, and is so biased towards 0. Callers use
+    only the ratio of two averages with the same decay, in which the bias cancels out.
     """
 
     def move(average: tf.Tensor, new: tf.Tensor, *estimates: tf.Tensor) -> tf.Tensor:

@@ -96,8 +96,9 @@ def nothing_to_split(
 ) -> str:
     """Returns, for an error, why none of the variables can be split over the replica axes.
 
-    The text begins with "has nothing to split", and has a line for each variable. The arguments
-    `fixed_dims` and `min_size` are as for `shape_of_part`.
+    The text begins with "has nothing to split", and has a line for each variable. `fixed_dims` are
+    names of dimensions that are not split, and `min_size` is the number of elements that a variable
+    must have to be split.
     """
     lines = [
         f"\n  {v.name!r} of shape {v.shape.to_string} "
@@ -115,8 +116,9 @@ def shape_of_part(
 ) -> mtf.Shape:
     """Returns a variable's shape with dimensions renamed so that the layout splits them.
 
-    For each replica axis over which the layout does not split the variable, one dimension is given
-    the name of the shard dim along that axis. This dimension is chosen from those that no mesh axis
+    `shape` is the variable's shape, and `axes` are the replica axes with the mesh and layout. For
+    each replica axis over which the layout does not split the variable, one dimension is given the
+    name of the shard dim along that axis. This dimension is chosen from those that no mesh axis
     splits and whose size is a multiple of the axis's size: it is the one whose parts take the
     fewest of a TPU's tiles. If several dimensions tie, the first is chosen, because parts along the
     first dimension are contiguous in memory. Sizes and order of dimensions do not change.
@@ -244,8 +246,13 @@ def why_unsplit(
 ) -> str:
     """Returns why `shape_of_part` does not split a variable, in words to put after its name.
 
-    `shape` is the variable's shape, and all arguments are those of `shape_of_part`. An example of a
-    result is "is a scalar".
+    An example of a result is "is a scalar".
+
+    Args:
+      shape: the variable's shape.
+      axes: the replica axes, over which variables are split.
+      fixed_dims: names of dimensions that are not split.
+      min_size: the number of elements that a variable must have to be split.
     """
     if not shape.dims:
         return "is a scalar"

@@ -430,14 +430,20 @@ def _split_by_replica(
 ) -> tuple[list[mtf.Tensor], list[mtf.Tensor], _Parts]:
     """Splits gradients into those of single replicas, reduced ones, and replicas' terms of sums.
 
-    Some reduced gradients are computed from sums over the replicas (`GradientSet.from_sums`).
-    The third result has, by the position of such a gradient in the set, each replica's terms of
-    these sums: a tensor `[shard dims...] + sum dims` for each sum.
+    Some reduced gradients are computed from sums over the replicas (`GradientSet.from_sums`), so
+    that each replica's term of these sums can still be read.
 
-    The first result has the gradients of single replicas. It also has the terms that are in the
-    third result, because a NaN in such a term keeps only one replica from contributing. The second
-    result has all other reduced gradients, in which replicas are mixed. `reducer` is the reduction
-    strategy.
+    Args:
+      gradients: the gradients, per shard or reduced.
+      axes: the replica axes.
+      reducer: the reduction strategy.
+
+    Returns:
+      Three values. A list of tensors in which a NaN stops only one replica from contributing: the
+      gradients of single replicas, and the replicas' terms of sums that are in the third value. A
+      list of the reduced gradients in which replicas are mixed. And a dictionary: for the position
+      in the set of each gradient that is computed from sums, the list of the terms of these sums, a
+      tensor `[shard dims...] + sum dims` for each sum.
     """
     made = gradients.from_sums
     sums = [x for one in made.values() for x in one.sums]

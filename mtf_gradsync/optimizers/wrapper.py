@@ -360,12 +360,13 @@ class Wrapper(TrainOptimizerInterface, mtf.optimize.Optimizer):
         grads: Sequence[mtf.Tensor | None],
         variables: Sequence[mtf.Variable],
     ) -> Any:
-        """Returns the weights of gradients after a check; None if there are none.
+        """Returns the weights of the gradients `grads` after a check; None if there are none.
 
-        The weights are `weights`, the argument of `apply_grads`, or else those that
-        `compute_gradients` was given for the gradients. Raises ValueError if both were given and
-        differ, or if weights do not reach a wrapper in the stack, because this wrapper is inside an
-        optimizer of another library.
+        `weights` is what `apply_grads` was given. If it is None, the weights are those that
+        `compute_gradients` was given for these gradients. `variables` are the gradients' variables.
+        Raises ValueError if both methods were given weights that differ. Raises ValueError, too, if
+        a wrapper in the stack is inside an optimizer of another library, which does not pass
+        weights on to it.
         """
         if weights is not None:
             weights = check_weights(weights, self._stack_shard_names())

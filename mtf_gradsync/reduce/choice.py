@@ -271,8 +271,14 @@ def _choose_and_describe(
 ) -> tuple[Choice, str]:
     """Returns the strategy for a mesh with its reason, and a line about both for the log.
 
-    The arguments are those of `choose_the_best`. If the mesh cannot be examined, a warning is
-    logged, and the choice is `FusedAllReduce`; no exception is raised.
+    If the mesh cannot be examined, a warning is logged, and the choice is `FusedAllReduce`; no
+    exception is raised.
+
+    Args:
+      mesh_impl: the mesh.
+      gradients: the gradients, whose sizes the line tells; None if they are not known.
+      groups: the processors that sum with each other; None for all processors in one group.
+      device_attributes: TensorFlow's `DeviceAttributes` of the mesh's GPUs. None finds them.
     """
     # Training must not stop because this module does not know its mesh.
     try:
@@ -298,8 +304,8 @@ def _choose_and_describe(
 def choose(topology: Topology, groups: ProcessorGroups) -> Choice:
     """Returns the strategy in the table of `choose_the_best` for a mesh, with the reason.
 
-    `groups` are the groups of processors that sum with each other. A warning is logged if devices
-    are of a kind that is not in `KNOWN_KINDS`.
+    `topology` is the hardware of the mesh, and `groups` are the groups of processors that sum with
+    each other. A warning is logged if devices are of a kind that is not in `KNOWN_KINDS`.
     """
     if groups.group_size == 1:
         return Choice(FusedAllReduce(), "groups of one processor have nothing to sum")

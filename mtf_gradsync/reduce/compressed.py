@@ -60,9 +60,10 @@ class GradientStrategy(Strategy):
     ) -> tuple[list[Any], State]:
         """Sums an optimizer's gradients over each group; returns the sums and the new state.
 
-        `values` are `LaidOutTensor`s of each core's terms of the gradients. `state` is the
-        structure that `gradient_state` returned, with each variable's values on the cores in place
-        of the variable; the new state has the same structure.
+        `values` are `LaidOutTensor`s of each core's terms of the gradients. `groups` are the
+        processors that sum with each other. `state` is the structure that `gradient_state`
+        returned, in which a `LaidOutTensor` of the variable's values on the cores replaces each
+        variable. The new state has the same structure.
         """
 
     def all_reduce(
@@ -225,8 +226,9 @@ class CompressedAllReduce(Strategy):
     ) -> list[Any]:
         """Sums each tensor over each group, and gives each processor its part of the sum.
 
-        Messages are in the wire dtype. The arguments are those of `Strategy.reduce_scatter`, and
-        the returned parts have the dtypes of `values`.
+        Messages are in the wire dtype, and the returned parts have the dtypes of `values`. `groups`
+        are the processors that sum with each other. `cuts` has, for each value, the axes of its
+        slices that are split into parts, and the mesh axes over which they are split.
         """
         narrow = self._compress(mesh_impl, values, groups)
         parts = reduce_scatter_by(self.reducer, mesh_impl, narrow, groups, cuts)
@@ -246,8 +248,9 @@ class CompressedAllReduce(Strategy):
     ) -> tuple[list[Any], State]:
         """Sums gradients in the wire dtype by `reducer`; returns the sums and the new state.
 
-        `reducer` is a strategy with a `reduce_gradients` of its own, and `state` is its state. The
-        sums have the dtypes of `values`.
+        `reducer` is then a strategy with a `reduce_gradients` of its own, and `state` is this
+        strategy's state. `groups` are the processors that sum with each other. The sums have the
+        dtypes of `values`.
         """
         narrow = self._compress(mesh_impl, values, groups)
         sums, state = self.reducer.reduce_gradients(mesh_impl, narrow, groups, state)

@@ -83,9 +83,10 @@ def level_groups(
 ) -> tuple[ProcessorGroups, ProcessorGroups] | None:
     """Returns the inner groups and the outer groups of a sum in two levels over `groups`.
 
-    The inner groups are those of `inner_groups`. In each group, the first members of all its inner
-    groups make one outer group, the second members another, and so on. Returns None if inner groups
-    differ in size.
+    Each group is split into inner groups, whose members have fast links, by `inner_groups`.
+    `outer_axes` are the mesh axes with slow links; None lets `inner_groups` find slow links. The
+    first members of all inner groups of a group make one outer group. The second members make
+    another outer group, and so on. Returns None if inner groups differ in size.
     """
     split = [inner_groups(mesh_impl, group, outer_axes) for group in groups.groups]
     if len({len(inner) for inners in split for inner in inners}) > 1:
@@ -121,8 +122,10 @@ def _inner_group_key(
 ) -> Callable[[int], Any]:
     """Returns a function from a processor of `group` to a key that identifies its inner group.
 
-    Two processors are in one inner group exactly if their keys, which are hashable, are equal. The
-    arguments are those of `inner_groups`.
+    Two processors are in one inner group exactly if their keys, which are hashable, are equal.
+    `group` has the processor numbers of a group. `outer_axes` are mesh axes with slow links, by
+    name or number. If it is None, processes are inner groups, or else the coordinates along the
+    group's first mesh axis tell the inner groups (see `inner_groups`).
     """
     shape = mesh_impl.shape
 
@@ -146,10 +149,14 @@ def placement_two_levels(
 ) -> SumFn:
     """Returns a function (values, groups, turns) that sums in two levels on a placement mesh.
 
-    The function is a `SumFn`. It sums within each inner group by `inner_sum`, and adds up these
-    sums over the inner groups by `outer_sum`. Only one member of each inner group takes part in the
-    outer sum. All other members read the outer sum from this member. `outer_axes` sets the inner
-    groups, as in `inner_groups`.
+    The returned function is a `SumFn`: `values` are `LaidOutTensor`s, `groups` are the groups of
+    processors that sum with each other, and `turns` has a whole number for each value. It sums
+    within each inner group by `inner_sum`, and adds up these sums over the inner groups by
+    `outer_sum`. Only one member of each inner group takes part in the outer sum; the value's number
+    in `turns` selects this member. All other members read the outer sum from it.
+
+    `outer_axes` are mesh axes with slow links: members of an inner group differ along none of them.
+    If `outer_axes` is None, `inner_groups` finds the slow links.
     """
 
     def sum_group(value: Any, group: list[int], turn: int) -> list[Any]:
@@ -191,8 +198,9 @@ def simd_two_levels(
 ) -> SumFn:
     """Returns a function (values, groups, turns) that sums in two levels on a SIMD mesh.
 
-    The function is a `SumFn`. It sums along the inner axes and then along the outer ones; all
-    values are summed at one level before the next level begins.
+    The returned function is a `SumFn`: `values` are `LaidOutTensor`s, and `groups` are the groups
+    of processors that sum with each other; `turns` is not used. It sums along the inner axes and
+    then along the outer ones. All values are summed at one level before the next level begins.
 
     Args:
       mesh_impl: the SIMD mesh.
@@ -356,9 +364,12 @@ class HierarchicalAllReduce(Strategy):
             a list of one entry. Shards default to 1 and limits to -1. For example,
             [("ring", 1, 1024), ("add_n/add_n", 2, -1)] sums tensors of up to 1 KiB by Mesh-TF's
             ring. Larger tensors are cut in halves, and summed in two levels.
-          num_packs: as for `AllReduce`, within each range of sizes.
-          agg_small_grads_max_bytes: as for `AllReduce`, within each range of sizes.
-          agg_small_grads_max_group: as for `AllReduce`, within each range of sizes.
+          num_packs: the number of equal packs that the tensors of an entry, laid end to end, are
+            split into. 0 packs only small tensors.
+          agg_small_grads_max_bytes: used if num_packs is 0: the size of the largest tensor that is
+            packed with others of its entry, in bytes per processor.
+          agg_small_grads_max_group: the largest number of tensors in a pack of small tensors; 0
+            packs none.
           outer_axes: mesh axes with slow links, by name or number, or names separated by commas.
             None takes the boundaries between processes if there are any, else the first mesh axis
             that a sum over several axes runs along.
@@ -374,6 +385,9 @@ class HierarchicalAllReduce(Strategy):
         self, mesh_impl: Any, values: Sequence[Any], groups: ProcessorGroups
     ) -> list[Any]:
         """Sums each tensor over each group, level by level; all members of a group get the sum.
+
+        `values` are `LaidOutTensor`s, and so are the sums. `groups` are the groups of processors
+        that sum with each other.
 
         Raises:
           ValueError: an outer axis is not on the mesh.

@@ -60,7 +60,8 @@ class AllReduce(OneLevel):
             The last pack takes the elements that are left over.
           agg_small_grads_max_bytes: used if num_packs is 0: the size of the largest tensor that is
             packed with others, in bytes per processor.
-          agg_small_grads_max_group: the largest number of tensors in such a pack; 0 packs none.
+          agg_small_grads_max_group: the largest number of tensors in a pack of small tensors; 0
+            packs none.
 
         Raises:
           ValueError: there is no such algorithm, or a number is negative or not whole.
@@ -247,7 +248,16 @@ class Packer:
         agg_small_grads_max_bytes: int = 0,
         agg_small_grads_max_group: int = 10,
     ):
-        """Sets how tensors are packed; see `AllReduce.__init__` for the arguments."""
+        """Sets how tensors are packed.
+
+        Args:
+          num_packs: the number of equal packs that all tensors, laid end to end, are split into. 0
+            packs only small tensors.
+          agg_small_grads_max_bytes: used if num_packs is 0: the size of the largest tensor that is
+            packed with others, in bytes per processor.
+          agg_small_grads_max_group: the largest number of tensors in a pack of small tensors; 0
+            packs none.
+        """
         max_bytes, max_group = agg_small_grads_max_bytes, agg_small_grads_max_group
         self.num_packs = check_whole_number("num_packs", num_packs, 0)
         self.max_bytes = check_whole_number("agg_small_grads_max_bytes", max_bytes, 0, most=None)

@@ -357,8 +357,10 @@ class QuantizedAllReduce(GradientStrategy):
     ) -> tuple[Sequence[Any], Sequence[Any]]:
         """Sums values over groups by quantized messages; returns the sums and each core's errors.
 
-        Sums and errors are `LaidOutTensor`s of float32, one of each for each value. A core's error
-        is what quantization has taken from its value, and from its part of the sum. Without
+        `values` are `LaidOutTensor`s, and `groups` are the processors that sum with each other.
+        The first result has the sum of each value, and the second result has the error of each
+        value: `LaidOutTensor`s of float32. A core's error is what quantization has rounded away
+        from the core's value, and from the part of the sum that the core has quantized. Without
         `error_feedback`, each error is None.
         """
         blocks, parts = self._blocks, groups.group_size

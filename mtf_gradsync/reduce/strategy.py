@@ -170,8 +170,9 @@ class Strategy(abc.ABC):
         sums, with the same result.
 
         Args:
-          mesh_impl: as for `all_reduce`.
-          values: as for `all_reduce`.
+          mesh_impl: an `mtf.MeshImpl`, placement or SIMD.
+          values: `LaidOutTensor`s of any shapes and dtypes, with one slice for each processor
+            (SIMD: one slice that stands for all).
           groups: the processors that sum with each other, along mesh axes.
           cuts: for each value, the axes of its slices that are split into parts. Each `Cut` has the
             number of such an axis, and of the mesh axis over which it is split; this mesh axis is
@@ -223,7 +224,7 @@ class Strategy(abc.ABC):
         on steps that use the sums.
 
         Args:
-          mesh_impl: as for `all_reduce`.
+          mesh_impl: an `mtf.MeshImpl`, placement or SIMD.
           values: each core's terms of the gradients that `gradient_state` was given, in order.
             Inside `CompressedAllReduce` these terms have a narrower dtype.
           groups: the processors that sum with each other, along mesh axes. On a mesh of one shard,
@@ -313,16 +314,19 @@ class Strategy(abc.ABC):
 
         Args:
           mesh_impl: an `mtf.MeshImpl`.
-          aggregation: as for `reduce`.
-          value_destination_pairs: a list or tuple of tuples (value, destinations); destinations
-            may differ.
-          groups: as for `reduce`.
+          aggregation: `tf.VariableAggregation.SUM` or `.MEAN`. A mean is the sum, divided once
+            by the number of processors in a group.
+          value_destination_pairs: a list or tuple of tuples (value, destinations). Each value is a
+            `LaidOutTensor`. Destinations are a `LaidOutTensor`, which stands for all processors, or
+            name devices; they may differ between pairs.
+          groups: the processors that are summed; None for all in one group.
 
         Returns:
           A list with the result of `reduce` for each pair.
 
         Raises:
-          ValueError: as for `reduce`, or value_destination_pairs is not such a list.
+          ValueError: an argument is not as described, or a value is not a dense numeric tensor of
+            known shape.
         """
         check_mesh(mesh_impl)
         pairs = check_pairs(value_destination_pairs)
@@ -359,7 +363,9 @@ class Strategy(abc.ABC):
         Args:
           mesh_impl: an `mtf.MeshImpl`.
           tensor: a dense tf tensor. In a SIMD program it is the same on all cores already.
-          destinations: as for `reduce`.
+          destinations: a `LaidOutTensor` on the mesh, which stands for all processors. Otherwise
+            devices: a device string, a list of device strings, or a tf variable, which stands for
+            its device.
 
         Returns:
           A `LaidOutTensor` if destinations is one, else a dictionary from each device to its copy.
@@ -388,9 +394,20 @@ def reduce_scatter_by(
 ) -> list[Any]:
     """Sums each tensor over each group, and gives each processor only its part of the sum.
 
-    The arguments after `strategy`, and the result, are those of `Strategy.reduce_scatter`, which
-    does the work. An object that counts as a strategy but is no `Strategy` may lack this method:
-    then its `all_reduce` makes the sums, and each processor takes its part of them.
+    The method `reduce_scatter` of `strategy` does the work. An object that counts as a strategy but
+    is no `Strategy` may lack this method: then its `all_reduce` makes the sums, and each processor
+    takes its part of them.
+
+    Args:
+      strategy: the reduction strategy.
+      mesh_impl: an `mtf.MeshImpl`, placement or SIMD.
+      values: `LaidOutTensor`s.
+      groups: the processors that sum with each other, along mesh axes.
+      cuts: for each value, the axes of its slices that are split into parts, each with the mesh
+        axis over which it is split.
+
+    Returns:
+      `LaidOutTensor`s of the parts, in the order and dtypes of `values`.
     """
     scatter = getattr(strategy, "reduce_scatter", None)
     if scatter is not None:
@@ -470,8 +487,9 @@ class OneLevel(Strategy):
     def _planner(self, mesh_impl: Any) -> Planner:
         """Returns the function that plans which tensors are packed together.
 
-        In this base class the function is `plan_unpacked`, which packs nothing. If nothing is
-        packed, a SIMD mesh marks all sums of a call as one group.
+        The function (a `Planner`) is for tensors on the mesh `mesh_impl`. In this base class it is
+        `plan_unpacked`, which packs nothing. If nothing is packed, a SIMD mesh marks all sums of a
+        call as one group of sums, which the compiler combines.
         """
         del mesh_impl
         return plan_unpacked
@@ -540,10 +558,14 @@ class FusedAllReduce(OneLevel):
     ) -> list[Any]:
         """Sums each tensor over each group, and gives each processor only its part of the sum.
 
-        The arguments and the result are those of `Strategy.reduce_scatter`. If all devices of a
-        placement mesh share one memory, one device makes the whole sum and splits it. Otherwise
-        each device adds up its own part of each bucket. The buckets then hold up to `bucket_bytes`,
-        and `packed_bytes` does not limit the tensors in them.
+        `values` and the results are `LaidOutTensor`s. `groups` are the processors that sum with
+        each other. `cuts` has, for each value, the axes of its slices that are split into parts,
+        and the mesh axes over which they are split.
+
+        If all devices of a placement mesh share one memory, one device makes the whole sum and
+        splits it. If not, each device of a placement mesh adds up its own part of each bucket.
+        These buckets hold up to `bucket_bytes`, and `packed_bytes` does not limit the tensors in
+        them.
         """
         self.check(mesh_impl, groups)
         check_values(values)

@@ -316,7 +316,10 @@ class StepPlan:
         return self.open_branch, self._is_gating
 
     def waits_for_nothing(self, operation: mtf.Operation) -> bool:
-        """Returns whether an operation waits for no others (see `wait`) and is in no branch."""
+        """Returns whether an operation is in no branch, and waits for no other operations.
+
+        An operation waits for other operations if the method `wait` was called for it.
+        """
         return operation not in self._waits and self._branch_of.get(operation) is None
 
     @property

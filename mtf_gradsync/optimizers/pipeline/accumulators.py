@@ -82,7 +82,8 @@ class Accumulators:
           direct: a boolean scalar, true only if all accumulators are zero, no shard is skipped and
             an update is due: the update then takes the gradients directly, which costs less if most
             steps make an update. None if updates always take the sums.
-          owner: the wrapper's name, as for `weight_state`.
+          owner: the wrapper's name. If gradients have weights, `<owner>/weight` is the variable of
+            the sum of the weights.
           counter: the name of the variable that counts how many gradients are in the accumulators.
         """
         mask = gradients.mask

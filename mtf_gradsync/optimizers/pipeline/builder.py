@@ -132,8 +132,8 @@ class StepConditions:
         """Adds a branch with the operations that `make` returns.
 
         The operations run in the steps in which `due` is true, a boolean scalar that is the same on
-        all processors. `gate` is as for `branch_when`. Operations that are added after the call are
-        outside of the branch.
+        all processors. `gate` is the gate (which holds back writes) that the branch waits for; None
+        inside another branch. Operations that are added after the call are outside of the branch.
         """
         with self.branch_when(due, gate):
             self.add(make())
@@ -146,7 +146,7 @@ class StepConditions:
         return None if self.plan.is_in_branch else Gate(self.plan, tensors)
 
     def write(self, writes: Sequence[mtf.Operation], gate: Gate | None) -> None:
-        """Adds assignments to the step; they wait for the gate unless it is None."""
+        """Adds the assignments `writes` to the step; they wait for `gate` unless it is None."""
         if gate is not None:
             gate.hold(writes)
         self.add(writes)
@@ -471,8 +471,9 @@ class StepBuilder(StepConditions):
           reduction: the settings of the reduction.
           extra: whether `gradients` holds other values than the step's gradients. A strategy may
             keep state for both, under different names.
-          is_mean: whether the caller divides the sums by the number of shards (see
-            `reduce_by_strategy`).
+          is_mean: whether the caller divides the sums by the number of shards. If a run goes on
+            with another number of shards, the mean of the strategy's state over the old shards is
+            kept if `is_mean` is true, and the sum if it is false.
         """
         gradients = self._reduced_by_strategy(gradients, reduction, extra, is_mean)
         dims = dims_to_sum(gradients.present, gradients.owners)
@@ -490,7 +491,9 @@ class StepBuilder(StepConditions):
 
         If the strategy has no method `reduce_gradients`, the gradients are returned as they are. A
         gradient that is no sum over shards, or that the strategy has reduced in this step already,
-        is returned as it is, too. The arguments are as for `reduce_now`.
+        is returned as it is, too. `reduction` has the strategy. `extra` says whether `gradients`
+        holds other values than the step's gradients, and `is_mean` whether the caller divides the
+        sums by the number of shards.
         """
         if gradients.form.is_reduced or not reduction.reduces_gradients:
             return gradients

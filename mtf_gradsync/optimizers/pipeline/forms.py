@@ -181,7 +181,11 @@ class Mask(NamedTuple):
 
     @classmethod
     def of_step(cls, mesh: mtf.Mesh, skip: mtf.Tensor | None, weights: Weights | None) -> Mask:
-        """Returns the mask of a step as a whole; `skip` is None if the step is never skipped."""
+        """Returns the mask of a step that is skipped as a whole or not at all.
+
+        `mesh` is the mesh of the gradients. `skip` is a boolean mtf scalar, true if the step is
+        skipped; None if it never is. `weights` are the weights of the gradients; None without any.
+        """
         number = mtf.constant(mesh, 1, mtf.Shape([]), tf.int32)
         if skip is not None:
             number -= mtf.cast(skip, tf.int32)
@@ -293,7 +297,8 @@ class GradientSet:
         """Returns a copy of the set in which `present` replaces the gradients that are not None.
 
         `present` has one gradient for each gradient of the set that is not None, in the same order.
-        `form` and `others` are as for `with_grads`.
+        `form` is the form of these gradients; None keeps the form of the set. `others` are new
+        values of other fields.
         """
         return self.with_grads(map_present(self.grads, lambda _: present), form, **others)
 

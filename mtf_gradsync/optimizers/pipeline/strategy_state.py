@@ -280,21 +280,23 @@ def reduce_by_strategy(
 
     The result also has the new values of the strategy's state, which the caller writes.
 
-    On a mesh of one shard all gradients pass through the strategy, although there is nothing to
-    reduce: the strategy's state then exists on such a mesh, too, and checkpoints can be moved to it
-    and back.
+    On a mesh of one shard there is nothing to reduce, but all gradients pass through the strategy.
+    So the strategy's state exists on a mesh of one shard, too. A checkpoint with the state can then
+    be moved from a mesh of several shards to a mesh of one shard, and back.
 
     Args:
       gradients: the gradients, not reduced yet.
       reduction: how to reduce them, by a strategy that reduces gradients.
-      reduced_before: the variables whose gradients the step has reduced like this already.
+      reduced_before: variables whose gradients this function has reduced in this step already.
+        Their gradients are left out.
       slots: the `SlotBook` in which the state is recorded.
-      extra: whether `gradients` holds other values than the step's gradients (outer steps reduce
-        differences). A strategy may keep state for both: if the graph has a variable of a state's
-        name already, the new name ends with the wrapper's name.
-      is_mean: whether sums are divided by the number of shards. If a run with another number of
-        shards continues with state that each shard has, the mean of the shards' state is then kept,
-        and otherwise its sum.
+      extra: whether `gradients` holds other values than the step's gradients, such as the
+        differences of values that outer steps reduce. A strategy may keep state for these values
+        and for the gradients. If the graph has a variable of a state's name already, the new name
+        ends with the wrapper's name.
+      is_mean: whether the caller divides the sums by the number of shards. It matters if each shard
+        has state, and a run goes on with another number of shards. If `is_mean` is true, the mean
+        of the shards' state is kept; if it is false, its sum.
 
     Raises:
       ValueError: the mesh is not known, there are several meshes, or the graph has another variable

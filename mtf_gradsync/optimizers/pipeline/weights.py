@@ -222,7 +222,8 @@ def _as_tensor(weights: Any, mesh: mtf.Mesh) -> mtf.Tensor:
 def _weight_per_shard(weights: mtf.Tensor, axes: ReplicaAxes) -> mtf.Tensor:
     """Returns the weight of each shard, `[shard dims...]`, from weights that have some shard dims.
 
-    If `weights` is longer than the number of shards along a dimension, it has one weight for each
+    `axes` are the replica axes, which say how many shards there are along each dimension. If
+    `weights` is longer than the number of shards along a dimension, it has one weight for each
     example, and the weights of a shard's examples are added up. A weight that several shards have
     in common, because `weights` lacks a shard dim, is divided among these shards. Raises ValueError
     if a length is no multiple of the number of shards.
