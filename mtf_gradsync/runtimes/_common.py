@@ -22,7 +22,10 @@ class TrainingError(RuntimeError):
 
 
 def first_line(error: BaseException) -> str:
-    """Returns the first line of an exception's message, or its type's name if there is none."""
+    """Returns the first line of an exception's message; its type's name if the message is empty.
+
+    `error` is the exception.
+    """
     # TensorFlow's sessions raise a second error, with many lines on where an operation was made.
     if type(error.__context__) is type(error):
         error = error.__context__

@@ -3,8 +3,8 @@
 The value of a variable in a checkpoint has the dims `[islands..., shards...] + dims of the
 variable`. The values of an island's shards are terms of a sum. The value of each island is an
 estimate for the whole batch, so that a run with one island continues with the mean over islands.
-But weights, and sums of gradients times weights, belong to an island's own part of the batch, and
-are added up over islands.
+But the weights of gradients, and sums of gradients times weights, belong to an island's own part of
+the batch. These values are added up over islands.
 """
 
 from __future__ import annotations
@@ -405,8 +405,9 @@ class SavedCheckpoint:
         """Finds sums of gradients in the checkpoint for which the graph has no accumulators.
 
         Returns a dictionary. Each key is the name of a variable that counts the microbatch steps in
-        such sums. The key's value is a pair: this count, and a sentence on how to keep the sums.
-        Counters that are 0 are left out.
+        sums of gradients for which the graph has no accumulators. The key's value is a pair: the
+        count that the checkpoint has, and a sentence on how to keep the sums. Counters that are 0
+        are left out.
         """
         noted = self._graph.get_collection(SUMS_NOT_KEPT)
         counts = {c: (int(self.read(c)), remedy) for c, remedy in noted if c in self.shapes}

@@ -96,8 +96,9 @@ def task_of_spec(
     """Returns the task of a cluster that this process is, or raises a ValueError if it is none.
 
     `cluster_spec` has the addresses "host:port" of each job's tasks. `cluster_spec` is a dictionary
-    from job to addresses, such a dictionary as JSON, or text like "worker=host1:2222,host2:2222"
-    with ";" between jobs.
+    from job to addresses, the JSON text of this dictionary, or text like
+    "worker=host1:2222,host2:2222" with ";" between jobs. `job_name` is the job of this process, and
+    `task_index` is the number of this process in its job, from 0.
     """
     spec = _parsed(cluster_spec) if isinstance(cluster_spec, str) else cluster_spec
     if not isinstance(spec, Mapping) or not spec:
@@ -274,9 +275,10 @@ def join_cluster(
     `mtf_gradsync.LOST_PROCESS_EXIT_CODE`. TensorFlow itself would wait for the lost task for ever.
 
     Args:
-      cluster_spec: addresses "host:port" of each job's tasks: a dictionary, such a dictionary as
-        JSON, or text like "worker=host1:2222,host2:2222". If cluster_spec, job_name and task_index
-        are None, all three come from the environment variable TF_CONFIG, as Estimator reads it.
+      cluster_spec: addresses "host:port" of each job's tasks: a dictionary from job to addresses,
+        the JSON text of this dictionary, or text like "worker=host1:2222,host2:2222". If
+        cluster_spec, job_name and task_index are None, all three come from the environment variable
+        TF_CONFIG, as Estimator reads it.
       job_name: the job of this process.
       task_index: the number of this process in its job.
       num_cpu_devices: how many CPU devices each task has; all tasks have to give the same number.

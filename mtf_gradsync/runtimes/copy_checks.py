@@ -125,7 +125,11 @@ class CopiesHook(tf.train.SessionRunHook):
         self._attach(session)
 
     def after_run(self, run_context: Any, run_values: Any) -> None:
-        """Counts a step of a session with hooks; compares the copies in every `every`-th step."""
+        """Counts a step of a session with hooks; compares the copies in every `every`-th step.
+
+        A monitored session calls this method after each run. `run_context` is TensorFlow's object
+        with the session; `run_values` is not used. Raises CopiesError if copies differ.
+        """
         del run_values
         self.after_step(run_context.session)
 
@@ -293,8 +297,8 @@ def _describe_first_difference(
     """Returns the variable's name, and a sentence on where two copies of a slice differ.
 
     `values` are the values of all copies, and `one` and `other` are the indices of the two copies
-    to compare. If Mesh-TF has stacked several variables in the variable, the name is that of the
-    first of these that differs.
+    to compare. If Mesh-TF has stacked several variables in the variable, the returned name is that
+    of the first stacked variable in which the two copies differ.
     """
     value = values[one]
     numbers = np.flatnonzero((_bytes_of_numbers(value) != _bytes_of_numbers(values[other])).any(1))
@@ -351,7 +355,11 @@ def _cores(cores: Sequence[int]) -> str:
 
 
 def _save_checked_copies(save: Callable[..., Any]) -> Any:
-    """Returns a replacement for `tf.train.Saver.save` that first compares watched copies."""
+    """Returns a replacement for `tf.train.Saver.save` that first compares watched copies.
+
+    `save` is TensorFlow's own method, which the replacement calls if no copies differ. Watched
+    copies are those for which `watch_copies` has made a hook in the session's graph.
+    """
 
     def save_checked(self: tf.train.Saver, sess: Any, *args: Any, **kwargs: Any) -> Any:
         graph = getattr(sess, "graph", None)

@@ -79,8 +79,9 @@ def restore_checked(
 ) -> None:
     """Restores as `tf.train.Saver` does; errors name a remedy if wrappers' state does not fit.
 
-    This function is called in place of `tf.train.Saver.restore`. Its argument `restore` is
-    TensorFlow's function, and its other arguments are those of `tf.train.Saver.restore`.
+    This function is called in place of `tf.train.Saver.restore`. `restore` is TensorFlow's
+    function, and `self` is the saver. `sess` is the session into which the checkpoint with the path
+    `save_path` is restored.
 
     Raises:
       ValueError: when sums of gradients in the checkpoint would be lost, or when state of other
@@ -184,9 +185,10 @@ def init_from_checkpoint(initialize: Callable[..., None], *args: Any, **kwargs: 
     """Initializes variables from a checkpoint; wrappers' state keeps its own initial values.
 
     This function is called in place of TensorFlow's `init_from_checkpoint`, which users and
-    `tf.train.warm_start` call. Its argument `initialize` is TensorFlow's function, and its other
-    arguments are those of `init_from_checkpoint`. A warning names the variables of wrappers that
-    the checkpoint would have initialized.
+    `tf.train.warm_start` call. `initialize` is TensorFlow's function. `args` and `kwargs` are what
+    the caller gave to it: the checkpoint, and an assignment map, which says which variables begin
+    with which values of the checkpoint. A warning names the variables of wrappers that the
+    checkpoint would have initialized.
     """
     anew = begin_anew(tf.get_default_graph())
     variables = [v for v in tf.global_variables() if v.op.name in anew] if anew else []

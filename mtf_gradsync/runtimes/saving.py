@@ -228,10 +228,11 @@ def check_configuration(
 
 
 def check_has_variables(path: str, variables: Sequence[Any], model_dir: str) -> None:
-    """Raises a ConfigError if a checkpoint does not have all of `variables`, in their shapes.
+    """Raises a ConfigError if the checkpoint `path` does not have all of `variables`.
 
-    The checkpoint may lack state that wrappers derive from other values of the checkpoint, and
-    slots that begin anew. `model_dir` is the run's directory, which the error names.
+    The error is also raised if the checkpoint has a variable in another shape or dtype. The
+    checkpoint may lack state that wrappers derive from other values of the checkpoint, and slots
+    that begin anew. `model_dir` is the run's directory, which the error names.
     """
     found = differences(path, variables)
     made = {*found.adapted, *found.slots}
@@ -245,9 +246,10 @@ def check_has_variables(path: str, variables: Sequence[Any], model_dir: str) -> 
 
 
 def describe_differences(found: Differences) -> str:
-    """Returns differences as text for the log; "" if there are none.
+    """Returns differences between a checkpoint and a graph as text; "" if there are none.
 
-    The text lists variables that only the checkpoint or only the graph has.
+    `found` are the differences. The text, which is for the log, lists variables that only the
+    checkpoint or only the graph has.
     """
     return "\n".join(_lines(found))
 
@@ -313,10 +315,10 @@ class _ValuesToSave(session_interface()):  # type: ignore[misc]  # found when it
         return self._session.graph
 
     def run(self, fetches: Any, feed_dict: Any = None, *unused: Any, **unused_named: Any) -> str:
-        """Writes the values; called by the saver, which feeds the path of the checkpoint.
+        """Writes the values to a checkpoint, and returns the checkpoint's path.
 
-        Returns the checkpoint's path, as a run of the saver's operation does. `fetches` is not
-        used.
+        The saver calls this method as it would call ``run`` of a session. `feed_dict` feeds the
+        path of the checkpoint to the saver's graph. The other arguments are not used.
         """
         prefix = feed_dict[self._filename]
         self._session.run(self._write, {self._prefix: prefix, **self._values})
@@ -346,7 +348,12 @@ class RunSaver(ReshardingSaver):
     def save(
         self, sess: Any, save_path: str, global_step: Any = None, *args: Any, **kwargs: Any
     ) -> str:
-        """Writes a checkpoint, and returns its path; see `tf.train.Saver.save`."""
+        """Writes a checkpoint, and returns its path.
+
+        `sess` is the session with the values. `save_path` is the path of the checkpoint, to which
+        "-" and `global_step` are added if `global_step` is given. `args` and `kwargs` are further
+        arguments of `tf.train.Saver.save`, which this method overrides.
+        """
         if self._to_masters and not isinstance(sess, _ValuesToSave):
             sess.run(self._to_masters)
         self._check_masters(sess, global_step)
@@ -359,7 +366,7 @@ class RunSaver(ReshardingSaver):
         return path
 
     def restore(self, sess: Any, save_path: str) -> None:
-        """Restores a checkpoint; see `tf.train.Saver.restore`.
+        """Restores the checkpoint with the path `save_path` into the session `sess`.
 
         Variables that hooks have added since this saver was made get their initial values. Raises a
         ConfigError that names each variable that the checkpoint lacks, or has in another shape or
@@ -380,8 +387,8 @@ class RunSaver(ReshardingSaver):
     def _check_masters(self, sess: Any, global_step: Any) -> None:
         """Raises an error if the masters' values must not be saved; called before each save.
 
-        This class accepts all values; subclasses may refuse some. `global_step` is the step of the
-        checkpoint, for errors.
+        This class accepts all values; subclasses may refuse some. `sess` is the session with the
+        values, and `global_step` is the step of the checkpoint, for errors.
         """
 
 
@@ -411,10 +418,14 @@ class TrainingSaver(RunSaver):
     def save(
         self, sess: Any, save_path: str, global_step: Any = None, *args: Any, **kwargs: Any
     ) -> str:
-        """Writes a checkpoint, and returns its path; see `tf.train.Saver.save`.
+        """Writes a checkpoint, and returns its path.
 
-        Raises a TrainingError, with the previous checkpoint untouched, if files cannot be written,
-        or a trained variable or a sum of gradients is not finite.
+        `sess` is the session with the values. `save_path` is the path of the checkpoint, to which
+        "-" and `global_step` are added if `global_step` is given. `args` and `kwargs` are further
+        arguments of `tf.train.Saver.save`, which this method overrides.
+
+        Raises a TrainingError if files cannot be written, or if a trained variable or a sum of
+        gradients is not finite. The previous checkpoint is then as it was.
         """
         try:
             return super().save(sess, save_path, global_step, *args, **kwargs)
@@ -435,8 +446,8 @@ class TrainingSaver(RunSaver):
 
         Args:
           sess: the session. If this saver has no lowering, the masters have to be up to date.
-          save_path: as for `save`.
-          global_step: as for `save`.
+          save_path: the path of the checkpoint, to which "-" and `global_step` are added.
+          global_step: the step of the checkpoint.
 
         Returns:
           A future with the result or the error of `save`.
@@ -472,7 +483,7 @@ class TrainingSaver(RunSaver):
 
 
 def _flush_to_disk(path: str) -> None:
-    """Waits until a checkpoint is on the disk, so that it survives a power failure."""
+    """Waits until the checkpoint `path` is on the disk, so that it survives a power failure."""
     directory = os.path.dirname(path) or "."
     state = os.path.join(directory, STATE_FILE)
     for file in (*map(os.fspath, checkpoint_files(path)), state, directory):

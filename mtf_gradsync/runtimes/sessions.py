@@ -53,7 +53,9 @@ class ProgramSession(_SessionInterface):
     ) -> Any:
         """Runs a step and returns the fetched values, as ``tf.Session.run`` does.
 
-        `options` and `run_metadata` are ignored.
+        `fetches` are tensors and operations of the program's graph, in any structure of lists,
+        tuples and dicts. `feed_dict` has values by tensor. `options` and `run_metadata` are
+        ignored.
         """
         del options, run_metadata
         flat: list[Any] = []
@@ -286,8 +288,9 @@ def program_session(
 ) -> ReplicaSession:
     """Opens a SIMD program's session on XLA devices if `name` is "xla", else on CPU replicas.
 
-    `lowering` is the step's `mtf.Lowering`, or an EstimatorSpec whose hooks hold it. `settings` are
-    further arguments of `xla.session`; CPU replicas ignore them.
+    `program` is the SIMD program. `lowering` is the step's `mtf.Lowering`, or an EstimatorSpec
+    whose hooks hold it. `settings` are further arguments of `xla.session`, such as the platform;
+    CPU replicas ignore them.
     """
     if name == "xla":
         return xla.session(program, lowering, **settings)
@@ -321,8 +324,9 @@ class OnDevices:
     ) -> DeviceSessions:
         """Returns a factory of sessions of the default graph.
 
-        `start` is a function that returns the checkpoint from which a session begins; see
-        `DeviceSessions`. `lowering` is not used.
+        `scaffold` has the saver and the operations that run before the first step. `start` is a
+        function that returns the checkpoint from which a session begins; the factory calls it for
+        each session. `lowering` is not used.
         """
         del lowering
         config = self._config or session_config(num_cpu_devices=_num_cpu_devices())
@@ -353,8 +357,9 @@ class OnCores:
     ) -> ProgramSessions:
         """Returns a factory of sessions on the program, which must have been built.
 
-        `lowering` is the step's `mtf.Lowering`, or an EstimatorSpec whose hooks hold it. `start` is
-        a function that returns the checkpoint from which a session begins; see `ProgramSessions`.
+        `lowering` is the step's `mtf.Lowering`, or an EstimatorSpec whose hooks hold it. `scaffold`
+        has the saver and the operations that run before the first step. `start` is a function that
+        returns the checkpoint from which a session begins; the factory calls it for each session.
         """
         program = self.program
         assert program is not None  # it has been built

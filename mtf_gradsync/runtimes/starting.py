@@ -34,14 +34,18 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Replaces a file atomically by one that has `content` as JSON; see `write_text`."""
+    """Replaces the file `path` by one that has `content` as JSON.
+
+    The file is replaced atomically: a killed process leaves the old or the new file.
+    """
     write_text(path, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
 
 
 def write_bytes(path: Path, content: bytes) -> None:
-    """Replaces a file atomically by one that has the bytes `content`; see `write_text`.
+    """Replaces the file `path` by one that has the bytes `content`.
 
-    The file's folder is made if it is missing. Devices and pipes are written to, not replaced.
+    The file is replaced atomically: a killed process leaves the old or the new file. The file's
+    folder is made if it is missing. Devices and pipes are written to, not replaced.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.exists() and not path.is_file():
@@ -225,11 +229,13 @@ def choose_checkpoint(
 ) -> Start:
     """Chooses the checkpoint in a directory from which a run goes on: the newest, if it is intact.
 
-    The checkpoint is read to find damage. If there is no checkpoint, the result is an empty
-    `Start`. If the newest checkpoint is damaged and `skip_damaged` is True, the newest intact
-    checkpoint is chosen. The files of all newer checkpoints are then moved to the folder
-    `DAMAGED_DIRECTORY`. `say` is called with each line of text about a problem. `skip_setting` is
-    the name by which users know `skip_damaged`; errors use this name.
+    `model_dir` is the directory. The checkpoint is read to find damage. If there is no checkpoint,
+    the result is a `Start` without a path, with which a run begins from initial values.
+
+    If the newest checkpoint is damaged and `skip_damaged` is True, the newest intact checkpoint is
+    chosen. The files of all newer checkpoints are then moved to the folder `DAMAGED_DIRECTORY`.
+    `say` is called with each line of text about a problem. `skip_setting` is the name by which
+    users know `skip_damaged`; errors use this name.
 
     Raises:
       ConfigError: when the newest checkpoint is damaged, and `skip_damaged` is False or no older
@@ -279,7 +285,7 @@ def start_from_newest(model_dir: str) -> Start:
     """Returns the `Start` from the checkpoint that a directory's state file names as the newest.
 
     No checkpoint is read. So damage is not found, and the `step` of the result is 0. If there is no
-    checkpoint, the result is an empty `Start`.
+    checkpoint, the result is a `Start` without a path, with which a run begins from initial values.
     """
     kept = _paths_in_state_file(model_dir)
     if kept and not tf.train.checkpoint_exists(kept[-1]):

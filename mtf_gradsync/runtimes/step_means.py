@@ -39,7 +39,7 @@ class StepMeans:
         self._in_sums = 0
 
     def add(self, measured: Measured, in_sums: int | None = None) -> None:
-        """Adds the measurements of a training step.
+        """Adds `measured`, the measurements of a training step.
 
         `in_sums` is the number of microbatch gradients in the accumulated sums after the step; None
         if gradients are not accumulated. If the number is above 0 and has not changed, the step was
@@ -87,7 +87,11 @@ class StepMeans:
         self._since_line = []
 
     def state(self) -> dict[str, Any] | None:
-        """Returns the measurements that a resumed run needs, for JSON; None if it needs none."""
+        """Returns the measurements that a resumed run needs, for JSON; None if it needs none.
+
+        A resumed run needs those since the last line of the log, and those of an update that is
+        not finished.
+        """
         if not self._since_line and not self._in_sums:
             return None
         return {

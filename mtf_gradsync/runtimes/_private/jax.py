@@ -42,12 +42,15 @@ def can_write_over_arguments() -> bool:
 
 
 def compiled_hlo(executable: Any) -> bytes:
-    """Returns the compiled program of an executable, as a serialized ``HloModuleProto``."""
+    """Returns the compiled program of `executable`, as a serialized ``HloModuleProto``."""
     return executable.hlo_modules()[0].as_serialized_hlo_module_proto()
 
 
 def memory_bytes(executable: Any) -> MemoryBytes:
-    """Returns the memory that a compiled program of jax takes on one device."""
+    """Returns the memory that a compiled program takes on one device.
+
+    `executable` is the program, as jax's compiler has returned it.
+    """
     stats = executable.get_compiled_memory_stats()
     return MemoryBytes(
         arguments=stats.argument_size_in_bytes,
@@ -59,13 +62,16 @@ def memory_bytes(executable: Any) -> MemoryBytes:
 
 
 def cost_numbers(executable: Any) -> dict[str, float]:
-    """Returns the compiler's estimates for one device: "flops", "bytes accessed" and so on."""
+    """Returns the compiler's estimates for one device: "flops", "bytes accessed" and so on.
+
+    `executable` is the compiled program, as jax's compiler has returned it.
+    """
     numbers = executable.cost_analysis()
     return dict(numbers[0] if isinstance(numbers, list) else numbers)
 
 
 def hlo_text(hlo: bytes) -> str:
-    """Returns a serialized ``HloModuleProto`` as text, as XLA prints it."""
+    """Returns `hlo`, a serialized ``HloModuleProto``, as text, as XLA prints it."""
     return _hlo().HloModule.from_serialized_hlo_module_proto(hlo).to_string()
 
 
@@ -81,7 +87,10 @@ def _hlo() -> Any:
 
 
 def hlo_to_module(hlo: bytes) -> Any:
-    """Returns the StableHLO of a serialized ``HloModuleProto``, as a module in MLIR's context."""
+    """Returns StableHLO, a module in the current MLIR context, made from a program of HLO.
+
+    `hlo` is the program, a serialized ``HloModuleProto``.
+    """
     from jaxlib.mlir import ir
 
     try:
@@ -95,7 +104,10 @@ def hlo_to_module(hlo: bytes) -> Any:
 
 
 def stablehlo_to_hlo(module: str) -> bytes:
-    """Returns the serialized ``HloModuleProto`` of a StableHLO module, for XLA's compilers."""
+    """Returns the serialized ``HloModuleProto`` of a StableHLO module, for XLA's compilers.
+
+    `module` is the module's text.
+    """
     from jaxlib import xla_client
 
     try:
@@ -165,7 +177,11 @@ class JaxCluster(NamedTuple):
 def detected_cluster(timeout: float) -> JaxCluster:
     """Returns the cluster that ``jax.distributed.initialize`` would find around this process.
 
-    To find the cluster, jax may wait up to `timeout` seconds until the cluster's manager answers.
+    A cluster is a job of SLURM, Open MPI, Kubernetes or Cloud TPU. If jax finds none, the fields of
+    the result are None, except for `coordinator` if JAX_COORDINATOR_ADDRESS is set.
+
+    On a Cloud TPU, jax waits up to `timeout` seconds until the address of process 0 can be looked
+    up, and then raises a RuntimeError. In other clusters jax does not wait.
     """
     from jax._src.clusters import ClusterEnv
 

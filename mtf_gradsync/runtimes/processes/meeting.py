@@ -128,7 +128,11 @@ class Host:
         self._tell(connection, challenge=stranger.challenge)
 
     def _drop_idle_callers(self, most: int) -> None:
-        """Drops callers that stay silent for long, and the oldest ones if more than `most` wait."""
+        """Drops callers that send nothing for `ANSWER_S` seconds, and the oldest above `most`.
+
+        `most` is the number of callers that may wait at the same time. If more callers wait, those
+        that called first are dropped.
+        """
         late = time.monotonic() - ANSWER_S
         extra = len(self._strangers) - most
         for number, stranger in enumerate(list(self._strangers)):
@@ -138,10 +142,11 @@ class Host:
     def _read_introduction(self, stranger: _Stranger, num_processes: int) -> None:
         """Reads a caller's introduction, and accepts the caller if it is a process of the job.
 
-        A caller is dropped if it does not have the secret, or if a job of `num_processes` processes
-        has no process with the caller's number. If a process was started with other settings than
-        process 0, or has the same number as another process, the start ends with a ProcessesError
-        in all processes.
+        An introduction is the caller's first message, which says which process it is. `stranger` is
+        the caller. It is dropped if it does not have the secret, or if a job of `num_processes`
+        processes has no process with the caller's number. If a process was started with other
+        settings than process 0, or has the same number as another process, the start ends with a
+        ProcessesError in all processes.
         """
         if stranger not in self._strangers:
             return
@@ -205,10 +210,11 @@ class Host:
         reason: str,
         error: type[ProcessesError] = ProcessesError,
     ) -> None:
-        """Ends the start with an error in this process, in the caller, and in all that have come.
+        """Ends the start of the job: raises an error here and in all processes that have come.
 
-        `connection` is the connection to the caller that is refused; None if there is no such
-        caller. `reason` is the text of the error, and `error` is the error's class.
+        `connection` is the connection to a caller that is refused, in which the error is raised,
+        too; None if no caller is refused. `reason` is the text of the error, and `error` is the
+        error's class.
         """
         missing = error is MissingProcessesError
         for other in [connection, *(c for _, c in self._arrived.values())]:
@@ -218,7 +224,7 @@ class Host:
         raise error(f"The job cannot start: {reason}.")
 
     def _reject_caller(self, stranger: _Stranger, reason: str) -> None:
-        """Drops a caller with a message that says why; the start goes on."""
+        """Drops the caller `stranger`, and sends it the text `reason`; the start goes on."""
         self._tell(stranger.connection, refused=f"{self._me} refused a caller: {reason}")
         self._drop(stranger)
 
@@ -303,9 +309,12 @@ def meet_at(
 ) -> MeetingResult:
     """Waits until all processes of a job of XLA devices have come; returns the connections.
 
-    `address` is the "host:port" of process 0, at which the processes meet, and `process_id` is this
-    process's number. `facts` are settings that have to be equal in all processes, and `timeout` is
-    in seconds. Raises the same errors as `meet`.
+    `address` is the "host:port" of process 0, at which the processes meet. `num_processes` is the
+    number of processes of the job, and `process_id` is this process's number. `facts` are settings
+    that have to be equal in all processes, by the names that users know.
+
+    Raises a ProcessesError when `timeout` seconds have passed, when the port is taken, or when the
+    settings or numbers of the processes do not fit together.
     """
     place = MeetingAddress.of(address, "coordinator")
     names = [f"process {index}" for index in range(num_processes)]

@@ -26,15 +26,15 @@ class Member(NamedTuple):
 
     @classmethod
     def this(cls, index: int, name: str) -> Member:
-        """Returns this process as a member of a job."""
+        """Returns this process as a member of a job, with its `index` and `name` in the job."""
         return cls(index, socket.gethostname(), os.getpid(), name)
 
     @classmethod
     def of(cls, fields: Any) -> Member:
         """Returns the member that a message describes.
 
-        `fields` is a list of index, host, pid and name. Raises ConnectionBroken if it is no such
-        list.
+        `fields` is a list of index, host, pid and name. Raises ConnectionBroken if `fields` is
+        something else.
         """
         if not isinstance(fields, list) or [type(x) for x in fields] != [int, str, int, str]:
             raise ConnectionBroken(f"no process of a job: {fields!r:.80}")
@@ -54,7 +54,10 @@ class MeetingAddress(NamedTuple):
 
     @classmethod
     def of(cls, text: str, argument: str) -> MeetingAddress:
-        """Parses an address "host:port"; raises a ValueError that names `argument` if it cannot."""
+        """Parses an address "host:port", which a user has given as the argument `argument`.
+
+        Raises a ValueError that names the argument if `text` is no such address.
+        """
         host, _, port = text.rpartition(":")
         if not host or not port.isdigit():
             raise ValueError(f"{argument} must be like 'host:1234', got {text!r}.")
@@ -200,7 +203,7 @@ class Connection:
 
 
 def printable(text: str) -> str:
-    """Returns another process's text, with "?" for characters that could control a terminal."""
+    """Returns `text`, of another process, with "?" for characters that could control a terminal."""
     return "".join(x if x.isprintable() else "?" for x in text)
 
 
@@ -245,6 +248,12 @@ def secret_proof(role: str, *challenges: str) -> str:
 
 
 def is_secret_proof(given: Any, role: str, *challenges: str) -> bool:
-    """Returns whether a proof was made with this process's secret; see `secret_proof`."""
+    """Returns whether the other side's proof shows that it has the same secret as this process.
+
+    `given` is what the other side has sent as its proof: the result of its call of `secret_proof`.
+    `role` and `challenges` are the arguments that the other side must have called it with: the name
+    of the other side, "process" or "process 0", and the random texts of this connection. The
+    result is False if `given` is no text, or was made with another secret, role or challenge.
+    """
     expected = secret_proof(role, *challenges).encode()
     return isinstance(given, str) and hmac.compare_digest(given.encode(errors="replace"), expected)

@@ -296,7 +296,7 @@ class Watchdog:
         """Handles the loss of `member`: tells the others, and ends this process in `grace` seconds.
 
         `how` says in words what happened to `member`. If `member` had finished its work and is not
-        process 0, this is no loss, and nothing is done.
+        process 0, `member` does not count as lost, and nothing is done.
         """
         if member in self._left and member.index == 0 and self._me in self._left:
             # Only process 0 says that all have left, and there is nothing to do any more.
@@ -309,7 +309,8 @@ class Watchdog:
         """Records that `member` is lost, and ends this process in `grace` seconds.
 
         `how` says in words what happened to `member`, for the error that this process writes. If
-        several members are lost, the error names the one whose loss was recorded first.
+        several members are lost, the error names the member whose loss was recorded first, and this
+        process ends at the time that was set for this member.
         """
         if self._doom is None:
             what = f"lost {member}: it {how}"
@@ -355,7 +356,7 @@ def keep_heartbeats() -> Iterator[None]:
 
 
 def note_work(begun: str) -> None:
-    """Records which work this process begins, such as "step 7".
+    """Records in words which work this process begins: `begun` is a text such as "step 7".
 
     If this process crashes or is lost, the errors of all processes name this work.
     """

@@ -35,7 +35,10 @@ _REMEDIES = {
 
 
 def check_can_be_emulated(facts: GraphFacts) -> None:
-    """Raises `UnsupportedProgramError` for a graph that the emulator cannot run correctly."""
+    """Raises `UnsupportedProgramError` for a graph that CPU replicas cannot run correctly.
+
+    `facts` describes the graph.
+    """
     if not facts.num_replicas:
         raise UnsupportedProgramError(
             "The graph holds no TPU program. Build the model inside simd.tpu_program(...) or "
@@ -60,7 +63,10 @@ def check_can_be_emulated(facts: GraphFacts) -> None:
 
 
 def check_functions_lack_collectives(facts: GraphFacts) -> None:
-    """Raises `UnsupportedProgramError` if a program calls a function that holds a collective."""
+    """Raises `UnsupportedProgramError` if a program calls a function that holds a collective.
+
+    `facts` describes the graph with the programs.
+    """
     talking = _functions_with_collectives(
         {f.signature.name: f for f in facts.graph_def.library.function}
     )
@@ -183,9 +189,10 @@ def frame_leaders(meetings: Iterable[Meeting]) -> dict[tuple[str, int], int]:
     """Returns, for each loop in which cores exchange data, which cores run it in one frame.
 
     A frame is TensorFlow's name for one execution of a loop. Cores that exchange data inside a loop
-    iterate together, in the frame of the core with the lowest number among them. The result's keys
-    are pairs of a loop's frame name and a core's number; the value is the number of the core whose
-    frame this core uses. A core whose pair is missing has its own frame.
+    iterate together, in the frame of the core with the lowest number among them. `meetings` are the
+    operations in which cores exchange data. The result's keys are pairs of a loop's frame name and
+    a core's number; the value is the number of the core whose frame this core uses. A core whose
+    pair is missing has its own frame.
 
     Cores that exchange nothing must not share a frame, because a frame is executed as a whole or
     not at all. The loop may be in a branch that only some groups of cores take.
@@ -215,9 +222,10 @@ class Agreement(NamedTuple):
 def find_agreements(facts: GraphFacts, meetings: Iterable[Meeting]) -> dict[str, list[Agreement]]:
     """Returns, by predicate, on which groups of cores the predicate must have one value.
 
-    `meetings` are the operations that cores have to reach together. If such an operation is inside
-    a conditional or loop, all cores of a group of the operation must agree. They agree if the
-    predicate of the conditional or loop has the same value on these cores.
+    `meetings` are the operations of the graph (`facts` describes it) that groups of cores have to
+    reach together. If one of these operations is inside a conditional or loop, the predicate of the
+    conditional or loop must have one value on all cores of each group. The keys of the result are
+    these predicates, as texts of a ``NodeDef``'s input.
     """
     found: dict[tuple[str, tuple[int, ...]], Agreement] = {}
     for meeting in meetings:

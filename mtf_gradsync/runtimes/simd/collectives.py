@@ -99,7 +99,7 @@ def _row(
 
 
 def groups_by_axes(mesh_impl: Any) -> dict[frozenset, str]:
-    """Returns a name for the groups of cores along each set of mesh axes.
+    """Returns a name for the groups of cores along each set of axes of the mesh of `mesh_impl`.
 
     A name consists of the axes' names, joined by "+", such as "batch+model". The result is a
     dictionary from groups to their name. Its keys are sets of groups, and each group is a set of
@@ -123,7 +123,7 @@ def _names_in_stacks(lowerings: Sequence[mtf.Lowering]) -> dict[str, list[str]]:
     """Returns the names of the variables in each ``StackedVariable``, by its name.
 
     Mesh-TF stacks variables of one shape in a ``StackedVariable``, which is one variable of the
-    graph.
+    graph. `lowerings` have the variables.
     """
     return {
         v.name: list(v.original_names)
@@ -153,7 +153,9 @@ def _variables_reached(
 ) -> dict[str, list[str]]:
     """Returns, by the name of each collective, the names of the variables that its result reaches.
 
-    Variables that a collective's result reaches only through another collective are left out.
+    A result reaches a variable if the new value of the variable is computed from it. Variables that
+    the result reaches only through another collective are left out. `collectives` are the
+    collectives by name, and `facts` describes their graph.
     """
     written = written_variables(facts)
     names = sorted({v for variables in written.values() for v in variables})

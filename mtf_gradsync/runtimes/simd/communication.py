@@ -299,7 +299,7 @@ _CALLS = ("PartitionedCall", "StatefulPartitionedCall")
 
 
 def has_calls(graph: tf.Graph) -> bool:
-    """Returns whether a graph calls functions; `list_transfers` does not list copies inside these.
+    """Returns whether `graph` calls functions; `list_transfers` lists no copies inside functions.
 
     For example, an update that some steps skip may be a function that the graph calls.
     """
@@ -314,8 +314,8 @@ def list_transfers(fetches: Sequence[Any], mesh_impl: Any) -> CommunicationRepor
     places an operation on another device than the graph says are not listed either.
 
     Args:
-      fetches: the tensors and operations of one step, as for ``session.run``. Operations that these
-        fetches do not need are not counted.
+      fetches: the tensors and operations that a step fetches with ``session.run``. Operations that
+        these fetches do not need are not counted.
       mesh_impl: the ``PlacementMeshImpl`` that the graph was lowered with; its devices have to be
         different from each other.
 
@@ -379,7 +379,7 @@ def count_process_transfers(fetches: Sequence[Any]) -> ProcessTransfers:
     values to the client.
 
     Args:
-      fetches: the tensors and operations of one step, as for ``session.run``.
+      fetches: the tensors and operations that a step fetches with ``session.run``.
 
     Returns:
       The counts for the graph as it was built, without the changes that Grappler, TensorFlow's
@@ -444,7 +444,10 @@ def _with_inputs(operations: Sequence[tf.Operation]) -> list[tf.Operation]:
 
 
 def _axes_between(mesh_impl: Any, source: int, target: int) -> str:
-    """Returns the names of the mesh axes along which two cores differ, joined by "+"."""
+    """Returns the names of the mesh axes along which two cores differ, joined by "+".
+
+    `source` and `target` are the numbers of the cores in the mesh of `mesh_impl`.
+    """
     pairs = zip(
         mesh_impl.shape.dims,
         mtf.pnum_to_processor_coordinates(mesh_impl.shape, source),

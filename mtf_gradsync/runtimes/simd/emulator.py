@@ -246,7 +246,7 @@ class _Rewriter:
         return node
 
     def _add_int(self, name: str, value: Any, near: str) -> str:
-        """Adds an int32 constant named `name`; returns `name`.
+        """Adds an int32 constant named `name`, with the value `value`; returns `name`.
 
         The constant is in the same loop and branch as the node `near`.
         """
@@ -294,10 +294,11 @@ class _Rewriter:
         return self._outside_input(source, number)
 
     def _core_inputs(self, name: str, core: int, control: bool) -> list[str]:
-        """Returns the data inputs, or the control inputs, of a node's copy on one core.
+        """Returns the data inputs, or the control inputs, of a core's copy of the node `name`.
 
-        If `control` is True, the result is the control inputs; some of these make the copy wait for
-        side effects. The inputs are texts, as in a ``NodeDef``.
+        If `control` is False, the result is the data inputs. If `control` is True, it is the
+        control inputs, some of which make the copy wait for side effects. The inputs are texts, as
+        in a ``NodeDef``.
         """
         found = [
             text

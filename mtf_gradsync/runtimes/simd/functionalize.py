@@ -56,8 +56,8 @@ def rebuild(
       graph_def: the graph, whose loops and conditionals are those of control flow version 1.
       given: tensors that take the place of operations' results, by the operation's name.
       fetches: names of tensors ("a:0") and operations ("a") outside loops and conditionals.
-      stand_ins: functions that build operations of some types, by type. Such a function takes the
-        operation's ``NodeDef`` and its inputs, and returns its outputs.
+      stand_ins: functions that build operations of some types in place of TensorFlow, by type. Each
+        function takes an operation's ``NodeDef`` and its inputs, and returns its outputs.
 
     Returns:
       Two values. The first is the list of the rebuilt fetches, in order. The second is a dict from
@@ -93,7 +93,7 @@ class _Builder:
         return self.facts.node[name].op == "Merge"
 
     def is_loop_variable(self, name: str) -> bool:
-        """Returns whether a node is a loop's ``Merge``, which gives a loop variable's value.
+        """Returns whether the node `name` is the ``Merge`` that gives a loop variable's value.
 
         A loop's ``Merge`` begins each iteration. In the first iteration, its value is the initial
         value of the loop variable; in every later iteration, it is the value that the iteration
@@ -106,7 +106,8 @@ class _Builder:
     def next_value(self, variable: str) -> str:
         """Returns the ``NextIteration`` node that gives a loop variable its next value.
 
-        `variable` is the variable's ``Merge`` node; see `is_loop_variable`.
+        `variable` is the name of the ``Merge`` node that gives the loop variable's value in each
+        iteration.
         """
         sources = (source for source, _ in self.facts.inputs(variable))
         return next(s for s in sources if self.facts.is_back_edge(s, variable))
@@ -160,7 +161,7 @@ class _Builder:
         return sorted(found, key=self.position.__getitem__)
 
     def _enters_iteration(self, name: str, around: Context) -> bool:
-        """Returns whether a node only carries a value into an iteration of a loop.
+        """Returns whether the node `name` only carries a value into an iteration of a loop.
 
         `around` is the loops and branches around the loop, and the loop itself.
         """
@@ -191,7 +192,7 @@ class _FunctionBody:
             tf.import_graph_def(builder.library, name="")
 
     def make(self, names: Sequence[str]) -> None:
-        """Rebuilds the named nodes in this function body.
+        """Rebuilds the nodes that `names` names in this function body.
 
         Loops and conditionals in the body become calls of other functions, whose bodies are made,
         too.

@@ -135,7 +135,8 @@ CONTROL = -1
 def split_input(text: str) -> tuple[str, int]:
     """Splits an input of a ``NodeDef``, such as ``"name:2"``, into a name and an output's number.
 
-    ``"name"`` has the number 0, and ``"^name"`` (a control input) has the number `CONTROL`.
+    If `text`, the input, is ``"name"``, the number is 0. If it is ``"^name"``, a control input, the
+    number is `CONTROL`.
     """
     if text.startswith("^"):
         return text[1:], CONTROL
@@ -144,7 +145,10 @@ def split_input(text: str) -> tuple[str, int]:
 
 
 def join_input(name: str, number: int) -> str:
-    """Returns the text of a ``NodeDef``'s input; the inverse of `split_input`."""
+    """Returns the text of a ``NodeDef``'s input, as in ``"name:2"``; the inverse of `split_input`.
+
+    The input is output `number` of the node `name`; the number `CONTROL` makes a control input.
+    """
     if number == CONTROL:
         return "^" + name
     return name if number == 0 else f"{name}:{number}"
@@ -206,14 +210,14 @@ class GraphFacts:
         self._find_contexts()
 
     def inputs(self, name: str) -> list[tuple[str, int]]:
-        """Returns the inputs of a node as pairs (name of a node, number of its output).
+        """Returns the inputs of the node `name` as pairs (name of a node, number of its output).
 
-        For a control input the number is `CONTROL`; see `split_input`.
+        For a control input the number is `CONTROL`.
         """
         return self._inputs[name]
 
     def consumers(self, name: str) -> list[tuple[str, int]]:
-        """Returns the uses of a node, as pairs (name of the node that uses it, number).
+        """Returns the uses of the node `name`, as pairs (name of the node that uses it, number).
 
         The number says which output of the node is used; it is `CONTROL` if the use is a control
         input.
@@ -259,7 +263,7 @@ class GraphFacts:
         return context
 
     def context_of_output(self, name: str, number: int) -> Context:
-        """Returns the loops and branches in which output `number` of a node exists.
+        """Returns the loops and branches in which output `number` of the node `name` exists.
 
         The loops and branches around an output differ from the node's own context if the node
         begins a branch or ends a loop.
@@ -291,7 +295,7 @@ class GraphFacts:
         return found
 
     def predicate_of(self, name: str) -> str:
-        """Returns the predicate of the conditional that a ``Switch`` belongs to.
+        """Returns the predicate of the conditional that the ``Switch`` `name` belongs to.
 
         The predicate is returned as the text of a ``NodeDef``'s input. The text is the same for all
         nodes of the conditional.
@@ -299,11 +303,11 @@ class GraphFacts:
         return self._pivot_predicate.get(name, self.node[name].input[1])
 
     def is_loop_switch(self, name: str) -> bool:
-        """Returns whether a ``Switch`` belongs to a while loop, not to a conditional."""
+        """Returns whether the ``Switch`` `name` belongs to a while loop, not to a conditional."""
         return self.node[self._inputs[name][1][0]].op == "LoopCond"
 
     def is_conditional_switch(self, name: str) -> bool:
-        """Returns whether a node is the ``Switch`` of a conditional."""
+        """Returns whether the node `name` is the ``Switch`` of a conditional, not of a loop."""
         return self.node[name].op in _SWITCH and not self.is_loop_switch(name)
 
     @functools.cached_property
@@ -312,7 +316,10 @@ class GraphFacts:
         return {self.loop_of(n): n for n in self.order if self.node[n].op == "LoopCond"}
 
     def loop_of(self, name: str) -> Loop:
-        """Returns the innermost loop around a node; inside it the node is in no conditional."""
+        """Returns the innermost loop around the node `name`.
+
+        The node must be in a loop, and in no conditional inside this loop.
+        """
         loop = self.context[name][-1]
         assert isinstance(loop, Loop)
         return loop
@@ -328,7 +335,10 @@ class GraphFacts:
         return name
 
     def constant(self, name: str) -> np.ndarray | None:
-        """Returns the value of a node that is a constant or only passes one on; None for others."""
+        """Returns the value of the node `name` if it is a constant or only passes a constant on.
+
+        For all other nodes the result is None.
+        """
         node = self.node[self.root(name)]
         if node.op != "Const":
             return None
@@ -349,9 +359,9 @@ def remove_device_attributes(node: tf.NodeDef) -> None:
 def bypass_node(node: tf.NodeDef, data: list[str]) -> list[str]:
     """Turns a node with the attribute `PASSES_ON` into an identity of its second input, in place.
 
-    Such a node always has the value of its second input. `data` are the node's data inputs; the
-    result is the data inputs that the node has afterwards. A node that lacks the attribute is not
-    changed, and `data` is returned.
+    A node with this attribute always has the value of its second input. `data` are the node's data
+    inputs; the result is the data inputs that the node has afterwards. A node that lacks the
+    attribute is not changed, and `data` is returned.
     """
     if PASSES_ON not in node.attr:
         return data
@@ -362,7 +372,8 @@ def bypass_node(node: tf.NodeDef, data: list[str]) -> list[str]:
 def runs_in_context(facts: GraphFacts, context: Context) -> int | None:
     """Returns how many times a step runs an operation; None if that is unknown.
 
-    `context` is the loops and branches around the operation. Branches count as taken.
+    `context` is the loops and branches around the operation, and `facts` describes its graph. All
+    branches count as taken.
     """
     turns = [num_iterations(facts, loop) for loop in context if isinstance(loop, Loop)]
     return None if None in turns else math.prod(n for n in turns if n is not None)
@@ -392,7 +403,7 @@ def num_iterations(facts: GraphFacts, loop: Loop) -> int | None:
 
 
 def _added_constant(facts: GraphFacts, name: str) -> float | None:
-    """Returns the scalar constant that the node `name` adds to its other input.
+    """Returns the scalar constant that the node `name` of a graph adds to its other input.
 
     The result is None if the node is no addition, or does not have exactly one constant input.
     """
@@ -404,7 +415,7 @@ def _added_constant(facts: GraphFacts, name: str) -> float | None:
 
 
 def check_fetchable(facts: GraphFacts, name: str, number: int) -> None:
-    """Raises ValueError if output `number` of a node exists only inside a loop or branch."""
+    """Raises ValueError if output `number` of the node `name` exists only in a loop or branch."""
     if facts.context_of_output(name, number):
         raise ValueError(
             f"{name!r} cannot be fetched: it stands inside a loop or conditional of the program. "

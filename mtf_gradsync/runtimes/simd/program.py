@@ -104,12 +104,25 @@ class CpuReplicaSession(ReplicaSession):
     def run(
         self, fetches: Any, feed_dict: dict[Any, Any] | None = None, per_replica: bool = False
     ) -> Any:
-        """Runs the program once; see `ReplicaSession.run`.
+        """Runs the program once, and returns the fetched values.
+
+        Args:
+          fetches: a tensor, operation or name of the user's graph, inside or outside the program,
+            or a nested structure of them.
+          feed_dict: the values to feed, by tensor; the tensors have to be in the user's graph and
+            outside the program.
+          per_replica: whether a tensor of the program is returned as the list of its values on all
+            cores, in physical order; if False, as its value on core 0.
+
+        Returns:
+          The structure of `fetches`, with values in place of tensors and None in place of
+          operations.
 
         Raises:
           BranchDivergenceError: when cores that have to meet in a collective took different
             branches.
-          ValueError: see `ReplicaSession.run`.
+          ValueError: when a fetch or feed is not in the graph, or is in a part of the graph where
+            it cannot be fetched or fed.
         """
         also: list[str] = []
         counts: dict[str, str] = {}
@@ -167,7 +180,8 @@ def session_on(
 
     Args:
       graph: the graph. Operations that initialize, copy and save variables are added to it.
-      lowering: see `Program.session`.
+      lowering: the programs' lowering, a list of lowerings, or the EstimatorSpec that a model_fn
+        returned. None for programs without mesh variables.
       config: session configuration; default `cpu_config`.
 
     Returns:
@@ -181,7 +195,7 @@ def session_on(
 
 
 def made_up_device_assignment(num_replicas: int) -> Any:
-    """Returns a ``DeviceAssignment`` of imaginary cores, in lexicographic order.
+    """Returns a ``DeviceAssignment`` of `num_replicas` imaginary cores, in lexicographic order.
 
     The cores are arranged as in a TPU slice of generation v2 or v3. Two cores are on a chip, or one
     if the number of cores is odd. The chips are in a rectangle that is as square as it can be.
@@ -198,7 +212,10 @@ def made_up_device_assignment(num_replicas: int) -> Any:
 
 
 def replicated_input(tensors: Sequence[Any], name: str) -> tf.Tensor:
-    """Returns a tensor of the program that is being built; its value on core i is `tensors[i]`."""
+    """Returns a tensor of the program that is being built; its value on core i is `tensors[i]`.
+
+    `name` is the name of the operation that is made.
+    """
     # The operation belongs outside the program, whose context would mark it as inside.
     with tf.control_dependencies(None):
         return private.tpu_replicated_input(tensors, name)
@@ -233,7 +250,8 @@ _wanted: contextvars.ContextVar[bool] = contextvars.ContextVar("compiled_only", 
 def compiled_only() -> Iterator[None]:
     """Lets programs that are opened in the block be compiled, but not run.
 
-    Such programs are smaller, because all cores share one core's variables.
+    A program that is opened in the block is smaller than others, because all of its cores share one
+    core's variables.
     """
     token = _wanted.set(True)
     try:
@@ -257,7 +275,10 @@ class CompiledOnlyMeshImpl(mtf.simd_mesh_impl.SimdMeshImpl):
         """A variable of the first core that all cores use; it is not copied from or to a master."""
 
         def __init__(self, variable: Any, mesh_impl: Any):
-            """Makes the slice of the Mesh-TF variable `variable` that all cores of the mesh use."""
+            """Makes the slice of the Mesh-TF variable `variable` that all cores of the mesh use.
+
+            `mesh_impl` is the mesh, a `CompiledOnlyMeshImpl`.
+            """
             self._variable, self._mesh_impl = variable, mesh_impl
             shape = mesh_impl.slice_shape(variable.outputs[0].shape)
             with tf.init_scope():
@@ -359,10 +380,14 @@ class Program:
         return CpuReplicaSession(self.emulated(lowering), config)
 
     def emulated(self, lowering: Any = None) -> PreparedGraph:
-        """Returns the graph that sessions on CPU replicas run; see `session` for the argument.
+        """Returns the graph that sessions on CPU replicas run.
 
         The graph is made at the first call, and made again if this program's graph has changed
         since the last call.
+
+        Args:
+          lowering: the program's lowering, a list of lowerings, or the EstimatorSpec that a
+            model_fn returned. None for a program without mesh variables.
 
         Raises:
           UnsupportedProgramError: when CPU replicas cannot run an operation of the graph.

@@ -179,7 +179,10 @@ class ReplicaSession(abc.ABC):
         return None
 
     def check_before_save(self, check: Callable[[], None]) -> None:
-        """Registers a function to call before each save; if it raises, no checkpoint is written."""
+        """Registers the function `check`, which is called before each save.
+
+        If `check` raises an exception, no checkpoint is written.
+        """
         self._checks.append(check)
 
     def read(self, variable: str | mtf.Variable | tf.Variable) -> np.ndarray:
@@ -206,7 +209,7 @@ class ReplicaSession(abc.ABC):
           saver: a saver that was made in the program's graph before the session. The saver counts
             checkpoints, deletes old checkpoints and writes the state file. Without a saver, none of
             this is done.
-          global_step: a number to add to the path, as for ``tf.train.Saver.save``.
+          global_step: a number to add to the path, after "-"; None adds nothing.
 
         Raises:
           ValueError: when the graph has no variables.
@@ -220,9 +223,9 @@ class ReplicaSession(abc.ABC):
         """Reads a checkpoint's values now, and writes them to files while later steps run.
 
         Args:
-          path: as for `save`.
+          path: prefix of the checkpoint's files.
           saver: a saver with a method `begin_save`: a `mtf_gradsync.runtimes.saving.TrainingSaver`.
-          global_step: as for `save`.
+          global_step: a number to add to the path.
 
         Returns:
           A future with the result or the error of `save`.
@@ -295,8 +298,10 @@ class ReplicaSession(abc.ABC):
     ) -> str:
         """Writes a checkpoint of the masters' present values, and returns its path.
 
-        The arguments mean the same as in `save`. The method `save` calls this method after it has
-        copied slices into masters.
+        The method `save` calls this method after it has copied slices into masters. `path` is the
+        prefix of the checkpoint's files, to which `global_step` is added unless it is None. `saver`
+        writes the checkpoint; None for a saver that neither deletes older checkpoints nor writes
+        the state file.
         """
         return (saver or self._ops.saver(self._session.graph)).save(
             self._session,
@@ -312,7 +317,7 @@ class ReplicaSession(abc.ABC):
 
     @abc.abstractmethod
     def _is_inside(self, name: str) -> bool:
-        """Returns whether an operation or tensor of the user's graph belongs to a program.
+        """Returns whether the operation or tensor `name` of the user's graph is in a program.
 
         Raises KeyError if the graph did not have the operation when the session was made.
         """
@@ -399,7 +404,7 @@ class VariableAccess:
         return session.run({n: x for n, x in self.read.items() if exists.get(n, True)})
 
     def set(self, session: tf.Session, values: Iterable[tuple[str, Any]]) -> None:
-        """Sets variables, given as pairs of name and value.
+        """Sets variables in `session` to `values`: pairs of a variable's name and its new value.
 
         The session's graph is the constructor's graph, or a graph that has the same operations
         under the same names. Every value is copied, so that no later step writes into an array of

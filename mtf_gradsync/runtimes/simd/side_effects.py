@@ -50,6 +50,8 @@ class CollectiveOperation(NamedTuple):
 def find_collectives(facts: GraphFacts) -> dict[str, CollectiveOperation]:
     """Returns the collectives of all TPU programs in a graph by name, in program order.
 
+    `facts` describes the graph.
+
     Raises:
       UnsupportedProgramError: when the groups of a collective are not a constant, or not a
         partition of the cores.
@@ -149,7 +151,10 @@ class Effects(NamedTuple):
 
 
 def find_effects(facts: GraphFacts) -> Effects:
-    """Returns edges that keep the side effects of a graph's programs in program order."""
+    """Returns edges that keep the side effects of a graph's programs in program order.
+
+    `facts` describes the graph, which is not changed.
+    """
     return _EffectFinder(facts).effects
 
 
@@ -184,7 +189,7 @@ def _variable_name(facts: GraphFacts, handle: str) -> str:
 
 
 def variable_handles(facts: GraphFacts, name: str) -> list[str]:
-    """Returns the handles of the variables that a node reads or writes.
+    """Returns the handles of the variables that the node `name` reads or writes.
 
     A handle is a ``VarHandleOp``, or a ``TPUReplicatedInput`` of one ``VarHandleOp`` per core.
     """

@@ -216,7 +216,7 @@ class Hlo(NamedTuple):
 
 
 def to_hlo(replica: ReplicaProgram) -> Hlo:
-    """Turns a core's program into HLO, which XLA has not optimized yet; needs no devices.
+    """Turns `replica`, a core's program, into HLO that is not optimized; needs no devices.
 
     Raises an UnsupportedProgramError when XLA has no kernel for an operation.
     """

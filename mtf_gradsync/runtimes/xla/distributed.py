@@ -307,8 +307,12 @@ def _job_of(
 ) -> _Job:
     """Returns the job that the arguments describe, or the job that jax detects if all are None.
 
-    The arguments are those of `start_processes`. Raises a ValueError if only some of the first
-    three arguments are given, if the arguments are impossible, or if jax detects no job.
+    `coordinator` is the address "host:port" of process 0, `num_processes` is the number of
+    processes, and `process_id` is this process's number. To detect a job on a Cloud TPU, jax waits
+    up to `timeout` seconds for the address of process 0.
+
+    Raises a ValueError if only some of the first three arguments are given, if the arguments are
+    impossible, or if jax detects no job.
     """
     cluster = JaxCluster(coordinator, num_processes, process_id, None)
     job = dict(coordinator=coordinator, num_processes=num_processes, process_id=process_id)

@@ -152,10 +152,14 @@ class MeshModel:
         return self._model.loss_denominator(SimpleNamespace(shape=mtf.Shape(shape)), 1)
 
     def import_features(self, features: dict[str, tf.Tensor]) -> dict[str, Any]:
-        """Imports int tensors ``[batch_size, length]``, by feature name, into the mtf graph.
+        """Imports a batch of features, as TensorFlow tensors, into the mtf graph.
 
-        Returns, by feature name, an int32 mtf tensor ``[batch, length]`` or ``[outer_batch, batch,
-        length]`` for each feature that the model reads.
+        `features` has an int tensor ``[batch_size, length]`` for each feature name. Features that
+        the model does not read are left out of the result.
+
+        Returns, by feature name, an int32 mtf tensor ``[batch, length]``. If the setting
+        `outer_batch_size` is not 0, the tensor is ``[outer_batch, batch, length]`` instead: the
+        sequences of the batch in `outer_batch_size` groups of equal size.
         """
         settings = self.settings
         settings.check_features(features, "The data set")

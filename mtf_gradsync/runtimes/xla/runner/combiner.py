@@ -91,9 +91,10 @@ _NAME = re.compile(r'loc\("([^"\\]*)"')
 
 
 def group_names(module: Any) -> list[str | None]:
-    """Returns the name of each collective's group, in the order of the collectives in the module.
+    """Returns the name of each collective's group of sums, in the order of the collectives.
 
-    The name is None for a collective without a group. `module` is an MLIR module.
+    The collectives of a group may be combined into one. The name is None for a collective without a
+    group, which stays as it is. `module` is an MLIR module with all collectives.
     """
     return [_group(op) for op in _collectives(module)]
 
