@@ -313,9 +313,10 @@ def _fetch_names(
 ) -> dict[str, str]:
     """Returns a dict from the name of each fetch to the name of its tensor.
 
-    `program` and `fetches` are arguments of `export`; `fetches` may have tensors and operations.
-    Operations are left out of the result, because an exported step runs all operations of the
-    program anyway.
+    `fetches` is a dict from names to tensors of `program`, or a list of tensors and operations. A
+    tensor in a list has the name of its operation. Operations are left out of the result, because
+    an exported step runs all operations of the program anyway.
+
     `cluster` maps the names of operations inside programs to the names of their programs. Raises a
     ValueError if an operation in `fetches` is outside all programs.
     """

@@ -46,7 +46,7 @@ _TEXT_BYTES = 600
 
 
 def call_on_all_processes(work: Callable[[], _Result]) -> _Result:
-    """Calls `work`, waits until all processes have called theirs; returns this process's result.
+    """Calls `work`, and waits for the functions of all processes; returns the result of `work`.
 
     All processes have to call `call_on_all_processes`, each with its own function. If `work` raises
     an exception on this process, this exception is raised. If a function raises an exception on
@@ -242,10 +242,11 @@ class Cores:
         return found
 
     def call_on_all_processes(self, work: Callable[[], _Result]) -> _Result:
-        """Calls `work`, waits until all processes of these cores have called their functions.
+        """Calls `work`, and waits for the functions of all processes that have these cores.
 
-        Returns what `work` returned on this process. If the function of any process fails, an error
-        is raised on all processes; see `gathering.call_on_all_processes`.
+        Returns what `work` returned on this process. All processes have to call this method. If
+        `work` raises an exception on this process, this exception is raised. If a function raises
+        an exception on another process only, an `OtherProcessError` is raised here.
         """
         return work() if self.is_alone else call_on_all_processes(work)
 

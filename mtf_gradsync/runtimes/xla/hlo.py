@@ -169,9 +169,9 @@ class Computation:
 
     @functools.cached_property
     def users(self) -> dict[int, list[tuple[Instruction, int]]]:
-        """For the id of each instruction that is used, its (user, operand number) pairs.
+        """For the id of each instruction whose value is used, its (user, operand number) pairs.
 
-        The pairs are those of `Instruction.users`.
+        A pair says which instruction uses the value, and as which of its operands, from 0.
         """
         found = collections.defaultdict(list)
         for instruction in self.by_id.values():

@@ -104,7 +104,8 @@ def _walk(
 ) -> Iterator[HloCollective]:
     """Yields the collectives of a computation and of the computations that it calls, in order.
 
-    `inside` are the branches and loops around the computation, as in `HloCollective`.
+    `inside` are the branches and loops around the computation, outermost first, as in ("branch true
+    of cond.5", "body of while.7").
 
     The TPU compiler may put copies of one collective into several fusions. The copies have the same
     id, and only the first copy is yielded. If the computation is a fusion, `yielded_ids` has the
@@ -159,7 +160,8 @@ _PASSED_ON = frozenset(("bitcast", "convert", "copy", "get-tuple-element", "resh
 def _sent_by_fused_all_reduce(all_reduce: Instruction, size: int) -> tuple[str, int]:
     """Returns the kind of collective that a fused all-reduce amounts to, and its bytes.
 
-    The kind is "reduce-scatter" if operations only cut parts out of the result of the all-reduce.
+    `all_reduce` is the all-reduce, in a fusion with other operations. The returned kind is
+    "reduce-scatter" if operations only cut parts out of the result of the all-reduce.
     It is "all-gather" if the operands of the all-reduce are parts that were written into arrays of
     zeros. In all other cases it is "all-reduce". The bytes are those that a core gives to the
     collective. `size` is the number of bytes of the all-reduce's operands.

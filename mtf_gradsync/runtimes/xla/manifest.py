@@ -80,7 +80,11 @@ def describe_input(name: str, given: ReplicaInput, default: str | None) -> dict[
 
 
 def mesh_variables(lowerings: Sequence[mtf.Lowering]) -> dict[str, tuple[Any, mtf.MeshImpl]]:
-    """Returns each variable of Mesh-TensorFlow with its mesh, by the name of its first slice."""
+    """Returns each variable of Mesh-TensorFlow with its mesh, by the name of its first slice.
+
+    `lowerings` have the variables. In the result, a variable is an `mtf.Variable`, and its mesh is
+    an `mtf.MeshImpl`. The first slice is the one that core 0 holds.
+    """
     found = {}
     for lowering in lowerings:
         for variable, laid_out in lowering.variables.items():

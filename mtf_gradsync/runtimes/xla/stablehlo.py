@@ -31,7 +31,7 @@ _STABLEHLO = {
 
 
 def to_stablehlo(hlo: Hlo, with_names: bool = False) -> str:
-    """Turns a core's program into the text of an MLIR module of StableHLO.
+    """Turns `hlo`, a core's program, into the text of an MLIR module of StableHLO.
 
     In the module, results that are new values of variables are marked as values that may be written
     over the old values.

@@ -217,9 +217,16 @@ class XlaSession(ReplicaSession):
     def dispatch(
         self, fetches: Any, feed_dict: dict[Any, Any] | None = None, per_replica: bool = False
     ) -> Dispatched:
-        """Begins a step, and returns before the step is done; takes the arguments of `run`.
+        """Begins a step, and returns before the step is done.
 
         Steps run in the order in which they were dispatched.
+
+        Args:
+          fetches: a tensor, operation or name of the user's graph, inside or outside the program,
+            or a nested structure of them.
+          feed_dict: the values to feed, by tensor; the tensors have to be outside the program.
+          per_replica: whether the step returns, for a tensor of the program, the list of its values
+            on all cores in place of its value on the first core.
 
         Returns:
           The step. Its method `result` waits for the step, and returns what `run` returns.
@@ -382,9 +389,9 @@ class XlaSession(ReplicaSession):
         """Begins to save a checkpoint; returns a future, whose result is the checkpoint's path.
 
         The values are read now, and `saver`, a `TrainingSaver`, writes them to files while later
-        steps run. `path` and `global_step` mean the same as in ``tf.train.Saver.save``. If the
-        cores are on several processes, the checkpoint is written completely before `begin_save`
-        returns.
+        steps run. `path` is the prefix of the checkpoint's files, to which "-" and `global_step`
+        are added. If the cores are on several processes, the checkpoint is written completely
+        before `begin_save` returns.
         """
         if self._cores.is_alone:
             return super().begin_save(path, saver, global_step)
@@ -397,7 +404,9 @@ class XlaSession(ReplicaSession):
     ) -> str:
         """Writes the checkpoint on the first process; then returns its path on every process.
 
-        The arguments `saver` and `global_step` mean the same as in `save`.
+        `path` is the prefix of the checkpoint's files, to which "-" and `global_step` are added
+        unless `global_step` is None. `saver` writes the files; None for a saver that neither
+        deletes older checkpoints nor writes the state file.
         """
 
         def write() -> str:

@@ -32,7 +32,7 @@ def profile_data(serialized: bytes) -> Any:
 
 
 def _use_iterators_once(data: Any) -> Any:
-    """Uses each kind of iterator of a ``ProfileData`` once, and returns the ``ProfileData``.
+    """Uses each kind of iterator of `data`, a ``ProfileData``, once; returns `data`.
 
     When an iterator of ``ProfileData`` is used for the first time, its C++ code makes a type, and
     Python 3.12 and later give a warning for this. Where warnings are raised as exceptions, the

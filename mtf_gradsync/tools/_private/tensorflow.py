@@ -34,5 +34,8 @@ def summary_writers(graph: tf.Graph) -> list[tf.Operation]:
 
 
 def add_saving_listeners(hook: tf.train.CheckpointSaverHook, listeners: Sequence[Any]) -> None:
-    """Adds `tf.train.CheckpointSaverListener` objects to a hook that saves checkpoints."""
+    """Adds `listeners`, `tf.train.CheckpointSaverListener` objects, to a hook.
+
+    `hook` saves checkpoints. From now on it calls the listeners before and after each save.
+    """
     hook._listeners.extend(listeners)

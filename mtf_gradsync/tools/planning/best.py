@@ -245,10 +245,11 @@ def all_choices(
 
 
 def _sort_key(choice: Choice) -> tuple[Any, ...]:
-    """Returns a key that sorts divisions: the shortest predicted time first, then least memory.
+    """Returns a key of the division `choice`, by which the best of several divisions comes first.
 
-    If time and memory are equal, the division whose stack has the shorter name comes first. If the
-    names are equally long, too, the division with the longer layout comes first.
+    The division with the shorter predicted time comes first. If the times are equal, it is the
+    division with less memory. If memory is equal, too, it is the division whose stack has the
+    shorter name. If the names are equally long, it is the division with the longer layout.
     """
     predicted, stack = choice.predicted, choice.stack
     return (predicted.seconds, predicted.bytes_per_core, len(str(stack)), -len(choice.layout))
@@ -297,10 +298,11 @@ def best_of(
         into memory if its predicted memory is within the budget.
 
     Returns:
-      The best division, with the compiler's answers. A larger `budget` never leads to a division
-      with a longer predicted time. To ensure this, only two things decide whether the compiler is
-      asked about a division: the division's prediction, and the compiler's answers for earlier
-      divisions that are predicted to need no more memory than this division.
+      A `Best` with the best division and the compiler's answers; its `chosen` is None if no
+      division fits into memory. A larger `budget` never leads to a division with a longer predicted
+      time. To ensure this, only two things decide whether the compiler is asked about a division:
+      the division's prediction, and the compiler's answers for earlier divisions that are predicted
+      to need no more memory than this division.
     """
     tried: list[tuple[Choice, Checked]] = []
     chosen, found = None, None

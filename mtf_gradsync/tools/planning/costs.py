@@ -396,7 +396,10 @@ class Predictor:
         return [tuple(group) for group in groups.values()]
 
     def predict(self, stack: Stack) -> Predicted:
-        """Returns the predicted cost of an update of the whole batch with a stack of wrappers."""
+        """Returns the predicted cost of an update of the whole batch.
+
+        `stack` has the settings of the wrappers that make the update.
+        """
         steps, costs, bandwidth = stack.steps, self._costs, self._bandwidth
         if steps not in self._steps:
             self._steps[steps] = self._microbatch_costs(steps)
@@ -500,7 +503,8 @@ class Predictor:
     def _sync_seconds(self, stack: Stack) -> tuple[float, float]:
         """Returns the seconds of the collectives by which a stack's wrappers synchronize replicas.
 
-        In these collectives, replicas exchange gradients, or new values of variables.
+        In these collectives, replicas exchange gradients, or new values of variables. `stack` has
+        the settings of the wrappers.
 
         Returns:
           Two numbers: the seconds of the collectives that run in each microbatch step, and the

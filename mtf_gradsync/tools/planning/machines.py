@@ -205,10 +205,11 @@ class Machine(Protocol):
         """
 
     def compile(self, lowered: LoweredProgram, begun: Begun) -> Compiled:
-        """Compiles a program that `lower` returned; returns its memory and estimates, or an error.
+        """Compiles a program; returns its memory and estimates, or an error.
 
-        `begun` is called with each process that is started to compile the program, so that the
-        caller can kill the process.
+        `lowered` is the program, which `lower` has returned. `begun` is a function that is called
+        with each process that is started to compile the program, so that the caller can kill the
+        process.
         """
 
     def seconds(self, operation: str, groups: Sequence[Sequence[int]], size: float) -> float:
@@ -239,7 +240,7 @@ class TpuMachine:
             needed for several TPU slices.
           by_branches: whether a program with one conditional is compiled once in place of three
             times. The costs of a step with and without the update are then found from the branches
-            of the one compiled program (see `compile_lowered`).
+            of the one compiled program.
 
         Raises:
           ValueError: when `topology` has several TPU slices but `dcn_bytes_per_second` is None, or
@@ -275,9 +276,10 @@ class TpuMachine:
     def compile(self, lowered: LoweredProgram, begun: Begun) -> Compiled:
         """Compiles a program for this topology; returns its memory and estimates, or an error.
 
-        If the program has conditionals, `Compiled.step` of the result describes a step with the
-        update, and `Compiled.skipped` a step without the update. `begun` is called with each
-        process that is started to compile the program, so that the caller can kill the process.
+        `lowered` is the program, which `lower` has returned. If the program has conditionals,
+        `Compiled.step` of the result describes a step with the update, and `Compiled.skipped` a
+        step without the update. `begun` is a function that is called with each process that is
+        started to compile the program, so that the caller can kill the process.
         """
         made = compile_lowered(lowered, self.name, begun=begun, by_branches=self._by_branches)
         if made.memory is None:

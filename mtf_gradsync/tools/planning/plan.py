@@ -35,9 +35,9 @@ def plan(
     """Returns a table of a training step's predicted cost on each mesh of each TPU topology.
 
     No chips are needed: the real TPU compiler compiles each program on this computer. The predicted
-    time is the sum of two parts. The first part is the rooflines of the compiled operations, which
-    follow from the chip's published peak and bandwidth. The second part is the times of the
-    collectives, which follow from the standard formulas and the links' published rates.
+    time of a step is the time of its operations plus the time of its collectives. The time of an
+    operation is its roofline, which follows from the chip's published peak and bandwidth. The time
+    of a collective follows from the standard formulas and the links' published rates.
 
     Args:
       build: a function that builds the training step in `simd.tpu_program`. It returns the program,
@@ -139,8 +139,9 @@ def plan(
 def _dollars_per_chip_hour(price: float | Mapping[str, float] | None, chip: str) -> float | None:
     """Returns the dollars for an hour of one chip, or None if no price was given.
 
-    `price` is the argument of `plan`, and `chip` is the generation of the chip, such as "v5e".
-    Raises ValueError if `price` has no price of this generation, or is not a positive number.
+    `chip` is the generation of the chip, such as "v5e". `price` is a number for all generations, a
+    dictionary with a number for each generation, or None. Raises ValueError if `price` has no price
+    of this generation, or is not a positive number.
     """
     if isinstance(price, Mapping):
         if chip not in price:

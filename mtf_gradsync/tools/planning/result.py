@@ -386,8 +386,9 @@ def _reason_lines(refused: tuple[Refused, ...], with_layout: bool) -> list[str]:
 def _milliseconds_by_part(rows: tuple[PlanRow, ...]) -> dict[str, list[float]]:
     """Returns the milliseconds of a step, split into operations and the links of each mesh axis.
 
-    The keys of the returned dictionary are the labels of the parts, such as "operations" and "along
-    batch". Each value is a list: the milliseconds of the part in each row of the plan.
+    `rows` are the rows of a plan. The keys of the returned dictionary are labels, such as
+    "operations" and "along batch", the links of the mesh axis "batch". Each value is a list: the
+    milliseconds that the operations or the links take in each of `rows`.
     """
     parts = {"operations": [1e3 * row.estimate_seconds for row in rows]}
     for axis in dict.fromkeys(t.axis for row in rows for t in row.traffic):

@@ -84,7 +84,7 @@ def model_flops(loss: mtf.Tensor) -> float:
     selects: dict[mtf.Tensor, bool] = {}
 
     def is_selection(x: mtf.Tensor) -> bool:
-        """Returns whether a tensor selects elements of others, as (scaled) one-hot vectors do."""
+        """Returns whether `x` selects elements of other tensors, as (scaled) one-hot vectors do."""
         if x not in selects:
             op = x.operation
             passes_on = len(op.inputs) == 1 or (

@@ -80,7 +80,11 @@ def _events(line: Any, start: int) -> Iterator[tuple[Any, int, int]]:
 
 
 def _stats(event: Any) -> dict[str, Any]:
-    """Returns the statistics of a profile's event by name; a repeated name has its first value."""
+    """Returns the named values that a profile has noted for `event`, by name.
+
+    Such a value is, for example, the identifier of the program's run. If a name is repeated, its
+    first value is returned.
+    """
     found: dict[str, Any] = {}
     for name, value in event.stats:
         found.setdefault(name, value)

@@ -64,7 +64,9 @@ def write_trace(
     Args:
       recordings: the recording of each process.
       path: the file to write; it is compressed if the name ends in ".gz".
-      most_bytes: the largest size of the file; `Timeline.save` says what is left out to keep to it.
+      most_bytes: the largest size of the file. If the file would be larger, the shortest operations
+        are left out, then also the shortest pieces of work of the hosts, then marks of steps in the
+        middle.
 
     Returns:
       The path, how many operations the trace shows, and how much it leaves out.
@@ -131,8 +133,8 @@ def _track_names(recordings: Sequence[Recording]) -> Iterator[dict[str, Any]]:
 def _step_marks(recordings: Sequence[Recording]) -> list[dict[str, Any]]:
     """Returns the entries of a trace that mark steps.
 
-    Steps in the middle of a recording come last in the list, because entries at its end are left
-    out first if the trace becomes too large.
+    `recordings` has the recording of each process. Steps in the middle of a recording come last in
+    the list, because entries at the list's end are left out first if the trace becomes too large.
     """
     found = []
     first = _first(recordings)
@@ -148,8 +150,8 @@ def _step_marks(recordings: Sequence[Recording]) -> list[dict[str, Any]]:
 def _host_entries(recordings: Sequence[Recording]) -> list[dict[str, Any]]:
     """Returns the entries of a trace that show the work of the hosts.
 
-    The shortest pieces of work come last in the list, because entries at its end are left out first
-    if the trace becomes too large.
+    `recordings` has the recording of each process. The shortest work comes last in the list,
+    because entries at the list's end are left out first if the trace becomes too large.
     """
     first = _first(recordings)
     found = [(_host_pid(recording), call) for recording in recordings for call in recording.calls]
@@ -162,8 +164,9 @@ def _operation_entries(
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Returns the entries of a trace that show operations, and the entries that name their tracks.
 
-    In the first list the shortest operations come last, because entries at its end are left out
-    first if the trace becomes too large.
+    `recordings` has the recording of each process. The first list has the entries that show
+    operations. In it the shortest operations come last, because entries at the list's end are left
+    out first if the trace becomes too large.
     """
     found: list[tuple[int, dict[str, Any]]] = []
     tracks: list[dict[str, Any]] = []
@@ -285,7 +288,7 @@ def timeline(session: Any, path: str | Path | None = None, *, lowering: Any = No
     Args:
       session: what runs the steps: a session of `mtf_gradsync.simd` or `mtf_gradsync.xla`, or, for
         a placement mesh, a ``tf.Session`` or a monitored session.
-      path: a file to write the trace to at the end, as `Timeline.save` does.
+      path: a file to write the trace to when the ``with`` block ends; None to write none.
       lowering: the program's lowering. It tells the names of all variables that Mesh-TF has stacked
         into one. Without it, a stack has the name of its first variable.
 
@@ -367,8 +370,9 @@ class Timeline:
     ) -> None:
         """Ends the recording, and writes the trace if the timeline has a path.
 
-        No trace is written if an exception ends the block. Raises TimelineError if no step was
-        recorded, or if a core has no operation.
+        If an exception ends the block, `kind`, `error` and `trace` are its type, the exception and
+        its traceback, and no trace is written. Otherwise the three are None. Raises TimelineError
+        if no step was recorded, or if a core has no operation.
         """
         recorder, self._running = self._running, None
         assert recorder is not None
@@ -442,8 +446,9 @@ def _recorder_of(session: Any, lowering: Any) -> ContextManager[list[Recording]]
     """Returns the context manager that records steps on the runtime of a session.
 
     The context manager gives an empty list, and at the end of the ``with`` block it adds the
-    recordings to this list. `session` and `lowering` are the arguments of `timeline`. Raises a
-    TypeError if `session` is no session.
+    recordings to this list. `session` is what runs the steps, and `lowering` is the program's
+    lowering, for the names of variables; it may be None. Raises a TypeError if `session` is no
+    session.
     """
     # Not above: programs that record nothing need not wait for these.
     from mtf_gradsync.runtimes.sessions import ProgramSession

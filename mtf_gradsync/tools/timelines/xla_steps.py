@@ -99,11 +99,11 @@ def record_xla(session: XlaSession, lowering: Any) -> Iterator[list[Recording]]:
 
 
 def _on_all_processes(session: XlaSession, work: Callable[[], _Result]) -> _Result:
-    """Calls `work`, waits until all processes have called theirs; returns this process's result.
+    """Calls `work`, and waits for the functions of all processes; returns the result of `work`.
 
-    All processes of the session have to call this function. If `work` raises an exception on this
-    process, this exception is raised. If `work` raises an exception on another process only, a
-    TimelineError is raised here.
+    All processes of the session have to call this function, each with a function of its own. If
+    `work` raises an exception on this process, this exception is raised. If a function raises an
+    exception on another process only, a TimelineError is raised here.
     """
     try:
         return session.cores.call_on_all_processes(work)

@@ -261,8 +261,8 @@ def _member(op: Any) -> _Member:
 def _combine(members: Sequence[_Member], next_operation: Any) -> None:
     """Inserts one collective that does the work of all `members`, before `next_operation`.
 
-    Operations that used the members' results then use pieces of the new collective's result. The
-    caller erases the members.
+    Operations that used the result of a member then use the member's slice of the new collective's
+    result. The caller erases the members.
     """
     from jaxlib.mlir import ir
 
@@ -303,7 +303,7 @@ def _combine(members: Sequence[_Member], next_operation: Any) -> None:
 
 
 def _packable_operand(member: _Member, stacks: bool) -> Any:
-    """Returns a collective's operand, reshaped so that it can be concatenated with others.
+    """Returns the operand of the collective `member`, reshaped for a concatenation with others.
 
     If `stacks` is True, all operands have the same shape, and the returned value has a new first
     dimension of size 1. If `stacks` is False, the returned value is flat for an all-reduce. It is a
@@ -420,7 +420,10 @@ def _is_large_concatenation(op: Any) -> bool:
 
 
 def _is_summed(op: Any) -> bool:
-    """Returns whether the result of an MLIR operation, perhaps reshaped, is added up over cores."""
+    """Returns whether the result of an MLIR operation is added up over cores.
+
+    `op` is the operation. The result may be reshaped before it is added up.
+    """
     users = [use.owner for use in op.results[0].uses]
     users += [
         use.owner for u in users if u.name == "stablehlo.reshape" for use in u.results[0].uses

@@ -174,7 +174,7 @@ def dtype_of(name: str) -> np.dtype:
 
 
 def as_savable(value: np.ndarray) -> np.ndarray:
-    """Returns an array in a dtype that numpy can save.
+    """Returns the array `value` in a dtype that numpy can save.
 
     Numbers of a dtype that numpy lacks, such as bfloat16, become unsigned integers with the same
     bits. Arrays of other dtypes are returned unchanged.
@@ -186,7 +186,7 @@ def as_savable(value: np.ndarray) -> np.ndarray:
 
 
 def from_savable(value: np.ndarray, name: str) -> np.ndarray:
-    """Undoes `as_savable`: returns the array in its original dtype, whose name is `name`."""
+    """Undoes `as_savable`: returns the array `value` in its original dtype, named `name`."""
     return value.view(dtype_of(name))
 
 

@@ -47,7 +47,7 @@ def devices_errors(in_step: bool = True) -> Iterator[None]:
 
 
 def short(error: Exception) -> str:
-    """Returns an exception's message on one line, with a full stop; long messages are cut."""
+    """Returns the message of `error` on one line, with a full stop; long messages are cut."""
     text = " ".join(str(error).split())
     text = text if len(text) <= _LONGEST else text[:_LONGEST] + "..."
     return text if text.endswith((".", "!", "?")) else text + "."
@@ -194,7 +194,7 @@ def keeping_64_bits() -> ContextManager[None]:
 
 
 def _with_types_of_jax(value: np.ndarray) -> np.ndarray:
-    """Returns the array, or if it has another library's bfloat16, a view of it with jax's bfloat16.
+    """Returns `value`, or a view of it with jax's bfloat16 if it has another library's bfloat16.
 
     The other library may be TensorFlow 2.12, which has a bfloat16 type of its own.
     """

@@ -125,8 +125,8 @@ def serialized_executable(executable: Any, devices: Sequence[Any]) -> bytes:
 def loaded_executable(serialized: bytes, devices: Sequence[Any]) -> Any:
     """Returns the executable that `serialized_executable` turned into bytes, loaded on `devices`.
 
-    The bytes must come from the same jaxlib and be for devices of the same kind. Raises a
-    RuntimeError if they are not such an executable.
+    `serialized` are the bytes. They must come from the same jaxlib, and from devices of the same
+    kind. A RuntimeError is raised if the bytes hold no executable that can be loaded.
     """
     client, options = devices[0].client, compile_options(devices)
     if not hasattr(client, "compile_and_load"):  # before jaxlib 0.6

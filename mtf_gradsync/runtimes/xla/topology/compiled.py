@@ -109,9 +109,9 @@ class CompiledProgram:
     def fits(self) -> dict[str, bool]:
         """Returns for each TPU generation whether the program fits into a core's memory.
 
-        The bytes are those of the program compiled for `topology`. Other generations pad and
-        schedule a little differently: if the bytes are near a generation's limit, compile for that
-        generation.
+        The bytes that the program needs on a core of `topology` are compared with the memory of a
+        core of each generation. Other generations pad and schedule a little differently: if the
+        bytes are near a generation's limit, compile for that generation.
 
         Returns:
           A dict from the name of each generation, such as "v3", to True or False. The dict is empty

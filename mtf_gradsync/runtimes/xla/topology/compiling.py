@@ -60,7 +60,8 @@ def compile_for_tpu(
         in "v4-8". It must have as many cores as the program's mesh. A "v3" chip has two cores. A
         "v4" chip counts as one core, as in the runtimes of TensorFlow and JAX; with "/two_cores"
         ("v4:2x2x1/two_cores") it counts as two cores.
-      save_hlo: a folder to write ``before.hlo.txt`` and ``after.hlo.txt`` to.
+      save_hlo: a folder to write ``before.hlo.txt`` and ``after.hlo.txt`` to: the program before
+        and after the compiler's optimization. None for no files.
       bare: the program of the same model with the bare optimizer, for comparison. The answer has an
         estimate of this program, too, under the name "bare".
       update_not_split: whether to compile a second time, without splitting the weight update over
@@ -311,6 +312,9 @@ def _check_topology(topology: str, answer: dict[str, Any], num_cores: int) -> No
 
 
 def _short(text: str) -> str:
-    """Returns a compiler's message on one line, without its stack trace, shortened."""
+    """Returns a compiler's message on one line, without its stack trace.
+
+    `text` is the message. Of a long message, the first `_LONGEST_ERROR` characters are returned.
+    """
     text = " ".join(text.split("Stack trace", 1)[0].split())
     return text if len(text) <= _LONGEST_ERROR else text[:_LONGEST_ERROR] + "..."

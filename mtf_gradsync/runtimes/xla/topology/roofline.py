@@ -58,8 +58,9 @@ class Work(NamedTuple):
 def work_of(module: HloModule, rates: Rates, conditions: bool | None = None) -> Work:
     """Adds up the operations, bytes and seconds of a compiled program's step on one core.
 
-    `rates` are the core's rates, from which the seconds are computed. `conditions` is the value of
-    all conditions, which decides which branches count; None counts no branch.
+    `module` is the compiled program. `rates` are the core's rates, from which the seconds are
+    computed. `conditions` is the value of all conditions, which decides which branches count; None
+    counts no branch.
     """
     flops = bytes_ = seconds = 0.0
     custom_calls = []
