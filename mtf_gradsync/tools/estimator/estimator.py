@@ -204,7 +204,7 @@ class Estimator(_TensorFlows):
         return call
 
     def eval_dir(self, name: str | None = None) -> str:
-        """Returns the directory of the summaries that `evaluate` writes with this `name`."""
+        """Returns the directory of the summaries that `evaluate` writes if it gets `name`."""
         return os.path.join(self.model_dir, f"eval_{name}" if name else "eval")
 
     def latest_checkpoint(self) -> str | None:
@@ -300,7 +300,7 @@ class Estimator(_TensorFlows):
         """Evaluates a checkpoint.
 
         Args:
-          input_fn: see `train`.
+          input_fn: a function that returns the batches to evaluate, in any form that `train` takes.
           steps: how many steps to make; None makes steps until the input ends.
           hooks: session hooks to use besides those of the spec.
           checkpoint_path: the checkpoint; None takes the newest of model_dir. If model_dir has no
@@ -341,7 +341,8 @@ class Estimator(_TensorFlows):
         """Yields predictions by a checkpoint; builds and checks nothing before the first `next`.
 
         Args:
-          input_fn: see `train`; its labels are not used.
+          input_fn: a function that returns the batches to predict for, in any form that `train`
+            takes. Labels in the batches are not used.
           predict_keys: names of the predictions to return; None returns all.
           hooks: session hooks to use besides those of the spec.
           checkpoint_path: the checkpoint; None takes the newest of model_dir. If model_dir has no
@@ -452,7 +453,7 @@ class Estimator(_TensorFlows):
         """Builds a step of training, evaluation or prediction in the default graph.
 
         Args:
-          input_fn: gives the batches, as in `train`.
+          input_fn: a function that returns the batches, in any form that `train` takes.
           mode: "train", "eval" or "infer".
           start: the checkpoint that will be restored when a session begins. If `start` names no
             checkpoint, and warm_start_from was given, variables begin with values from there.
@@ -478,9 +479,10 @@ class Estimator(_TensorFlows):
     def _start(self, path: str | None) -> Start:
         """Chooses the checkpoint from which an evaluation or prediction gets its values.
 
-        It is the checkpoint at `path`; if `path` is None, it is the newest of model_dir. If `path`
-        is None and model_dir has no checkpoint, the result has no checkpoint: the values then come
-        from warm_start_from. Raises ValueError if warm_start_from is not given, either.
+        The chosen checkpoint is the one at `path`; if `path` is None, it is the newest of
+        model_dir. If `path` is None and model_dir has no checkpoint, the returned `Start` names no
+        checkpoint, and the values come from warm_start_from. If warm_start_from is not given,
+        either, ValueError is raised.
         """
         path = path or self.latest_checkpoint()
         if not path and self._warm_start:
@@ -536,8 +538,8 @@ def _runtime_name(runtime: RuntimeName | None, use_tpu: bool, num_cores: int | N
 def _traffic(program: simd.Program, spec: Any) -> dict[str, float]:
     """Returns the bytes that each core of a program sends in collectives in a step.
 
-    The keys of the result are names of summaries. If the collectives cannot be listed, the result
-    is {}. `spec` is the model's spec.
+    The result is a dictionary from the names of summaries to numbers of bytes. If the collectives
+    cannot be listed, the result is {}. `spec` is the model's spec.
     """
     try:
         return simd.list_collectives(program, lowering=spec).scalars()

@@ -26,8 +26,9 @@ Tensors = Union[Sequence[tf.Tensor], Mapping[str, tf.Tensor]]
 def add_saver(config: Any, *lowering: mtf.Lowering, **variables: Any) -> tf.train.Saver:
     """Makes a saver, adds it to the default graph's collection of savers, and returns it.
 
-    The saver keeps as many checkpoints as the RunConfig `config` says. `lowering` and `variables`
-    are the arguments of `RunSaver` that say which variables the saver saves.
+    The saver keeps as many checkpoints as the RunConfig `config` says. The saver saves the
+    variables of `lowering`, if one is given. `variables` are keyword arguments of `RunSaver`, which
+    say what else is saved.
     """
     saver = RunSaver(
         *lowering,
@@ -150,7 +151,7 @@ class MeanLossHook(tf.train.SessionRunHook):
     def before_run(self, run_context: Any) -> tf.train.SessionRunArgs:
         """Returns the fetches to add to a step: the loss, the global step and the given tensors.
 
-        The session calls `before_run` before each step.
+        The session calls `before_run` before each step. `run_context` is not used.
         """
         del run_context
         return tf.train.SessionRunArgs(self._fetches)
@@ -159,7 +160,7 @@ class MeanLossHook(tf.train.SessionRunHook):
         """Adds a step's loss to the mean; logs a line after `every_n_iter` steps.
 
         The session calls `after_run` after each step. `run_values` has the values of the fetches
-        that `before_run` returned.
+        that `before_run` returned. `run_context` is not used.
         """
         del run_context
         values = run_values.results
@@ -271,7 +272,8 @@ class HostCallHook(tf.train.SessionRunHook):
     def before_run(self, run_context: Any) -> tf.train.SessionRunArgs | None:
         """Returns the host_call's tensors, to add to a step's fetches; None if it never runs.
 
-        The session calls `before_run` before each step.
+        The session calls `before_run` before each step. `run_context` is not used. The host_call
+        never runs if TensorBoard is missing that it needs.
         """
         del run_context
         return self._host and tf.train.SessionRunArgs(self._host.tensors)
@@ -283,7 +285,7 @@ class HostCallHook(tf.train.SessionRunHook):
             self._host.run(self._host.result, run_values.results)
 
     def end(self, session: Any) -> None:
-        """Writes the summaries that are left, and frees the graph."""
+        """Writes the summaries that are left, and frees the graph; `session` is not used."""
         del session
         if self._host:
             self._host.close()
@@ -293,7 +295,7 @@ class Evaluation:
     """A runner of an evaluation: it makes the steps, and averages the spec's loss and metrics."""
 
     def __init__(self, spec: Any, is_program: bool):
-        """Builds the metrics that run on the host; metrics that run in the step are built already.
+        """Builds the metrics of `spec` that run on the host; others are built with the step.
 
         `is_program` says whether the spec is of a SIMD program. Raises ValueError if the spec is of
         a SIMD program and has eval_metric_ops.
@@ -318,8 +320,8 @@ class Evaluation:
     def run(self, session: tf.train.MonitoredSession, steps: int | None) -> dict[str, Any]:
         """Runs steps; returns the mean "loss", the metrics, and "global_step", by name.
 
-        If `steps` is None, steps run until the input ends. Raises ValueError if the input has no
-        batch.
+        The steps run in `session`. If `steps` is None, steps run until the input ends. Raises
+        ValueError if the input has no batch.
         """
 
         def without_hooks(fetches: Any) -> Any:

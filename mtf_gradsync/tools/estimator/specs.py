@@ -44,7 +44,7 @@ class ModelFn(NamedTuple):
         """Builds the input and the model of a step in the default graph.
 
         Args:
-          input_fn: gives the batches, as in `Estimator.train`.
+          input_fn: a function that returns the batches, in any form that `Estimator.train` takes.
           mode: "train", "eval" or "infer".
           place: where the step runs: on devices, or on the cores of a SIMD program.
           params: the caller's params; the model_fn gets a copy.
@@ -76,8 +76,9 @@ class ModelFn(NamedTuple):
     ) -> Any:
         """Calls the model_fn to build a model on devices, and returns its spec.
 
-        The arguments are those of the model_fn. The model_fn gets a copy of `params` with the items
-        that TPUEstimator would add, such as "batch_size".
+        `features` and `labels` are tensors of a batch, `mode` is "train", "eval" or "infer", and
+        `config` is the RunConfig. The model_fn gets a copy of `params` with the items that
+        TPUEstimator would add, such as "batch_size".
         """
         return self._call_model_fn(
             features, labels, mode, self._params(params, mode, False), config
@@ -89,8 +90,9 @@ class ModelFn(NamedTuple):
         """Calls the model_fn to build a model to export, on devices.
 
         Returns the spec of the model_fn, and the spec's scaffold, or None if the spec has no
-        scaffold. The arguments are those of the model_fn. The model_fn gets a copy of `params`, to
-        which no "batch_size" is added.
+        scaffold. `features` and `labels` are the tensors that the model reads, `mode` is "infer",
+        and `config` is the RunConfig. The model_fn gets a copy of `params`, to which no
+        "batch_size" is added.
         """
         return self._call_model_fn(
             features, labels, mode, self._params(params, None, False), config
@@ -117,7 +119,9 @@ class ModelFn(NamedTuple):
     ) -> tuple[Any, tf.train.Scaffold | None]:
         """Calls the model_fn with these arguments; returns its spec, and the scaffold or None.
 
-        Raises TypeError if the model_fn returns something that is no spec.
+        `features` and `labels` are the tensors that the model reads, `mode` is "train", "eval" or
+        "infer", `params` are the model_fn's own settings, and `config` is the RunConfig. Raises
+        TypeError if the model_fn returns something that is no spec.
         """
         tf.train.get_or_create_global_step()
         given = {"features": features, "labels": labels, "mode": mode}
@@ -152,8 +156,9 @@ def features_and_labels(
 
     The input_fn may take any of the arguments `mode`, `params` and `config`, by name. The input_fn
     returns a `tf.data.Dataset` of features or of (features, labels), or it returns features or
-    (features, labels) as tensors. The session of the step has to run with the hooks, which
-    initialize the iterator of the Dataset. Raises TypeError if the input_fn returns something else.
+    (features, labels) as tensors. The session of the step has to run with the input's hooks, which
+    initialize the iterator of the Dataset. Raises TypeError if the input_fn returns something else
+    than these.
     """
     result = _call_with_named(input_fn, mode=mode, params=params, config=config)
     hooks: list[tf.train.SessionRunHook] = []
@@ -343,8 +348,9 @@ def write_saved_model(
         model.
       inputs: the tensors that a server feeds, by name.
       checkpoint: the path of the checkpoint.
-      assets_extra: see `Estimator.export_saved_model`.
-      as_text: see `Estimator.export_saved_model`.
+      assets_extra: files to copy into the directory "assets.extra", as a dictionary from the name
+        that a copy gets to the path of the file; None for none.
+      as_text: whether to write the graph as text.
     """
     while tf.io.gfile.exists(directory := os.path.join(base, str(int(time.time())))):
         time.sleep(1)

@@ -167,15 +167,19 @@ class IslandHook(tf.train.SessionRunHook):
         self._step = tf.train.get_global_step()
 
     def after_create_session(self, session: Any, coord: Any) -> None:
-        """Has the island begin again before the next step: a recovered session has older values."""
+        """Lets the island begin again before the next step: a recovered session has older values.
+
+        The arguments `session` and `coord` are those of every session hook; they are not used.
+        """
         del session, coord
         self._has_begun = False
 
     def before_run(self, run_context: Any) -> Any:
         """Begins the island before the first step, after other hooks have restored variables.
 
-        Before each later step the hook saves the island's state if there is a new checkpoint. The
-        result of the method makes the step fetch the number of tokens, if this number is a tensor.
+        Before each later step the hook saves the island's state if there is a new checkpoint.
+        `run_context` gives the session. The returned `SessionRunArgs` lets the step fetch the
+        number of tokens, if this number is a tensor.
         """
         newest = self._new_checkpoint()
         if not self._has_begun:
@@ -202,8 +206,8 @@ class IslandHook(tf.train.SessionRunHook):
     def after_run(self, run_context: Any, run_values: Any) -> None:
         """Lets the island contribute its change, or take merged values, if either is due.
 
-        `run_values` has the step's number of tokens if this number is a tensor of the graph; see
-        `Island.after_step`.
+        `run_context` gives the session. `run_values` has the step's number of tokens if this number
+        is a tensor of the graph. `Island.after_step` does the work.
         """
         found = run_values.results
         tokens = float(found["tokens"]) if found else self._tokens

@@ -232,10 +232,11 @@ class Exchange:
     # Offers and contributions.
 
     def offer(self, facts: ContributionFacts, tensors: Mapping[str, np.ndarray]) -> None:
-        """Writes this island's values into the folder, so that a merger can make version 0 of them.
+        """Writes an offer, this island's values, into the folder; version 0 can be made of it.
 
-        If the folder has a good offer of this island, it stays. If the offer was lost, damaged or
-        refused, it is written again. A call within two seconds after an earlier one does nothing.
+        If the folder has a good offer of this island already, that offer stays. If the earlier
+        offer was lost, damaged or refused, it is written again. A call within two seconds after an
+        earlier one does nothing.
 
         Args:
           facts: the facts that are sent with the values.

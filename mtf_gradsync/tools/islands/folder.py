@@ -293,7 +293,7 @@ class Folder:
     def set_aside(self, name: str) -> str:
         """Moves a damaged object to the subfolder "damaged"; returns the object's new name.
 
-        Then the object can be created again under the old name.
+        After the move, an object can be created again under the old name.
         """
         import obstore
 
@@ -353,7 +353,8 @@ class Folder:
     def create_json(self, name: str, value: Any) -> bool:
         """Creates an object that holds a value as JSON, unless the object exists.
 
-        As for `create`, the result says whether this call created the object.
+        Returns whether this call created the object. If an object that holds the same bytes exists
+        already, it counts as created by this call.
         """
         return self.create(name, encoded_json(value))
 

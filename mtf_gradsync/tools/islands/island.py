@@ -258,8 +258,8 @@ class Island:
         checkpoint loses everything that it had learned since its last contribution.
 
         Args:
-          checkpoint: path of a checkpoint of the session's current values. The file's name is this
-            path with ".island" added.
+          checkpoint: path of a checkpoint with the present values of the session's variables. The
+            path of the island's file is this path with ".island" added.
         """
         if self.version is None:
             return
@@ -283,7 +283,7 @@ class Island:
 
         Args:
           session: the session that trains; its variables are restored from the checkpoint.
-          saved: the content of the file.
+          saved: the content of the file beside the checkpoint.
           version: the number of the folder's newest version. The attribute `_version_values` has
             the version's values.
           decision: the decision that made this version.
@@ -307,7 +307,8 @@ class Island:
         `saved` is the content of this file; it has all attributes of `Learning`. The variables of
         `session` have been restored from the checkpoint already. The method makes a first write to
         the session, which sets no variable. In a session of TensorFlow, averages and other derived
-        variables can begin anew only at the first write. So later writes leave them as restored.
+        variables can begin anew only at the first write. After this first write, later writes leave
+        the averages as they were restored.
         """
         self._learning.restore(saved)
         self._sent_at = time.monotonic()
@@ -330,13 +331,15 @@ class Island:
     def _await_version(self, session: Any) -> tuple[int, Decision]:
         """Waits until the folder has a version, and reads its values into `_version_values`.
 
-        Until the folder has a version, the island offers the session's values for the first one.
+        Until the folder has a version, the island offers the values of `session`: it writes them
+        into the folder, so that the merger can make the first version of them.
 
         Returns:
           The version's number, and the decision that made it.
 
         Raises:
-          IslandError: there was no version within `begin_seconds`, or it is of another model.
+          IslandError: there was no version within `begin_seconds`, or the version is of another
+            model.
         """
         until, values = time.monotonic() + self._begin_seconds, self._values.read(session)
         facts = ContributionFacts(island=self.name, counts=self._schedule_counters(values))
@@ -401,7 +404,7 @@ class Island:
         decision: Decision,
         unmerged: tuple[str, ContributionFacts, Mapping[str, np.ndarray]] | None,
     ) -> None:
-        """Sets the session's variables to a version's values, and begins to learn from these.
+        """Sets the session's variables to a version's values; from these the island learns.
 
         If an earlier run of this island's process has made a contribution that is not merged yet,
         its change is added to the values.
@@ -410,8 +413,9 @@ class Island:
           session: the session that trains.
           version: the number of the version. The attribute `_version_values` has its values.
           decision: the decision that made the version.
-          unmerged: this contribution, as a triple: its name, its facts, and a dictionary from the
-            names of variables to their changes. None if there is none.
+          unmerged: the contribution of the earlier run, as a triple: its name, its facts, and a
+            dictionary from the names of variables to their changes. None if there is no such
+            contribution.
         """
         counts, learning = self._schedule_counters(self._values.read(session)), self._learning
         learning.base = {}
@@ -479,7 +483,8 @@ class Island:
           tokens: the number of tokens (or another weight) of that step's loss. A contribution's
             weight is made of the tokens of its steps. Tokens of steps that only accumulate
             gradients count once the update is made; tokens of skipped steps do not count.
-          checkpoint: path of a checkpoint written since that step; see `save`.
+          checkpoint: path of a checkpoint that was written since that step; the island's state is
+            saved beside it, as `save` does. None if there is no new checkpoint.
         """
         if self.version is None:
             raise ValueError(
@@ -701,8 +706,8 @@ class Island:
           newest: the number of the newer version.
           found: what `_read_values` has returned for the version; None reads the version.
           merged_as: used only if the island repeats an earlier run: what the journal says about
-            this island's contributions. It is the name of the one that was merged, "" if none was
-            merged, or None if one could still be merged.
+            this island's contributions. It is the name of the contribution that was merged, "" if
+            none was merged, or None if a contribution could still be merged.
         """
         assert self.version is not None
         found = found or self._read_values(newest, self.version + 1)

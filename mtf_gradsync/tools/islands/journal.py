@@ -229,8 +229,9 @@ class Status(NamedTuple):
     def table(self) -> str:
         """Returns the state as text: a table with a line for each island, then messages.
 
-        The messages are the texts in `says`, and the reasons for which the merger refused
-        contributions in its last eight decisions.
+        The messages say what the merger and the islands wait for, or cannot do (the attribute
+        `says`). Others are the reasons for which the merger refused contributions in its last eight
+        decisions.
         """
         head = "no version yet" if self.version is None else f"version {self.version}"
         columns = ("island", "joined", "contributed", "merged", "late", "refused", "tokens merged",
@@ -338,7 +339,7 @@ def plot_status(
     """Draws a horizontal line for each island over time: when it ran, and its contributions.
 
     Args:
-      status: what `read_status` returns.
+      status: the state of the folder of islands, as `read_status` returns it.
       axes: the axes of matplotlib to draw into.
       colors: four colors: for the times at which an island ran, for merged contributions, for late
         contributions, and for changes that were not finite.

@@ -61,8 +61,8 @@ class Learning:
     def start_counting(self, counts: StepCounts) -> None:
         """Begins to count steps in a session.
 
-        `counts` are the counts of the session's optimizers now, after the session has initialized
-        or restored its variables.
+        `counts` says how many steps the session's optimizers have accumulated and skipped so far.
+        It is read after the session has initialized or restored its variables.
         """
         self._step_counts = counts
         # The tokens of gradients that are accumulated and in no update yet. None: not known, as
@@ -131,7 +131,8 @@ class Learning:
         a skipped update are not counted.
 
         Args:
-          counts: the counts of the session's optimizers after the step.
+          counts: how many steps the session's optimizers have accumulated and skipped, after the
+            step.
           tokens: the number of tokens of the step's loss.
         """
         before, self._step_counts = self._step_counts, counts

@@ -80,10 +80,11 @@ class LeaseTerm(NamedTuple):
 
 
 def terms_of(marks: Mapping[str, str]) -> dict[str, LeaseTerm]:
-    """Returns a dictionary from the name of each lease in a subfolder to its newest term.
+    """Returns a dictionary from the name of each lease in a subfolder to its newest `LeaseTerm`.
 
-    `marks` is what `Folder.marks` returns for the subfolder: a dictionary from the names of objects
-    to marks (such as ETags).
+    A `LeaseTerm` stands for the time during which one process holds a lease. `marks` is what
+    `Folder.marks` returns for the subfolder: a dictionary from the names of objects to marks (such
+    as ETags).
     """
     found: dict[str, dict[int, dict[str, str]]] = {}
     for name, mark in marks.items():
@@ -124,7 +125,8 @@ class HeartbeatAges:
         heartbeat recently. The age of a heartbeat is the time since this object first saw it.
 
         Args:
-          terms: the newest term of each lease, by the name of the lease.
+          terms: the newest `LeaseTerm` of each lease (who holds the lease now, or held it last), by
+            the name of the lease.
         """
         now = self._clock()
         for lease, term in terms.items():
@@ -172,10 +174,11 @@ class Lease:
         return f"{self._where}/{self._name}{term:08d}.{ending}"
 
     def _newest(self) -> tuple[LeaseTerm | None, Holder | None]:
-        """Returns the newest term of this lease, and the process that holds or held it.
+        """Returns the newest `LeaseTerm` of this lease, and the process that holds or held it.
 
-        Both are None if nobody has ever taken the lease. The process alone is None if the object
-        that names it is gone. Damaged objects are moved away.
+        A `LeaseTerm` stands for the time during which one process holds the lease. Both results are
+        None if no process has ever taken the lease. Only the process is None if the object that
+        names it is gone. Damaged objects are moved away.
         """
         while True:
             term = terms_of(self._folder.marks(self._where)).get(self._name)

@@ -525,7 +525,7 @@ class Merger:
 
         Args:
           oldest: the number of the oldest version from which contributions may still be merged.
-            Decisions on versions that are older than `oldest` by eight or more are not read.
+            Only decisions on versions from `oldest` - 7 on are read.
         """
         merged, counted = set[tuple[str, int]](), set[tuple[str, int]]()
         for version in range(max(oldest - _VERSIONS_LOOKED_AT, 0) + 1, self._next_version):
@@ -586,7 +586,8 @@ class Merger:
     def _grace(self) -> float:
         """Returns how many seconds to wait for more contributions after the quorum is reached.
 
-        `Waiting` says how this number follows from the arrivals of earlier contributions.
+        The result is 1.5 times the usual time between the first and the last contribution to a
+        version. But it is at least `min_grace` and at most `max_grace` of the settings `Waiting`.
         """
         decisions = map(self._decision, range(max(self._next_version - 8, 1), self._next_version))
         arrivals = [decision.arrivals.values() for decision in decisions if decision]
@@ -598,11 +599,12 @@ class Merger:
     def _clean_up(self, decision: Decision) -> None:
         """Removes objects that no island and no restarted merger needs any more.
 
-        If the merger's `keep_all` is True, only two kinds of objects are removed: offers of initial
-        values, and announcements that the merger will soon decide. Otherwise old versions, momenta,
-        contributions and decisions are removed, too. Then three kinds of objects stay: the values
-        and momenta from which the newest two versions are read, contributions that may still be
-        merged or are to be counted as late, and the last `_DECISIONS_KEPT` decisions.
+        If the merger's `keep_all` is True, only two kinds of objects are removed: islands' offers
+        of values for version 0, and announcements that the merger will soon decide. If `keep_all`
+        is False, old versions, momenta, contributions and decisions are removed, too, and these
+        objects stay: the values and momenta from which the newest two versions are read,
+        contributions that may still be merged or are to be counted as late, and the last
+        `_DECISIONS_KEPT` decisions.
 
         Args:
           decision: the decision on the newest version.

@@ -41,14 +41,19 @@ _CONTRIBUTION = re.compile(
 
 
 class ContributionFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """The facts that an island sends with a contribution, or with an offer of initial values.
+    """The facts that an island sends with a contribution, or with an offer.
+
+    An offer has an island's initial values. The merger makes version 0 from the offer of one
+    island.
 
     Attributes:
       island: the island's name.
-      version: the version from which the change begins; None for an offer.
+      version: the number of the version from which the change begins. It is None in an offer, which
+        has values and no change.
       tokens: the number of tokens from which the change was learned.
       steps: the number of updates in the change.
-      form: the numbers in which the change is sent: "float32", "bfloat16", "int8" or "int4".
+      form: the format of the numbers in which the change is sent: "float32", "bfloat16", "int8" or
+        "int4".
       counts: the island's counters that schedules follow (global step, updates).
     """
 
@@ -61,10 +66,10 @@ class ContributionFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Contribution(ContributionFacts, frozen=True, kw_only=True):
-    """A contribution, as the merger's decision records it.
+    """The merger's record, in a decision, of a contribution or of an offer (initial values).
 
     Attributes:
-      object: the name of the contribution's object.
+      object: the name of the object (a file of the folder) with the contribution or the offer.
       checksum: the checksum of that object.
       weight: the weight of the change in the mean.
       norm: the length of the change over all trained variables.
@@ -80,15 +85,18 @@ class Contribution(ContributionFacts, frozen=True, kw_only=True):
 
     @property
     def pair(self) -> tuple[str, int]:
-        """The island's name, and the version from which the change begins (-1 for an offer)."""
+        """The island's name, and the number of the version from which its change begins.
+
+        For an offer (initial values for version 0) this number is -1.
+        """
         return self.island, -1 if self.version is None else self.version
 
     @classmethod
     def of(cls, facts: ContributionFacts, **more: Any) -> Contribution:
-        """Returns the record of a contribution from the facts that the island sent with it.
+        """Makes the record of a contribution from the facts that the island sent with it.
 
-        `more` are the fields of a `Contribution` that `ContributionFacts` lacks, such as `object`
-        and `checksum`.
+        `facts` were sent by the island, and `more` are the other fields of the record, such as
+        `object` and `checksum`.
         """
         return cls(**msgspec.structs.asdict(facts), **more)
 
@@ -97,7 +105,11 @@ class Contribution(ContributionFacts, frozen=True, kw_only=True):
         return msgspec.structs.replace(self, scale=scale)
 
     def __post_init__(self) -> None:
-        """Raises ValueError if `object` is the name of neither a contribution nor an offer."""
+        """Checks that `object` is the name of a contribution, or of the offer of `island`.
+
+        The names are those of files in the folder of islands. An offer has an island's initial
+        values, from which version 0 can be made. For any other name the method raises ValueError.
+        """
         if parsed_contribution(self.object) is None and self.object != offer_object(self.island):
             raise ValueError(f"{self.object!r} is no contribution")
 
@@ -270,7 +282,7 @@ def last_contributions(folder: Folder, version: int) -> dict[tuple[str, int], st
 
 
 def island_of(name: str) -> str:
-    """Returns the name of the island that wrote a contribution or an offer.
+    """Returns the name of the island that wrote a contribution, or an offer of initial values.
 
     `name` is the name of the contribution's or offer's object, with or without its subfolder.
     """
@@ -278,7 +290,7 @@ def island_of(name: str) -> str:
 
 
 def offer_object(island: str) -> str:
-    """Returns the name of the object with the initial values that an island offers."""
+    """Returns the name of the object with an island's offer: its initial values for version 0."""
     return f"offers/{island}{SUFFIX}"
 
 

@@ -69,9 +69,10 @@ class ReceivedContributions:
     ) -> Contribution | None:
         """Reads and checks a contribution or an offer; returns its record for a decision.
 
-        If a contribution is wrong, it is refused: an object (a file of the folder) with the reason
-        is written beside it. The result is None if the contribution or offer is gone, is refused,
-        or cannot be read now.
+        An offer has an island's initial values, from which version 0 can be made. If a contribution
+        is wrong, it is refused: an object (a file of the folder) with the reason is written beside
+        it. The result is None if the contribution or offer is gone, is refused, or cannot be read
+        now.
 
         Args:
           before: the values and momenta as of the newest version, which say what variables a
@@ -118,8 +119,9 @@ class ReceivedContributions:
     def warn_of_equal_changes(self, contributions: Sequence[Contribution]) -> None:
         """Warns if several islands have contributed identical changes.
 
-        Such islands seem to learn from the same data. `contributions` are the contributions that
-        are merged into one version. For the same islands the warning is logged only once.
+        Islands with identical changes seem to learn from the same data. `contributions` are the
+        contributions that are merged into one version. For the same islands the warning is logged
+        only once.
         """
         lengths = collections.defaultdict(list)
         for one in contributions:
@@ -145,7 +147,7 @@ class ReceivedContributions:
 def _specs_of(
     name: str, before: MergedState | None, settings: MergeSettings
 ) -> dict[str, TensorSpec] | None:
-    """Returns the shapes and dtypes of the variables that a contribution must have.
+    """Returns the shapes and dtypes of the variables that a contribution or offer must have.
 
     Args:
       name: the name of the contribution's or offer's object.
@@ -153,8 +155,8 @@ def _specs_of(
       settings: the settings of versions, which say which variables a version changes.
 
     Returns:
-      A dictionary from the names of the variables to their shapes and dtypes; None for an offer,
-      which may have any variables.
+      A dictionary from the names of the variables to their shapes and dtypes; None for an offer
+      (initial values for version 0), which may have any variables.
     """
     parsed = parsed_contribution(name)
     if parsed is None or before is None:
@@ -169,11 +171,13 @@ def _check_and_describe(
 ) -> Contribution:
     """Checks a contribution or an offer that was read; returns its record for a decision.
 
+    An offer has an island's initial values, from which version 0 can be made.
+
     Args:
-      name: the name of its object.
-      stored: the content of its object.
-      specs: a dictionary from the names of variables to the shapes and dtypes that they must have;
-        None for an offer, which may have any variables.
+      name: the name of the object (a file of the folder) with the contribution or the offer.
+      stored: the content of this object.
+      specs: a dictionary from the names of variables to the shapes and dtypes that they must have.
+        It is None for an offer, which may have any variables.
       settings: the settings of versions, which say how contributions are weighted.
 
     Raises:

@@ -138,8 +138,8 @@ class BestDivision:
         """Returns the gin line that makes learning rate schedules count updates, in a list.
 
         The list is empty if the config accumulates gradients already, binds schedule_step, or binds
-        a number of microbatch steps for another configurable than the accumulation. Then learning
-        rate schedules go on to count what they count in the config.
+        a number of microbatch steps for another configurable than the accumulation. In these cases
+        learning rate schedules go on to count what they count in the config.
         """
         is_there = self._own_steps > 1 or self._config.schedule_step or _microbatch_step_lines(1)
         return [] if is_there else ["train.run.schedule_step = @get_update_step"]
@@ -182,11 +182,17 @@ class BestDivision:
     ) -> tuple[list[Choice], dict[str, str]]:
         """Returns all divisions that are possible on a machine, with their predicted times.
 
-        The argument `costs` is the first result of `step_costs`. `mesh_shapes` are the mesh
-        shapes to try; None tries all that have the mesh axes of the config's mesh. `inner_steps`
-        are the numbers of inner steps to try. Returns the divisions, the fastest first, each with
-        its predicted time and memory. The second result is a dictionary from the name of each
-        impossible mesh and layout to the reason why it is impossible; see `all_choices`.
+        Args:
+          costs: the sizes of tensors and the operations of one step, as `step_costs` returns them.
+          machine: the chips on which the training is to run.
+          mesh_shapes: the mesh shapes to try; None tries all that have the mesh axes of the
+            config's mesh.
+          inner_steps: the numbers of inner steps to try.
+
+        Returns:
+          A pair. The first is a list of the divisions, the fastest first, each with its predicted
+          time and memory. The second is a dictionary from the name of each impossible mesh and
+          layout to the reason why it is impossible.
         """
         return all_choices(
             costs,
@@ -270,7 +276,8 @@ class BestDivision:
         or the reason why the compiler refuses the division. If the model has more than 2 layers,
         the same model with 2 layers is compiled. The compiler's figures are then scaled up: they
         are multiplied by the prediction for the whole model, and divided by the prediction for the
-        small model. `costs` is the first result of `step_costs`.
+        small model. `costs` has the sizes of tensors and the operations of one step, as
+        `step_costs` returns them.
         """
         fewer, words = _smaller_model_lines({"num_layers": _COMPILED_LAYERS})
         compiled_costs = costs
@@ -317,9 +324,9 @@ class BestDivision:
         )
 
     def describe_optimizer(self, choice: Choice, variables: Sequence[mtf.Variable]) -> str:
-        """Returns, as text, what the optimizer of a division does in a step (`gs.describe`).
+        """Returns the text of `gs.describe` on what the optimizer of a division does in a step.
 
-        `variables` are the variables that the optimizer updates.
+        `choice` is the division, and `variables` are the variables that the optimizer updates.
         """
         mesh = choice.mesh_shape, choice.layout
         with self._bound(choice) as config, tf.Graph().as_default(), simd.tpu_program(*mesh):
@@ -327,7 +334,7 @@ class BestDivision:
             return str(describe(opt, *mesh, variables))
 
     def prove(self, choice: Choice, replica_axes: Sequence[str]) -> tuple[str, Verification]:
-        """Verifies on this machine that a division trains the same as one core does.
+        """Verifies on this machine that the division `choice` trains the same as one core does.
 
         The model, mesh and batch are made smaller. `replica_axes` are the names of the mesh axes
         that the batch is split over. Returns a text that names the smaller sizes, and the result of
@@ -357,7 +364,8 @@ class BestDivision:
 def _optimizer_alone(config: RunConfig) -> tuple[Any, Any]:
     """Makes the optimizer of a config in the default graph, but not the model of the config.
 
-    Returns the optimizer and the learning rate of the step, as `optimizer_and_rate` does.
+    Returns the optimizer, and the learning rate of the step: a number or a scalar of tf or mtf, or
+    None if the optimizer has a learning rate of its own.
     """
     step = tf.identity(tf.train.get_or_create_global_step().read_value())
     return optimizer_and_rate(resolve_job(config), step, mtf.Mesh(mtf.Graph(), "mesh"))
@@ -405,8 +413,8 @@ def _smaller_model_lines(most: dict[str, int]) -> tuple[list[str], str]:
     """Returns gin lines that make a large model smaller, and a text that names the changes.
 
     `most` is a dictionary from the names of parameters of the model's layers, such as "num_layers",
-    to the largest values that they may have in the smaller model. A parameter whose value is not
-    larger than that gets no line. If no parameter gets a line, both results are empty.
+    to the largest values that they may have in the smaller model. A parameter whose value in the
+    config is not larger gets no line. If no parameter gets a line, both results are empty.
     """
     lines, words = {}, {}
     for (scope, selector, parameter), given in bindings().items():

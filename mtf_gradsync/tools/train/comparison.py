@@ -109,10 +109,9 @@ def innermost_of(optimizer: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _build_and_list(job: TrainingJob, with_transfers: bool) -> tuple[ComparedStep, bool]:
-    """Builds a job's training step; returns what the step exchanges.
+    """Builds a job's training step; returns what it exchanges, and whether it has a wrapper.
 
-    `with_transfers` is whether to list the copies between the devices of a placement mesh, too. The
-    second result is whether the job's optimizer is a wrapper.
+    `with_transfers` is whether to list the copies between the devices of a placement mesh, too.
     """
     with tf.Graph().as_default():
         graph, program = build_simd(job)
@@ -156,8 +155,8 @@ def as_text(comparison: WrapperComparison, rows: bool = False) -> str:
     """Returns, as text, tables of what the bare step and the step with wrappers exchange.
 
     The text has the totals of both steps, and a table of the collectives that sum gradients in the
-    step with wrappers. If `rows` is True, tables of all collectives and transfers of both steps
-    take the place of this table. The text is no wider than a terminal.
+    step with wrappers. If `rows` is True, the text has tables of all collectives and transfers of
+    both steps in place of that table. The text is no wider than a terminal.
     """
     bare, wrapped = comparison.bare, comparison.wrapped
     head = [f"mesh {comparison.mesh}"]
@@ -201,11 +200,12 @@ def as_text(comparison: WrapperComparison, rows: bool = False) -> str:
 
 
 def _totals_by_label(report: CommunicationReport, parts: dict[str, Total]) -> dict[str, Total]:
-    """Returns the lines of `_totals_table` for one step: a total for each label.
+    """Returns the totals of one step, by the labels that they have in `_totals_table`.
 
-    One total is for the collectives of every step, one for those in branches, and one for those of
-    an update step. There is also a total for each part of a training step, and for each group of
-    mesh axes. `parts` has the totals of the parts of a step, by label.
+    `report` lists the collectives of the step. One total is for the collectives that each step has,
+    one for collectives in branches, and one for all collectives of an update step. There is also a
+    total for each part of a training step, and for each group of mesh axes. `parts` has the totals
+    of the parts of the step, by label.
     """
     return {
         "every step": report.every_step,
@@ -219,8 +219,8 @@ def _totals_by_label(report: CommunicationReport, parts: dict[str, Total]) -> di
 def _totals_table(sides: Sequence[dict[str, Total]]) -> str:
     """Returns a table of totals as text: under each label a line for each of the two steps.
 
-    `sides` has, for each of the two steps, the totals by label. A label that one of the steps lacks
-    counts as zeros for this step.
+    `sides` has a dictionary for each of the two steps, from labels to totals, as `_totals_by_label`
+    returns it. A label that one of the steps lacks counts as zeros for this step.
     """
     labels = list(dict.fromkeys(label for side in sides for label in side))
     if not any(side[_BRANCHES].operations for side in sides):
@@ -303,10 +303,11 @@ def _bar_pieces(
 ) -> dict[str, _Bar]:
     """Returns the bars of a plot: for each bar's label, the pieces that lie one after the other.
 
-    There is a bar for each step over each of `axes`, which are names of mesh axes or of groups of
-    mesh axes. A piece is a tuple: the label of its color, whether its collectives are in a branch,
-    and their total. `sides` has a dictionary for each step, by the step's title: the step's
-    reports, by the label of their color.
+    The plot has a bar for each step over each of `axes`, which are names of mesh axes or of groups
+    of mesh axes. A piece of a bar stands for the collectives of one kind, such as "gradients"; the
+    kinds are the keys of `_COLORS`, which gives each its color. A piece is a tuple: the kind,
+    whether the collectives are in a branch, and their total. `sides` has, for the title of each
+    step, a dictionary from kinds to reports of the step's collectives of that kind.
     """
     bars: dict[str, _Bar] = {}
     for axis in axes:

@@ -23,12 +23,18 @@ def transformer_utils() -> ModuleType:
 
 
 def transformer_models() -> ModuleType:
-    """Returns the module ``mesh_tensorflow.transformer.transformer``; see `transformer_utils`."""
+    """Returns the module ``mesh_tensorflow.transformer.transformer``.
+
+    Raises ConfigError if it cannot be imported, because the extra "train" is not installed.
+    """
     return _import("transformer")
 
 
 def learning_rate_schedules() -> ModuleType:
-    """Returns ``mesh_tensorflow.transformer.learning_rate_schedules``; see `transformer_utils`."""
+    """Returns the module ``mesh_tensorflow.transformer.learning_rate_schedules``.
+
+    Raises ConfigError if it cannot be imported, because the extra "train" is not installed.
+    """
     return _import("learning_rate_schedules")
 
 
@@ -91,9 +97,10 @@ def check_callable(name: str, value: Any, example: str, optional: bool = False) 
 
 
 def check_vocabulary(vocabulary: Any) -> None:
-    """Raises ConfigError unless an object can be used as a vocabulary.
+    """Raises ConfigError unless `vocabulary` can be used as a vocabulary.
 
-    The object may also be a pair of vocabularies: one for inputs and one for targets.
+    A vocabulary has `vocab_size`, `encode` and `decode`. `vocabulary` may also be a pair of
+    vocabularies: one for inputs and one for targets.
     """
     pair = vocabulary if vocabulary and isinstance(vocabulary, tuple) else (vocabulary,)
     for one in pair:

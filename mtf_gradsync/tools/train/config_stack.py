@@ -67,7 +67,7 @@ def follow_macros(key: str, value: Any) -> _Value:
 
 
 def bound_value(scope: str, selector: str, parameter: str) -> Any:
-    """Returns the value that gin gives a parameter in calls in `scope`; None without a binding.
+    """Returns the value that gin gives `parameter` in calls in `scope`; None without a binding.
 
     `selector` is the full name of the configurable that has the parameter. A binding in `scope`
     overrides one in a scope around `scope`. A macro is replaced by the value that it stands for.

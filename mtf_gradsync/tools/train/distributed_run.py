@@ -40,16 +40,29 @@ def run_on_processes(
     """Trains and evaluates as `run` does, on all processes' XLA devices. Every process calls it.
 
     All processes build the graph and make the training steps. Process 0 evaluates, and writes to
-    model_dir, which the other processes have to be able to read. The processes meet by
-    `mtf_gradsync.xla.start_processes`, which gets coordinator, num_processes, process_id and
-    `meeting`: the arguments timeout and silence, in seconds. Silence is the time without a
-    heartbeat after which a process counts as lost. Then each process calls `work` with the
-    arguments of `run`, and returns what `work` returns.
+    model_dir, which the other processes have to be able to read. The processes first meet by
+    `mtf_gradsync.xla.start_processes`. Training does not begin unless all processes have the same
+    schedule and the same `settings`.
 
-    Training does not begin unless all processes have the same schedule and the same `settings`:
-    numbers by name, such as {"--steps": 10}. Each process except process 0 prints a line that says
-    what process 0 does alone. `first_does` is the text of this; by default it is "evaluates, and
-    writes to" the directory.
+    Args:
+      config: the settings of the run.
+      model_dir: the directory of the run.
+      coordinator: the address at which the processes meet, such as "host:8476".
+      num_processes: how many processes there are.
+      process_id: the number of this process, from 0.
+      say: called with each line of text for the user.
+      accepted: which unusual checkpoints the run may go on from.
+      work: the function that each process calls once all have met, with the arguments of `run`:
+        config, model_dir, say, accepted and role.
+      settings: numbers by name, such as {"--steps": 10}, which have to be the same in all
+        processes; None for none.
+      first_does: what process 0 does alone, in words, for a line that the other processes print; ""
+        stands for "evaluates, and writes to" the directory.
+      **meeting: the arguments timeout and silence of `start_processes`, in seconds. Silence is the
+        time without a heartbeat after which a process counts as lost.
+
+    Returns:
+      What `work` returns in this process.
 
     Raises:
       ConfigError: if a setting cannot work.
@@ -135,12 +148,24 @@ def run_on_cluster(
 ) -> Any:
     """Trains and evaluates as `run` does, on the devices of all tasks. Every task calls it.
 
-    The chief builds the graph, trains, evaluates and writes the files: it calls `work` with the
-    arguments of `run`, and returns what `work` returns. The other tasks serve their devices until
-    the chief ends, and return None. If the config does not bind ``mesh_devices``, all tasks have
-    equally many CPU devices. The tasks meet by `mtf_gradsync.join_cluster`, which gets `meeting`:
-    the arguments watch_port, timeout, silence and open_to_network. Timeout and silence are in
-    seconds; silence is the time without a heartbeat after which a task counts as lost.
+    The chief builds the graph, trains, evaluates and writes the files. The other tasks serve their
+    devices until the chief ends. If the config does not bind ``mesh_devices``, all tasks have
+    equally many CPU devices. The tasks first meet by `mtf_gradsync.join_cluster`.
+
+    Args:
+      config: the settings of the run.
+      model_dir: the directory of the run.
+      task: the tasks of the cluster, and which of them this process is.
+      say: called with each line of text for the user.
+      accepted: which unusual checkpoints the run may go on from.
+      work: the function that the chief calls, with the arguments of `run`: config, model_dir, say,
+        accepted and role.
+      **meeting: the arguments watch_port, timeout, silence and open_to_network of `join_cluster`.
+        Timeout and silence are in seconds; silence is the time without a heartbeat after which a
+        task counts as lost.
+
+    Returns:
+      What `work` returns, in the chief; None in the other tasks.
 
     Raises:
       ConfigError: if a setting cannot work.

@@ -37,7 +37,7 @@ def build_eval_graph(settings: ModelSettings, feature_names: list[str]) -> EvalG
     """Adds the model to the default graph, without dropout, auxiliary losses and update.
 
     `feature_names` are the names of the features in the batches that will be fed to the graph.
-    Returns the tensors to feed and to fetch.
+    `settings` describe the model and its mesh. Returns the tensors to feed and to fetch.
     """
     features = {
         name: tf.placeholder(
@@ -115,9 +115,9 @@ class Evaluator:
     ):
         """Builds the model's graph and opens a session; `restore` gives the variables values.
 
-        `batches` are the held-out batches to score, at least one. `config` has the settings of the
-        session. If `with_averages` is set, `restore` gives the variables the values of the moving
-        averages that an optimizer has kept.
+        `settings` describe the model and its mesh. `batches` are the held-out batches to score, at
+        least one. `config` has the settings of the session. If `with_averages` is set, `restore`
+        gives the variables the values of the moving averages that an optimizer has kept.
         """
         self.settings = settings
         self.batches = batches
@@ -156,9 +156,10 @@ class Evaluator:
         return Score(nats, tokens, self._num_bytes)
 
     def next_logits(self, batch: dict[str, np.ndarray], position: int) -> np.ndarray:
-        """Returns float32 logits ``[batch_size, vocab_size]`` of the targets at a position.
+        """Returns float32 logits ``[batch_size, vocab_size]`` of the targets at `position`.
 
-        The targets at the position and after it have no influence on the logits.
+        `batch` has an int32 array ``[batch_size, length]`` for each feature, by name. The targets
+        at the position and after it have no influence on the logits.
         """
         logits = self._run(self._graph.next_logits, batch, {self._graph.position: position})
         # Mesh-TensorFlow pads the vocabulary.

@@ -137,7 +137,7 @@ class HeldOut:
         self._held_out = held_out
 
     def _check(self, batches: Batches) -> None:
-        """Raises ConfigError if the model cannot score the batches."""
+        """Raises ConfigError if the model cannot score `batches`, which are held-out data."""
         model, of = self._model, "train.run.eval_dataset_fn"
         model.check_features(batches[0], of)
         sizes = model.vocab_sizes
@@ -183,9 +183,9 @@ class HeldOut:
     ) -> Score | None:
         """Returns the score of the checkpoint `path` on held-out data; None if there are no data.
 
-        `step` is the step of the checkpoint. The held-out loss is written to the metrics as
-        "held_out_nats", and a line with the loss and the perplexity is shown. The training loop
-        calls this method after each checkpoint.
+        `step` is the step of the checkpoint. The held-out loss is written by `recorder` as
+        "held_out_nats", and `progress` shows a line with the loss and the perplexity. The training
+        loop calls this method after each checkpoint.
         """
         if not self._held_out:
             return None

@@ -71,9 +71,8 @@ def rate_on_mesh(
 ) -> Any:
     """Returns the learning rate of a step: None, a number, or a scalar of tf or mtf.
 
-    If `schedule` is None or a number, it is returned as it is. If it is a function, the result is
-    the scalar that it returns: as the function returns it if `schedule_step` is None, and else an
-    mtf scalar.
+    If `schedule` is None or a number, the result is `schedule`. If `schedule` is a function, the
+    result is the scalar that the function returns: an mtf scalar if `schedule_step` is not None.
 
     Args:
       schedule: a result of `resolve_learning_rate`: None, a number, or a function of the step and

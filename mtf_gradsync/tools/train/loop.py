@@ -223,7 +223,7 @@ class _Loop:
         return "There is no checkpoint yet."
 
     def as_training_error(self, error: BaseException) -> TrainingError:
-        """Returns the TrainingError to raise for an exception that a step has raised.
+        """Returns the TrainingError to raise for `error`, an exception that a step has raised.
 
         The text of the TrainingError also names the newest checkpoint.
         """
@@ -360,9 +360,10 @@ def most_bad_losses(optimizers: Sequence[Any]) -> int:
 class Patience:
     """The rule of whether training goes on after a loss that is not finite.
 
-    By default training ends after such a loss. If an optimizer of the stack skips gradients that
-    are not finite, training goes on. It ends then only after too many such losses in a row without
-    an update between them (see `most_bad_losses`).
+    By default training ends after the first loss that is not finite. If an optimizer of the stack
+    skips gradients that are not finite, training goes on. In this case it ends only after too many
+    losses in a row that are not finite, without an update between them. `most_bad_losses` says how
+    many.
     """
 
     def __init__(self, optimizers: Sequence[Any]):
@@ -373,8 +374,8 @@ class Patience:
     def add(self, loss: float, update_step: int | None) -> bool:
         """Adds the loss of the next step; returns whether training may go on after it.
 
-        `update_step` is the number of updates made by the end of the step; None if the optimizers
-        do not count updates.
+        `loss` is the loss of the step. `update_step` is the number of updates made by the end of
+        the step; None if the optimizers do not count updates.
         """
         if math.isfinite(loss) or update_step != self._update_step:
             self._bad = 0

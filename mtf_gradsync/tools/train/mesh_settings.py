@@ -119,9 +119,14 @@ def resolve_mesh(
     mesh_devices: Sequence[str] | None,
     mesh_impl: Callable[..., Any] | None = None,
 ) -> MeshSettings:
-    """Returns the mesh that the settings of a `RunConfig` with these names describe.
+    """Returns the mesh that settings of a config describe.
 
-    Raises ConfigError if a setting cannot be read, or if the settings do not fit together.
+    The arguments are values of the settings of the same names in `RunConfig`. `mesh_shape` and
+    `layout_rules` are texts such as "batch:4;model:2" and "batch:batch". `mesh_devices` has a
+    device for each processor; None stands for as many virtual CPU devices. `mesh_impl` is a
+    function that makes the placement mesh; None stands for Mesh-TensorFlow's `PlacementMeshImpl`.
+    The function raises ConfigError if a setting cannot be read, or if the settings do not fit
+    together.
     """
     shape = _convert(mtf.convert_to_shape, "mesh_shape", mesh_shape, "batch:4;model:2")
     layout = _convert(

@@ -38,8 +38,9 @@ class Progress:
     ):
         """Begins to show a run from first_step to train_steps, on `stream` or standard error.
 
-        From `tokens_per_step`, the tokens in a step, the tokens per second are computed. If the
-        stream is no terminal, at least `seconds_between_lines` pass between two printed lines.
+        The run has made `first_step` steps, and makes `train_steps` in all. Each step has
+        `tokens_per_step` tokens, from which the tokens per second are computed. If the stream is no
+        terminal, at least `seconds_between_lines` pass between two printed lines.
         """
         self._stream = stream or sys.stderr
         self._total = train_steps
@@ -86,7 +87,7 @@ class Progress:
         return self._rate.since_last_asked()
 
     def message(self, text: str) -> None:
-        """Writes a line without disturbing the bar."""
+        """Writes `text` as a line of its own without disturbing the bar."""
         if self._bar is not None:
             self._bar.write(text, file=self._stream)
         else:
@@ -327,7 +328,7 @@ class MetricsRecorder:
         self._events.close()
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
-        """Adds the measurements of a step, by name.
+        """Writes the measurements `values` of a step, by name, to the metrics and event files.
 
         A measurement is a number, or an array with a number for each shard. A measurement that is
         not finite is written only if it is a loss.
@@ -345,14 +346,18 @@ class MetricsRecorder:
 
         The training loop calls `save_means` when it saves a checkpoint of `step`, which may be
         between two lines. A session that goes on from the checkpoint reads the sums and adds to
-        them. So its first line has the same means as that line has in a run without a stop.
+        them. So the first line of that session has the same means as it would have in a run without
+        a stop. `means` has the sums.
         """
         state = means.state()
         if state is not None:
             self._metrics.write(step, **{_MEANS: state})
 
     def write_once(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Adds numbers that do not change during a run, only to the event file."""
+        """Writes numbers that do not change during a run only to the event file.
+
+        `scalars` are the numbers, by the tag under which TensorBoard shows them.
+        """
         self._events.write(step, scalars)
 
     def flush(self) -> None:
@@ -361,7 +366,7 @@ class MetricsRecorder:
 
 
 def _as_json(value: Any) -> Any:
-    """Converts a number or an array to a number or a list that JSON can hold.
+    """Converts a number to one that JSON can hold, and an array to a list of such numbers.
 
     Floats are rounded to 6 significant digits. The result is None if any number is not finite.
     """

@@ -123,7 +123,7 @@ class MeshModel:
         self._batch_dims = [mtf.Dimension(name, size) for name, size in sizes.items() if size]
 
     def _check_positions(self, settings: ModelSettings) -> None:
-        """Raises ConfigError if sequences are longer than the positions that the model has."""
+        """Raises ConfigError if `settings` have longer sequences than the model has positions."""
         parts = {"inputs": "encoder", "targets": "decoder"}
         for feature, name in parts.items():
             part = getattr(self._model, name, self._model if feature == "targets" else None)
@@ -226,17 +226,19 @@ class TrainingJob(NamedTuple):
 
     Attributes:
       model: the model, its mesh and its batch.
-      train_dataset_fn: see `RunConfig`.
+      train_dataset_fn: the function that returns the training data, as in `RunConfig`.
       optimizer: a function that is called with ``learning_rate=``. It returns an optimizer whose
-        ``apply_grads(grads, variables)`` returns mtf operations. This optimizer, and each optimizer
-        inside it, may have three more attributes. ``progress_fields()`` returns tensors (mtf or tf)
-        by name, to be shown beside the loss. ``update_step_now`` is a scalar that counts updates.
-        ``in_sums_now`` is a scalar that is 0 if no gradients wait for an update.
-      learning_rate: None, a number, or a function called with ``step=``: a `functools.partial`
-        that already has ``total_train_steps``.
-      schedule_step: see `RunConfig`.
-      variable_filter: see `RunConfig`.
-      train_steps: see `RunConfig`.
+        ``apply_grads(grads, variables)`` returns mtf operations. The returned optimizer, and each
+        optimizer inside it, may have three more attributes. ``progress_fields()`` returns tensors
+        (mtf or tf) by name, to be shown beside the loss. ``update_step_now`` is a scalar that
+        counts updates. ``in_sums_now`` is a scalar that is 0 if no gradients wait for an update.
+      learning_rate: None, a number, or a function called with ``step=``: a `functools.partial` that
+        already has ``total_train_steps``.
+      schedule_step: a function that returns what learning rate schedules get as the step; None for
+        the global step.
+      variable_filter: which variables train: a regular expression or a function of an mtf variable;
+        None for all.
+      train_steps: how many steps the whole run makes.
       reports: whether the step returns what its optimizers report.
       noise_scale: whether the step estimates the gradient noise scale, in sequences.
       examples_before: how many examples earlier steps of the run have used. If the run goes on from
@@ -354,8 +356,9 @@ def resolve_batch_size(
     """Returns the number of sequences in a global batch.
 
     `batch_size` is the number of sequences itself, or a (method, value) pair with the meaning that
-    it has for ``mesh_tensorflow.transformer.utils.compute_batch_size``. If `outer_batch_size` is 0,
-    there is no dimension "outer_batch". Raises ConfigError if the mesh cannot split the batch
+    it has for ``mesh_tensorflow.transformer.utils.compute_batch_size``. `sequence_length` has the
+    length of each feature, and `mesh` is the mesh that splits the batch. If `outer_batch_size` is
+    0, there is no dimension "outer_batch". Raises ConfigError if the mesh cannot split the batch
     evenly.
     """
     given = batch_size

@@ -62,7 +62,8 @@ def write_page(
       ended: how the run ended.
       facts: the run's model, runtime and versions; None if the run ended before its graph was
         built.
-      unigram_nats: the baseline's nats per token.
+      unigram_nats: the loss of the unigram baseline (a model that knows only how often each token
+        occurs), in nats per token; None if it was not computed.
       samples: what the model wrote.
       config: the text of gin's configuration.
       recorded: the timeline of some steps, from this session of the run or an earlier one; None if
@@ -121,7 +122,8 @@ def _main_numbers(
 ) -> list[tuple[str, str, str]]:
     """Returns the numbers at the top of a run's page: for each a title, its text, and a remark.
 
-    `rows` are the lines of the metrics file. Numbers that are not known are left out.
+    `rows` are the lines of the metrics file, `ended` says how the run ended, and `facts` are about
+    its model and runtime. Numbers that are not known are left out.
     """
     result = ended.result
     tiles = []
@@ -164,8 +166,8 @@ def _main_numbers(
 def _contributions_by_replica(rows: Sequence[dict[str, Any]]) -> list[tuple[int, int, int]]:
     """Returns for each replica its number, its contributions, and its steps without one.
 
-    Here a replica's contribution is its part of the gradients of one step. The result is empty if
-    the optimizers do not count contributions.
+    A replica's contribution is its part of the gradients of one step. `rows` are the lines of the
+    metrics file. The result is empty if the optimizers do not count contributions.
     """
     made = series_of(rows, "sync_replicas/contributions")
     dropped = series_of(rows, "sync_replicas/dropped")

@@ -199,8 +199,9 @@ _LOSS = _PlotSettings(
 def draw_plots(rows: Rows, unigram_nats: float | None) -> list[Plot]:
     """Draws and returns each plot for which the lines `rows` of a metrics file have data.
 
-    `unigram_nats`, the loss of the unigram baseline, is drawn as a horizontal line in the plot of
-    the losses. If `unigram_nats` is None, the plot has no such line.
+    `unigram_nats` is the loss of the unigram baseline, a model that knows only how often each token
+    occurs. It is drawn as a horizontal line in the plot of the losses. If `unigram_nats` is None,
+    the plot has no such line.
     """
     others = []
     for plot in _PLOTS:

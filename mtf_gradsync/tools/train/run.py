@@ -94,9 +94,10 @@ class RunRole(NamedTuple):
         "" without a cluster.
       checkpoint_dir: the directory of checkpoints, if another process writes them; None for
         model_dir.
-      choose_start: a function that calls its argument, a function that chooses a checkpoint, and
-        returns the result. If there are several processes, the process that writes the checkpoints
-        chooses first. An error is raised if another process chooses a checkpoint of another step.
+      choose_start: a function whose argument is a function that chooses a checkpoint. It calls this
+        function and returns its result. If there are several processes, the process that writes the
+        checkpoints chooses first. An error is raised if another process chooses a checkpoint of
+        another step.
     """
 
     target: str = ""
@@ -180,7 +181,9 @@ class _Run:
     ):
         """Checks as many settings as can be checked before anything is read or written.
 
-        The arguments are those of the function `run`.
+        `config` has the settings of the run, and `model_dir` is its directory. `say` is called with
+        each line for the user. `accepted` says which unusual checkpoints the run may go on from,
+        and `role` what this process does in a run of several processes.
         """
         check_schedule(config)
         check_pages_installed()
@@ -326,15 +329,16 @@ class _Run:
         """Makes the run's steps and checkpoints, and returns the result of the training loop.
 
         Each checkpoint is scored on held-out data, and the best is kept. If the config asks for a
-        timeline, it is written to files. `improvement` has the lowest held-out loss so far.
-        `on_first_step` is called once, after the first of the steps.
+        timeline, it is written to files. `runner` makes the steps of the step `graph`. `facts` are
+        about the model and the runtime, and `recorder` writes measurements. `improvement` has the
+        lowest held-out loss so far. `on_first_step` is called once, after the first of the steps.
         """
 
         def on_checkpoint(saved: str, at: int, progress: Progress) -> bool:
             """Scores the checkpoint `saved` of the step `at`, and keeps it if it is the best.
 
-            Returns whether the run ends at this checkpoint, because of
-            train.run.max_steps_without_decrease.
+            `progress` shows the score. Returns whether the run ends at this checkpoint, because the
+            held-out loss has not fallen for train.run.max_steps_without_decrease steps.
             """
             score = self.evaluation.score_checkpoint(saved, at, recorder, progress)
             recorder.flush()
@@ -465,8 +469,8 @@ def _errors_of_islands() -> ContextManager[None]:
 def _unread_bindings() -> str:
     """Returns a line for the user on gin bindings that no call has read; "" if all were read.
 
-    The line does not name bindings of ``utils.run`` and macros. The command prints a message of its
-    own on those of them that have no effect.
+    The line does not name bindings of ``utils.run`` and macros, as the command has a message of its
+    own for those that have no effect.
     """
     most_names = 12
     names = [name for name in unread_bindings() if not name.startswith("utils.run.")]

@@ -118,9 +118,10 @@ def read_recorded_steps(directory: Path) -> RecordedSteps | None:
 
 
 def remove_later_recorded(directory: Path, step: int) -> None:
-    """Removes a timeline of steps after `step` from a run's directory.
+    """Removes the timeline in a run's directory if it has steps after `step`.
 
-    A run that goes on from `step` makes these steps again. Without such a timeline nothing happens.
+    The run goes on from `step` and makes these steps again. If `directory` has no timeline, or a
+    timeline that ends at `step` or before, nothing is removed.
     """
     recorded = read_recorded_steps(directory)
     if recorded and recorded.last > step:

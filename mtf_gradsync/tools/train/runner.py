@@ -76,7 +76,8 @@ def choose_runtime(config: RunConfig, target: str = "") -> Runtime:
 def prepare(config: RunConfig, target: str) -> tuple[Runtime, TrainingJob, tf.ConfigProto]:
     """Checks a config; returns its runtime, its training job, and the settings of its sessions.
 
-    For `target` see `choose_runtime`. Raises ConfigError for a setting that cannot work.
+    If the mesh is over the tasks of a cluster, `target` is the address of the chief's server;
+    otherwise it is "". Raises ConfigError for a setting that cannot work.
     """
     runtime = choose_runtime(config, target)
     job = resolve_job(config)._replace(reports=config.reports, noise_scale=config.noise_scale)
@@ -90,9 +91,9 @@ def training_graph(
 ) -> tuple[TrainGraph, simd.Program | None, Callable[..., Runner]]:
     """Adds a job's training step for a runtime to the default graph.
 
-    `batches` are the batches that will be fed to the step, and `session` has the settings of the
-    sessions that run the step. Returns the graph of the step, the step's SIMD program (None on a
-    placement mesh), and a function that makes the runner. This function is called with a directory
+    `batches` are the batches that will be fed to the step. `runtime` runs the step, in sessions
+    with the settings `session`. Returns the graph of the step, the step's SIMD program (None on a
+    placement mesh), and a function that makes the runner. The function is called with a directory
     for checkpoints, a `Start`, the config, and, if the run is an island, the run's `Island`.
     """
     features = batches.placeholders()
@@ -115,8 +116,8 @@ def stack_skips_not_finite(optimizers: Sequence[Any]) -> bool:
     """Returns whether a stack of optimizers can handle gradients that are not finite.
 
     The result is true if one of `optimizers` skips steps or shards with gradients that are not
-    finite, or skips islands (see `skips_islands`). It is also true if one of them needs to see
-    gradients that are not finite, as LossScaleOptimizer does.
+    finite, or leaves out islands of DiLoCo that are not finite. It is also true if one of
+    `optimizers` needs to see gradients that are not finite, as LossScaleOptimizer does.
     """
     stacks = map(stages_of, optimizers)
     by_stages = any(skips_not_finite(some) or needs_not_finite(some) for some in stacks)

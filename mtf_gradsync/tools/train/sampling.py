@@ -123,10 +123,10 @@ def sample_after(
 ) -> list[Sample]:
     """Continues the text `prompt` by the model of a checkpoint, whatever runtime has made it.
 
-    `checkpoint` is the checkpoint's path. Returns ``settings.num_samples`` continuations of
-    `prompt`. If the prompt is longer than the model's sequence, only the end of the prompt is used.
-    If `with_averages` is set, the model's variables have the values of the moving averages in the
-    checkpoint.
+    `model` has the settings of the model, and `checkpoint` is the checkpoint's path. Returns
+    ``settings.num_samples`` continuations of `prompt`. If the prompt is longer than the model's
+    sequence, only the end of the prompt is used. If `with_averages` is set, the model's variables
+    have the values of the moving averages in the checkpoint.
     """
     if model.model_type != "lm":
         raise ConfigError(
@@ -156,8 +156,9 @@ def _continue_prompts(
 ) -> list[list[int]]:
     """Returns a list of the ids that the model writes after each prompt.
 
-    `prompts` are ids ``[samples, tokens]``. `settings` says how many ids the model writes, and how
-    each id is chosen from the model's distribution.
+    `evaluator` computes the model's predictions. `prompts` are ids ``[samples, tokens]``.
+    `settings` says how many ids the model writes, and how each id is chosen from the model's
+    distribution.
     """
     length = evaluator.settings.sequence_length["targets"]
     random = np.random.RandomState(settings.seed)

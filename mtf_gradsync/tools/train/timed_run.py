@@ -22,7 +22,7 @@ _SKIP_SETTING = f"`mtf-gradsync train {SKIP_FLAG}`"
 
 
 class TimedRun:
-    """A recorder of `steps` training steps; it is called as the function `run` is.
+    """A recorder of `steps` training steps; it is called with the same arguments as `run`.
 
     Before the recording begins, `warm_up` steps are made without it. `warm_up` is at least one,
     because the first step includes the compilation.
@@ -42,7 +42,9 @@ class TimedRun:
         """Makes steps after the newest checkpoint of model_dir, and returns a timeline of them.
 
         If `model_dir` is None, the steps begin with new initial values of the variables. No file in
-        `model_dir` changes. The other arguments are those of the function `run`.
+        `model_dir` changes. `config` has the settings of the run, and `say` is called with each
+        line for the user. `accepted` says which unusual checkpoints the steps may begin from, and
+        `role` what this process does in a run of several processes.
 
         Raises:
           ConfigError: if a setting cannot work, or the checkpoint is damaged or not accepted.
@@ -74,7 +76,7 @@ class TimedRun:
 
 
 def _make_steps(runner: Runner, count: int, stop: Interruption) -> list[int]:
-    """Makes `count` steps as training does; returns, for each, the updates made by its end.
+    """Makes `count` steps as training does; returns how many updates were made by each step's end.
 
     The result is empty if no optimizer counts updates. `stop` is checked before each step, and
     raises KeyboardInterrupt if the process has received a signal.

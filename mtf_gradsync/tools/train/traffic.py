@@ -79,7 +79,7 @@ def _reducing_operations(tensors: Iterable[tf.Tensor], names: set[str]) -> set[s
 def _values_read(handle: tf.Tensor) -> list[tf.Tensor]:
     """Returns the tensors that are read from a resource variable, also inside branches.
 
-    `handle` is the variable's handle, or a copy of the handle in a branch.
+    `handle` is the tensor by which operations refer to the variable, or a copy of it in a branch.
     """
     while handle.op.type in _PASSES_HANDLES:
         handle = handle.op.inputs[0]
@@ -98,8 +98,8 @@ def _operations_behind(
 ) -> set[str]:
     """Returns the names of all operations from which `tensors` are computed.
 
-    `passes` is called with each such operation, and returns whether the operations that make its
-    inputs are looked for, too.
+    `passes` is called with each operation that is found. It returns whether the search goes on to
+    the operations that make this operation's inputs.
     """
     seen: set[str] = set()
     pending = [tensor.op for tensor in tensors]
@@ -156,8 +156,9 @@ class Traffic(NamedTuple):
 def list_traffic(graph: TrainGraph, program: simd.Program | None) -> Traffic | None:
     """Lists the mesh traffic of a training step in the default graph, without running it.
 
-    `program` is the step's SIMD program, None on a placement mesh. Returns None if the totals of
-    the traffic cannot be known, as on a mesh whose processors share a device.
+    `graph` is the graph of the step, and `program` is its SIMD program, None on a placement mesh.
+    Returns None if the totals of the traffic cannot be known, as on a mesh whose processors share a
+    device.
     """
     try:
         if program is not None:
@@ -175,7 +176,7 @@ def list_traffic(graph: TrainGraph, program: simd.Program | None) -> Traffic | N
 def _totals(
     report: simd.CommunicationReport, parts: dict[str, str], is_complete: bool = True
 ) -> Traffic:
-    """Returns the `Traffic` of a report: a row for each kind of collectives, the largest first.
+    """Returns the bytes in a report as `Traffic`: a row for each kind of collective, largest first.
 
     `parts` is a dictionary from the name of a row of the report to the label of the row's part of
     the step; it may be empty. `is_complete` is whether the report has all that the step exchanges.

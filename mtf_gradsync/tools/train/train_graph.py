@@ -73,9 +73,10 @@ def build_train_graph(
 ) -> TrainGraph:
     """Adds a job's model, gradients and update to the default graph.
 
-    `place` is where the training step runs: on devices, or as a SIMD program on cores. `features`
-    are int tensors ``[batch_size, length]`` by feature name. If `features` is None, placeholders
-    are made for them. The step counter is built outside of the SIMD program, as TPUs require.
+    `job` has the settings of the training step. `place` is where the step runs: on devices, or as a
+    SIMD program on cores. `features` are int tensors ``[batch_size, length]`` by feature name. If
+    `features` is None, placeholders are made for them. The step counter is built outside of the
+    SIMD program, as TPUs require.
     """
     features = features or placeholders(job)
     global_step = tf.train.get_or_create_global_step()
@@ -189,10 +190,11 @@ def model_and_optimizer(
 ) -> tuple[mtf.Tensor, list[tuple[mtf.Tensor, mtf.Variable]], Any, Any]:
     """Adds a job's model and gradients to the model's graph, and makes the optimizer.
 
-    `features` are int tf tensors ``[batch_size, length]`` by feature name, and `step` is the global
-    step, an int64 tf scalar. Returns the loss, a list of pairs (gradient, variable) for the
-    variables that are trained, the optimizer, and the learning rate of the step. The learning rate
-    is None if the optimizer has a learning rate of its own.
+    `model` has an mtf graph, to which the operations are added. `features` are int tf tensors
+    ``[batch_size, length]`` by feature name, and `step` is the global step, an int64 tf scalar.
+    Returns the loss, a list of pairs (gradient, variable) for the variables that are trained, the
+    optimizer, and the learning rate of the step. The learning rate is None if the optimizer has a
+    learning rate of its own.
     """
     loss, grads = _add_loss_and_gradients(model, features)
     job.model.mesh.check_splits(model.graph, model.input_dims)
@@ -249,7 +251,7 @@ def steps_per_update(optimizers: Sequence[Any]) -> int:
 
     `optimizers` are the optimizers of the stack. The result is 1 if each step makes an update, or
     if the number of steps changes during training. It is also 1 if the stack has both microbatch
-    steps and outer steps.
+    steps and outer steps (the steps in which islands of DiLoCo come together).
     """
     periods = []
     for one in optimizers:

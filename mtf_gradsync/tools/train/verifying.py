@@ -47,13 +47,14 @@ def verify_config(
         If only `meshes` is given, the config's mesh and `meshes` are tried, and no more.
       without: names of parts to remove from the model before its first run: "dropout", "random"
         (all random numbers), or "capacity" (limits to how many examples an expert takes).
-      runtime: the runtime of all divisions but those that are there to try other runtimes.
+      runtime: the runtime of the divisions: "placement_mesh", "cpu_replicas" or "xla". Only the
+        divisions of the kind "runtimes" have others.
       own_values: whether variables begin with exactly the initial values that the config gives
         them. If False, small random numbers are added to these values, so that a layer of zeros
         hides no fault.
 
     Returns:
-      The result of `mtf_gradsync.verify`, whose docstring says more about these arguments.
+      The result of `mtf_gradsync.verify`: the divisions, with the verdict on each and explanations.
 
     Raises:
       ConfigError: the configuration or an argument is wrong.

@@ -62,7 +62,7 @@ def _has_any(x: mtf.Tensor, dims: Sequence[str]) -> bool:
 def statistics_of(
     losses: Sequence[mtf.Tensor], batch_dims: Sequence[str]
 ) -> list[tuple[str, mtf.Tensor]]:
-    """Returns the statistics over the batch that the model combines with single examples.
+    """Returns the model's statistics over the batch that enter the computation of single examples.
 
     A statistic over the batch is computed from several examples, as the mean in batch normalization
     is. A statistic that only scales the loss, such as 1 / the sum of a mask, is left out of the
@@ -188,7 +188,7 @@ class DifferenceFacts(NamedTuple):
     """The facts of a difference from the reference, by which `cause_of` finds its cause.
 
     Attributes:
-      what: the kind of value that differs first: see `DivisionResult.what`.
+      what: the kind of value that differs first, such as "gradient" (see `DivisionResult.what`).
       culprit: the wrapper, mesh axis or other part of the division without which nothing differs;
         "" if unknown.
       factor: the value divided by the reference's value, if the quotient is one number for all
@@ -200,8 +200,8 @@ class DifferenceFacts(NamedTuple):
       rounds: whether the update has tensors in bfloat16 although the model has none.
       products: names of operations that multiply means over the batch (`products_of_means`).
       reducer: the class name of the culprit's strategy, if this may round gradients; else "".
-      counts: the cause in words, if a counter of the program (such as its global step) is the
-        cause; else "".
+      counts: the cause in words, if the program advances a counter (such as its global step) at the
+        wrong time; else "".
       sees_gradients: whether gradients were compared.
     """
 
@@ -228,7 +228,8 @@ _OF_FORWARD = (
 def cause_of(facts: DifferenceFacts) -> str:
     """Returns the likely cause of a difference in words, as one or two sentences for the user.
 
-    The usual causes are tried in a fixed order, and the first that fits the difference is returned.
+    `facts` describes the difference. The usual causes are tried in a fixed order, and the first
+    that fits the difference is returned.
     """
     return next(_causes(facts))
 

@@ -76,7 +76,7 @@ def factor_of(value: np.ndarray, reference: np.ndarray, expected: float) -> floa
     """Returns the number f for which `value` is f * `reference`, or None if there is none.
 
     `value` and f * `reference` may differ by an error of at most `expected`, or of 1e-4 if that is
-    larger. Such an error is the largest difference divided by the largest number, as `error_of`
+    larger. This error is the largest difference divided by the largest number, as `error_of`
     returns it. If all numbers of `value` are 0, the result is 0.
 
     Examples:

@@ -60,7 +60,8 @@ def configured_division(
     Args:
       mesh_shape: the program's mesh shape, such as "batch:4;model:2".
       layout: the program's layout rules, such as "batch:batch;heads:model".
-      drops: names of parts of the model to remove (`model_changes.DROPS`).
+      drops: names of parts of the model to remove: "dropout", "random" (all random numbers),
+        "capacity" (limits to how many examples an expert takes).
       runtime: the name of the runtime that runs the program.
     """
     return Division("as configured", mesh_shape, layout, runtime, Changes(drops=drops))
@@ -100,8 +101,8 @@ def default_divisions(
     Args:
       base: the program's own division: the mesh, layout and runtime that the user configured.
       recorded: what was recorded when the program was built.
-      kinds: the kinds of divisions to return, out of `KINDS`. The kind "mesh" is for the program's
-        own division, so that it adds nothing to the result.
+      kinds: the kinds of divisions to return, out of `KINDS`. The kind "mesh" adds nothing to the
+        result, as it stands for the program's own division.
       k_of_stack: in how many steps the program accumulates gradients for one update; 1 if every
         step makes an update.
     """

@@ -43,7 +43,7 @@ _PERTURBATION, _PERTURBATION_OF_ZEROS = 0.05, 0.02
 
 
 class Outcome(NamedTuple):
-    """The results of running a division.
+    """The results of running a program in a division: losses, gradients, values and observations.
 
     Attributes:
       recorded: what was recorded when the program was built in this division.
@@ -55,8 +55,8 @@ class Outcome(NamedTuple):
       written_early: names of the program's untrained variables that changed in a step without an
         update.
       different_copies: names of variables whose copies differ between cores.
-      equal_draws: a pair for each tensor of random numbers that is equal on several cores: its
-        name, and the mesh axes along which these cores lie.
+      equal_draws: a pair for each tensor of random numbers that is equal on several cores: the
+        tensor's name, and the mesh axes along which these cores lie.
       batches: the largest number of batches in an update.
       weighted: whether the program gives a weight for the loss of each step.
       exchanges: whether the program's model sends float32 numbers as bfloat16.
@@ -89,7 +89,7 @@ class BatchSeries(NamedTuple):
     """The batches on which a built program runs, and the values to which its counters are set.
 
     Attributes:
-      groups: for each update, its batches.
+      groups: for each update, the list of its batches.
       counters: for each update, the values to which the program's counters (such as a global step)
         are set before the update; None to set no counters.
     """
@@ -101,7 +101,8 @@ class BatchSeries(NamedTuple):
 class Engine:
     """A runner of the divisions of one program.
 
-    Call the method `begin` before the other methods. The outcome of each division is cached.
+    Call the method `begin` before the other methods. The results of each division (an `Outcome`)
+    are cached.
 
     Args:
       program: the program.
@@ -127,7 +128,7 @@ class Engine:
 
     @property
     def steps_per_update(self) -> int:
-        """The largest number of batches that the unchanged program needs for an update."""
+        """The largest number of batches in an update of the program as the user configured it."""
         return max(map(len, self.groups))
 
     @property
@@ -143,11 +144,11 @@ class Engine:
         return max(self._applied) > 1 or (self.steps_per_update > 1 and not self.sees_gradients)
 
     def begin(self, division: Division) -> Outcome:
-        """Runs the unchanged program; records the batches of each update, and initial values.
+        """Runs the program as the user configured it; records its batches and initial values.
 
         All other divisions then run on the recorded batches, from the recorded initial values.
-        `division` is the division of the program as configured, and the result is the outcome of
-        `division`.
+        `division` is the division that the user configured, and the method returns the results of
+        the run in it.
 
         Raises:
           CannotBeDivided: the program fails, or makes no update.
@@ -178,7 +179,11 @@ class Engine:
         return outcome
 
     def run(self, division: Division) -> Outcome:
-        """Returns the outcome of a division; raises `CannotBeDivided` if it cannot be run."""
+        """Returns the results of running the program in `division`, as an `Outcome`.
+
+        Results of an earlier call are taken from a cache. The method raises `CannotBeDivided` if
+        the program cannot be built or run in `division`.
+        """
 
         def series(groups: list[list[Batch]]) -> BatchSeries:
             # An update from joined steps has the counters of the last of these steps.
@@ -199,7 +204,8 @@ class Engine:
             the division runs.
 
         Returns:
-          The outcome of each run. The outcome of the first run is kept for later calls of `run`.
+          An `Outcome` with the results of each run. That of the first run is kept for later calls
+          of `run`.
 
         Raises:
           CannotBeDivided: the program does not build or run in this division.
@@ -221,9 +227,10 @@ class Engine:
     def _build_and_run(self, division: Division, series: Sequence[BatchSeries]) -> list[Outcome]:
         """Builds a division, and runs it on each series of batches from the same initial values.
 
-        The result has one outcome for each series. A graph is for batches of one size. So if the
-        size of the batches changes from one update to the next, the program is built again. It then
-        goes on from the values that variables had after the update before.
+        `series` has the batches of each run, and the result has an `Outcome` for each run. A graph
+        is for batches of one size. So if the size of the batches changes from one update to the
+        next, the program is built again. The new program then begins with the values that variables
+        had after the update before.
         """
         sizes = [size_of(group[0]) for group in series[0].groups]
         outcomes: list[list[Outcome]] = [[] for _ in series]
@@ -250,10 +257,10 @@ class Engine:
     def _batches_of(self, division: Division, group: list[Batch]) -> list[Batch]:
         """Returns the batches from which a division makes an update.
 
-        `group` has the batches from which the unchanged program makes the same update. If the
-        division does not accumulate gradients, these batches are joined into one. If the division
-        adds microbatch steps, the batches are joined and split again: into one batch for each
-        microbatch step. In other cases `group` itself is returned.
+        `group` has the batches from which the program makes the same update in the division that
+        the user configured. If `division` does not accumulate gradients, these batches are joined
+        into one. If it adds microbatch steps, the batches are joined and split again: into one
+        batch for each microbatch step. In other cases `group` itself is returned.
         """
         if self.repeats_steps:
             return group
@@ -282,10 +289,10 @@ class Engine:
     def _batches_by_update(self, running: Running, first: Batch) -> Iterator[Iterable[Batch]]:
         """Yields, for each update, an iterator of the batches from which the program makes it.
 
-        After the caller has taken a batch from such an iterator, it runs a step on this batch in
-        the session `running`, and then takes the next batch. The iterator of an update ends when
-        variables show that the update was made. The batches are also recorded in `self.groups`.
-        `first` is the first batch of all updates.
+        The caller takes a batch from an iterator, runs a step on this batch in the session
+        `running`, and then takes the next batch. The iterator of an update ends when variables show
+        that the update was made. The batches are also recorded in `self.groups`. `first` is the
+        first batch of all updates.
         """
         self._batches = itertools.chain([first], self._batches)
         for _ in range(self._steps):
@@ -296,8 +303,8 @@ class Engine:
     def _until_update(self, running: Running, group: list[Batch]) -> Iterator[Batch]:
         """Yields the batches of one update, and appends them to `group`; see `_batches_by_update`.
 
-        The caller runs a step on each batch in the session `running`. The iterator ends when such a
-        step has made an update. It raises ValueError if very many steps make no update.
+        The caller runs a step on each batch in the session `running`. The iterator ends when a step
+        has made an update. It raises ValueError if very many steps in a row make no update.
         """
         recorded = running.built.recorded
         first = before = running.values()
@@ -327,19 +334,24 @@ class Engine:
         counters: Sequence[Values] | None,
         begin: int = 0,
     ) -> Outcome:
-        """Makes updates in a session of a built program; returns their outcome.
+        """Makes updates by a built program in its session; returns their results as an `Outcome`.
+
+        An update changes the program's variables, and takes one step or several.
 
         Args:
-          built: the built program.
-          running: its session.
-          groups: for each update, the batches of its steps.
-          counters: for each update, also for those before `begin`, a dictionary from the names of
-            the program's counters to the values to which they are set before the update. None sets
-            no counters.
-          begin: how many updates were made before the first one in `groups`.
+          built: the program, built in a division.
+          running: the session of `built`, in which the steps run.
+          groups: for each update to make, the batches of its steps.
+          counters: a list with an entry for each update of the run, counted from 0. The entry is a
+            dictionary from the names of the program's counters, such as its global step, to the
+            values that they get before the update. If `counters` is None, the counters are left as
+            they are.
+          begin: how many updates of the run earlier calls have made. The first update of this call
+            has the number `begin`.
 
         Raises:
-          ValueError: an update needs more or fewer steps than in the unchanged program.
+          ValueError: in the steps of one update, the program applies gradients more or fewer times
+            than it does as the user configured it.
         """
         recorded, division = built.recorded, built.division
         losses, gradients, changed, early, joined = [], [], [], [], 1
@@ -391,10 +403,10 @@ class Engine:
 
 
 def _joined_outcomes(outcomes: Sequence[Outcome]) -> Outcome:
-    """Joins the outcomes of runs, each of which goes on where the run before ended, into one.
+    """Joins the results of several runs, each of which goes on from the run before, into one.
 
-    `outcomes` are in the order of the runs. The result has the losses and gradients of all updates,
-    and the values after the last run.
+    `outcomes` are the results of the runs, in their order. The returned `Outcome` has the losses
+    and gradients of all updates, and the values after the last run.
     """
 
     def both(field: str) -> list[Any]:

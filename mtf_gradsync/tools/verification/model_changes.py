@@ -83,7 +83,8 @@ def remove_parts(
     """Removes parts, such as dropout, from models that are built until `undo_stack` is closed.
 
     Args:
-      names: the parts to remove, out of `DROPS`.
+      names: the parts to remove: "dropout", "random" (all random numbers), "capacity" (limits to
+        how many examples an expert takes).
       undo_stack: an exit stack; closing it undoes the removal.
       random_sizes: a list. For each removed dropout, the function appends how many random numbers
         the dropout would have drawn.

@@ -225,7 +225,7 @@ class Running:
         return self._session.run(self._masters)
 
     def write(self, values: Mapping[str, np.ndarray]) -> None:
-        """Sets variables to `values`, by name; ignores values whose names or shapes do not fit."""
+        """Sets the variables that `values` names; ignores names and shapes that do not fit."""
         there = self.values()
         fitting = {k: v for k, v in values.items() if k in there and there[k].shape == v.shape}
         fitting = {k: np.asarray(v, there[k].dtype) for k, v in fitting.items()}
@@ -310,8 +310,8 @@ def size_of(batch: Batch) -> int:
 def joined_batch(batches: Sequence[Batch]) -> Batch:
     """Returns one batch with the examples of several batches, one batch after the other.
 
-    An input that is a single number is for all examples of a batch. So the function raises
-    ValueError if the batches have different numbers for such an input.
+    An input that is a single number is for all examples of a batch. If the batches have different
+    numbers for this input, the function raises ValueError.
     """
 
     def joined(*parts: Any) -> Any:

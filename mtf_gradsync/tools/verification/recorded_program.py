@@ -51,10 +51,11 @@ class Changes(NamedTuple):
         wrapper.
       mask: for each shard, whether `SyncReplicasOptimizer` takes its gradients; None takes those of
         all shards.
-      mesh: mesh shape and layout of the added wrapper.
-      drops: names of the parts to remove from the model (`model_changes.DROPS`).
-      statistics: names of the batch's dimensions; statistics over these are replaced by constants.
-        () replaces none.
+      mesh: the mesh shape and the layout that the added wrapper gets.
+      drops: names of the parts to remove from the model: "dropout", "random" (all random numbers),
+        "capacity" (limits to how many examples an expert takes).
+      statistics: names of the batch's dimensions; statistics over these dimensions, such as a mean
+        over the batch, are replaced by constants. () replaces none.
     """
 
     without: tuple[str, ...] = ()
@@ -163,14 +164,15 @@ class RecordedProgram:
     # Methods that the patches call.
 
     def record_losses(self, losses: Sequence[mtf.Tensor]) -> None:
-        """Records losses as the program's; called when the program calls `mtf.gradients`."""
+        """Records `losses` as the losses of the program; called when it calls `mtf.gradients`."""
         self._differentiated += losses
 
     def compute_gradients(self, method: Any, opt: Any, loss: Any, *args: Any, **kwargs: Any) -> Any:
         """Computes gradients; called in place of the method `compute_gradients` of any wrapper.
 
-        The gradients are computed by the stack of wrappers that is changed as `changes` says. If no
-        wrapper is left in this stack, the gradients are those of the mean loss.
+        The gradients are computed by the program's stack of wrappers, after the attribute `changes`
+        has been applied to the stack. If no wrapper is left in the stack, the gradients are those
+        of the mean loss.
 
         Args:
           method: the method that this one replaces.
@@ -206,8 +208,9 @@ class RecordedProgram:
     ) -> Any:
         """Applies gradients; called in place of the method `apply_grads` of any optimizer.
 
-        The gradients are applied by the stack of wrappers that is changed as `changes` says. The
-        gradients that reach the innermost optimizer of the stack are recorded.
+        The gradients are applied by the program's stack of wrappers, after the attribute `changes`
+        has been applied to the stack. The gradients that reach the innermost optimizer of the stack
+        are recorded.
 
         Args:
           method: the method that this one replaces.
@@ -218,7 +221,7 @@ class RecordedProgram:
           **kwargs: further arguments of the call, such as `weights`.
 
         Returns:
-          The mtf operations of the update and of the recording.
+          The mtf operations that make the update, and those that store the gradients.
         """
         if any(opt is busy for busy in self._busy):
             return method(opt, grads, variables, *args, **kwargs)
@@ -285,14 +288,17 @@ class RecordedProgram:
         return gated_update(make, grads)
 
     def undo(self) -> None:
-        """Restores the program's optimizers as they were before the changes."""
+        """Gives the program's optimizers back their own methods and inner optimizers.
+
+        While the program was built, some of them were replaced.
+        """
         while self._undo:
             self._undo.pop()()
 
     # The rest.
 
     def _changed_stack(self, opt: Any) -> Any:
-        """Changes a stack of wrappers as `changes` says; returns its new outermost optimizer.
+        """Changes a stack of wrappers by the attribute `changes`; returns the outermost optimizer.
 
         `opt` is the outermost optimizer of the stack. The wrappers that the stack had before the
         change are recorded. Further calls for the same stack return the same optimizer.
@@ -332,8 +338,8 @@ class RecordedProgram:
     def _record_gradients_of(self, opt: Any) -> None:
         """Replaces an optimizer's `apply_grads` by a method that records the gradients it gets.
 
-        This is done for optimizers that are not instances of `mtf.optimize.Optimizer`: the patches
-        of module `program_patches` do not cover these.
+        `opt` is an optimizer that is not an instance of `mtf.optimize.Optimizer`. The gradients of
+        instances of this class are recorded by the patches of module `program_patches`.
         """
         method = opt.apply_grads
         signature = inspect.signature(method, follow_wrapped=False)
@@ -477,9 +483,9 @@ class RecordedProgram:
     ) -> list[mtf.Operation]:
         """Returns mtf operations that store gradients and random numbers in added variables.
 
-        After a step, the values of the gradients and random numbers can be read from the added
-        variables and compared. One of the operations counts the updates. If an earlier call has
-        made an operation for a variable's gradient, this call makes none for this variable.
+        After a step, the gradients and random numbers of the step are read from these variables, to
+        compare them between divisions. One of the operations counts the updates. If an earlier call
+        has made an operation for a variable's gradient, this call makes none for this variable.
 
         Args:
           grads: the gradients that reach the innermost optimizer; None for a variable without one.

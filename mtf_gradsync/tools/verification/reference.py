@@ -34,26 +34,27 @@ from mtf_gradsync.tools.verification.engine import (
 
 
 class Reference(NamedTuple):
-    """The outcome with which divisions are compared.
+    """The results of runs on one core without wrappers, with which divisions are compared.
 
     Attributes:
       initial: a dictionary from the names of variables to the values with which divisions begin.
-      outcome: the outcome on one core without wrappers, in the program's own dtypes.
-      exact: the outcome of the same run in float64; equal to `outcome` if float64 was impossible.
+      outcome: the results of a run in the program's own dtypes.
+      exact: the results of the same run in float64; equal to `outcome` if float64 was impossible.
       expected: a dictionary with the largest errors that rounding explains. Its keys are names of
         variables, for their values; keys such as "kernel@0", for gradients (see `flatten_updates`);
         and "loss".
       by_order: a dictionary from the names of variables to the errors of their gradients if the
         examples are in another order; it has only errors larger than rounding.
-      with_first_counters: the outcome of a run in which counters of the program (such as its global
-        step) have in each update the values from the update's first step. In `exact` they have
-        those from its last step. None if each update has only one step, or if the program has no
-        counters.
-      with_later_counters: the outcome of a run in which each update reads counters that are larger
-        by 1 than in `exact`. This is what happens if the program advances them before the update,
+      with_first_counters: the results of a run in which counters of the program (such as its global
+        step) have in each update the values from the update's first step. In `exact` the counters
+        have the values from the update's last step. None if each update has only one step, or if
+        the program has no counters.
+      with_later_counters: the results of a run in which each update reads counters that are larger
+        by 1 than in `exact`. A program reads such counters if it advances them before the update,
         and not after it. None if the program has no counters.
-      step_by_step: the outcome of the program's microbatch steps one by one on one core. It serves
-        to compare variables that the program writes in each step; None if it has no such variables.
+      step_by_step: the results of the program's microbatch steps one by one on one core. They serve
+        to compare variables that the program writes in each step; None if the program has no such
+        variables.
       source: how the expected errors were found: by "float64", or by "another order of the
         examples".
     """
@@ -104,10 +105,10 @@ def make_reference(engine: Engine, division: Division, base: Outcome) -> Referen
     Args:
       engine: the runner of divisions.
       division: the division of the reference: one core without wrappers.
-      base: the outcome of the unchanged program.
+      base: the results of running the program in the division that the user configured.
 
     Returns:
-      The reference: its outcomes, and the errors that rounding explains.
+      The reference: the results of its runs, and the errors that rounding explains.
 
     Raises:
       CannotBeDivided: the program does not run on one core.
@@ -226,11 +227,11 @@ def compare_with(
 
     Args:
       reference: the reference.
-      outcome: the outcome of the division.
+      outcome: the results of running the program in the division.
       masked: whether the division leaves out the gradients of some shards. Then losses are not
         compared.
       left_out: names of variables that are not compared.
-      exact: the outcome to compare with; default `reference.exact`.
+      exact: the results of the reference to compare with; default `reference.exact`.
 
     Returns:
       The differences of gradients, values, slots and the loss. Each compared variable has a
@@ -272,7 +273,7 @@ def _factor_of_change(
     Args:
       reference: the reference.
       computed: a dictionary from names to the values of variables in the division.
-      exact: the outcome of the reference that the division is compared with.
+      exact: the results of the reference with which the division is compared.
       found: the difference of the variable; it tells the variable's name and expected error.
 
     Returns:
@@ -302,9 +303,9 @@ def _compare_slots(
 
     Args:
       reference: the reference.
-      outcome: the outcome of the division.
+      outcome: the results of running the program in the division.
       computed: a dictionary from names to the values of variables in the division.
-      exact: the outcome of the reference to compare with.
+      exact: the results of the reference to compare with.
       left_out: names of variables that are not compared.
       expected: a dictionary from names to the errors that rounding explains.
 
@@ -356,8 +357,8 @@ def _exact_where_rounding(
     variable would differ from the reference although the division has no fault.
 
     Args:
-      outcome: the outcome of the division.
-      exact: the outcome of the reference.
+      outcome: the results of running the program in the division.
+      exact: the results of the reference.
       expected: a dictionary from the keys that `flatten_updates` makes to the largest errors that
         rounding explains. A gradient's element is only rounding if it is smaller than this error,
         times the gradient's largest number.

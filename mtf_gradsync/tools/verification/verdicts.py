@@ -154,7 +154,7 @@ class Verification:
     def _unproven(self) -> list[DivisionResult]:
         """Returns the divisions whose update was neither shown to be equal nor to differ.
 
-        For such a division the comparison with the reference proves nothing, or the user asked for
+        For these divisions the comparison with the reference proves nothing, or the user asked for
         the division and the program does not run in it.
         """
         return [

@@ -45,9 +45,10 @@ class Verifier:
 
     Args:
       engine: the runner of divisions, after `Engine.begin`.
-      base: the division of the program as configured.
-      outcome: the outcome of `base`.
-      removed: names of parts that were removed from the program.
+      base: the division that the user configured.
+      outcome: the results of running the program in `base`.
+      removed: names, for the user, of the parts that are removed from the program in all divisions,
+        such as "random numbers".
     """
 
     def __init__(self, engine: Engine, base: Division, outcome: Outcome, removed: tuple[str, ...]):
@@ -60,7 +61,7 @@ class Verifier:
 
     @property
     def source(self) -> str:
-        """How the expected errors were found: see `Reference.source`."""
+        """How the errors that rounding explains were found, in words, such as "float64"."""
         known = [x.source for x in self._references.values() if isinstance(x, Reference)]
         return known[0] if known else "nothing"
 
@@ -106,8 +107,8 @@ class Verifier:
         """Runs a division and compares it with the reference.
 
         Returns:
-          The verdict, the errors, and the likely cause of a difference. If the program does not run
-          in the division, the verdict is `CANNOT_BE`.
+          The division's line in the table: the verdict, the errors, and the likely cause of a
+          difference. If the program does not run in the division, the verdict is `CANNOT_BE`.
         """
         division, out = self._with_constant_statistics(division)
         found = DivisionResult(
@@ -178,7 +179,7 @@ class Verifier:
         Args:
           division: the division.
           reference: the reference of the division.
-          outcome: the outcome of the division.
+          outcome: the results of running the program in the division.
 
         Returns:
           Two texts for the user: which random numbers, such as "a draw of 64 numbers", and the mesh
@@ -199,14 +200,17 @@ class Verifier:
     def _with_constant_statistics(self, division: Division) -> tuple[Division, tuple[str, ...]]:
         """Replaces statistics over the batch by constants, if a step does not use the whole batch.
 
-        A statistic over a microbatch, or over a batch without the examples of a masked shard,
-        differs from the statistic over the whole batch. So the division's update would differ from
-        the reference without any fault.
+        A statistic over the batch is a number that the model computes from several examples, such
+        as the mean in batch normalization. Over a microbatch, or over a batch without the examples
+        of a masked shard, it has another value than over the whole batch. So the division's update
+        would differ from the reference although the program has no fault.
 
         Returns:
-          A pair. The first is the division with constants, or `division` itself if the statistics
-          can stay. The second has the names, for the user, of all parts that were removed from the
-          model.
+          A pair: the division to run, and the names of the parts of the model that are removed in
+          it. The division is a copy of `division` with constants in place of statistics. It is
+          `division` itself if the model has no statistics, or if each step uses the whole batch.
+          The names are for the user, such as "random numbers". They include the parts that are
+          removed in all divisions.
         """
         other_steps = division.changes.micro_steps > 1 or division.changes.mask is not None
         if not self._statistics or not (other_steps or self._engine.steps_per_update > 1):
@@ -281,9 +285,9 @@ class Verifier:
         Args:
           division: the division.
           reference: the reference.
-          outcome: the outcome of the division.
+          outcome: the results of running the program in the division.
           compared: the differences of the outcome from the reference.
-          line: the result of the division without a cause; it has the errors.
+          line: the division's line in the table, with the errors, still without a cause.
 
         Returns:
           A copy of `line` with the verdict `NOT_EQUAL`, what differs, and why. But the verdict is
@@ -376,8 +380,9 @@ class Verifier:
         Args:
           division: the division.
           reference: the reference of the division.
-          outcome: the outcome of the division.
-          line: the result of the division without a cause; it names variables to leave out.
+          outcome: the results of running the program in the division.
+          line: the division's line in the table, still without a cause; it names variables that are
+            not compared.
 
         Returns:
           The cause, in words for the user, if `outcome` equals `reference.with_later_counters`;
@@ -411,7 +416,7 @@ class Verifier:
         return _first_difference(compared, outcome)[1] is None
 
     def _culprit(self, division: Division, first: Difference) -> str:
-        """Returns the part of a division without which it equals the reference.
+        """Returns the part of a division without which its update equals the reference's.
 
         Args:
           division: the division.
@@ -434,8 +439,8 @@ class Verifier:
     def _simpler_divisions(self, division: Division) -> Iterator[tuple[str, Division]]:
         """Yields divisions that each lack one part of the given division.
 
-        Each is yielded as a pair: the name of the part that it lacks, such as "mesh axis model" or
-        a wrapper's label, and the division itself.
+        For each of these divisions a pair is yielded: the name of the part that the division lacks,
+        such as "mesh axis model" or a wrapper's label, and the division.
         """
         changes = division.changes
         if changes.micro_steps > 1:
@@ -467,12 +472,12 @@ class Verifier:
     ) -> dict[str, float]:
         """Returns the numbers of a division that may explain by what factor a gradient is wrong.
 
-        If a mesh axis makes the difference, the numbers of cores along other mesh axes are left
-        out: if the factor were equal to one of these, that would be a coincidence.
+        If a mesh axis causes the difference, the number of cores along another mesh axis cannot
+        explain the factor, so the result does not have it.
 
         Args:
           division: the division.
-          outcome: the outcome of the division.
+          outcome: the results of running the program in the division.
           culprit: the part that makes the difference, such as "mesh axis model"; "" if unknown.
 
         Returns:
@@ -506,7 +511,7 @@ def _first_difference(compared: Comparison, outcome: Outcome) -> tuple[str, Diff
 
     Args:
       compared: the comparison with the reference.
-      outcome: the outcome of the division.
+      outcome: the results of running the program in the division.
 
     Returns:
       A pair: the kind of value that differs, as in `DivisionResult.what`, and the difference. The

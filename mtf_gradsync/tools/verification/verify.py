@@ -154,13 +154,13 @@ def verify(
 def _remove_dependent_parts(base: Division, outcome: Outcome) -> tuple[Division, tuple[str, ...]]:
     """Returns the program's own division without parts whose results depend on the division.
 
-    Such parts are random numbers, capacities (limits to how many examples an expert takes), and
-    wrappers whose islands train without exchanging gradients. All divisions are compared without
-    them.
+    The parts that depend on the division are random numbers, capacities (limits to how many
+    examples an expert takes), and wrappers whose islands train without exchanging gradients. All
+    divisions are compared without these parts.
 
     Args:
       base: the program's own division.
-      outcome: the outcome of the program in this division, which says which of the parts it has.
+      outcome: the results of running the program in `base`, which say which of these parts it has.
 
     Returns:
       A pair: a copy of `base` that removes these parts, in float32 if the model has narrower

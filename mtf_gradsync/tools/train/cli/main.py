@@ -91,7 +91,7 @@ _NO_FAULT = (errno.EDQUOT, errno.EIO, errno.ENOSPC)
 
 
 def _as_line(error: Exception) -> str:
-    """Returns the text of an exception for the user; for an OSError the reason and the file."""
+    """Returns the text of `error` for the user; for an OSError the reason and the file."""
     if isinstance(error, UnicodeEncodeError):
         return f"{error.object[:80]!r} is no text that can be written as {error.encoding}"
     if not isinstance(error, OSError) or not error.strerror:

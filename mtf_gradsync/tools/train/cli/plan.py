@@ -148,7 +148,9 @@ def main(args: argparse.Namespace) -> int:
     """Runs ``mtf-gradsync plan`` with its parsed flags `args`, and returns the exit code.
 
     The exit code is 0 if there is a plan, 1 if no mesh can be planned, and 128 + n if signal n has
-    ended the search. For the exit code with --best see `find_and_prove`.
+    ended the search. With --best it is 0 if a division was found and, if asked for, proved; 1 if no
+    division fits or the proof finds it NOT EQUAL; and 3 if the proof does not show whether the
+    division is equal.
     """
     paths = output_paths({"--json": args.json, "--png": args.png})
     if args.jobs < 1:
@@ -207,8 +209,9 @@ def _check_together(args: argparse.Namespace) -> None:
 def _run_best(args: argparse.Namespace, paths: Sequence[Any]) -> int:
     """Runs ``plan --best``: finds the best division, proves it, and returns the exit code.
 
-    The first of `paths` is the path that the flag --json names, or None. See `find_and_prove` for
-    the exit code.
+    The first of `paths` is the path that the flag --json names, or None. The exit code is 0 if a
+    division was found and, if asked for, proved; 1 if no division fits or the proof finds it NOT
+    EQUAL; 3 if the proof does not show whether the division is equal.
     """
     with Interruption() as stop, loaded_config(args):
         # Not above: these take seconds, which `--help` need not.

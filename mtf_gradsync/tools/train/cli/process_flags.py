@@ -93,14 +93,26 @@ def run_by_flags(
     settings: Mapping[str, int] | None = None,
     first_does: str = "",
 ) -> Any:
-    """Calls `work` with the arguments of `run`, alone or together with other processes.
+    """Runs `work` in this process alone, or together with the other processes of the run.
 
-    The parsed flags `args`, or TF_CONFIG, say whether the run has several processes, and which of
-    them this process is. If it has several, each process calls `run_by_flags`. Returns the result
-    of `work`, or None on a task of a cluster that only serves devices.
+    The parsed flags, or TF_CONFIG, say whether the run has several processes, and which of them
+    this process is. If the run has several processes, each of them calls `run_by_flags`.
 
-    `model_dir`, the directory of the run, may be None only in a single process. For `settings` and
-    `first_does` see `run_on_processes`.
+    Args:
+      args: the parsed flags of the command.
+      config: the settings of the run, which gin has bound.
+      model_dir: the directory of the run. It may be None only if the run has a single process.
+      accepted: which unusual checkpoints the run may go on from, as flags allow it.
+      work: a function with the arguments of `run`: config, model_dir, say, accepted and role. It is
+        `run` itself, or it does other work on all processes, such as recording a timeline.
+      settings: numbers by name, such as {"--steps": 10}, which have to be the same in all processes
+        with XLA devices. None for no such numbers.
+      first_does: what process 0 does and the other processes with XLA devices do not, in words for
+        the user; "" if process 0 evaluates and writes to model_dir.
+
+    Returns:
+      The result of `work`. The result is None in a task of a cluster that only serves its devices
+      to the chief.
     """
     # Imported here because it takes seconds, which `--help` need not wait for.
     from mtf_gradsync.tools.train.distributed_run import run_on_cluster, run_on_processes

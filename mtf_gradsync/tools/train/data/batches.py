@@ -69,8 +69,8 @@ class TrainingBatches:
             int64 scalar, it has to return the examples from that number on, counted from 0, without
             end. Without this argument, a run that goes on draws the earlier examples again and
             drops them, with a progress bar. If it has the arguments `part` and `parts`, it has to
-            return every `parts`-th example, beginning with example `part`. Without these two
-            arguments, such examples are taken from its data set, which is repeated.
+            return every `parts`-th example, beginning with example `part`. If it lacks these two
+            arguments, its data set is repeated, and every `parts`-th example of it is taken.
           batch_size: the number of examples in a batch.
           feature_length: a function that gets a feature's name and returns the feature's length.
           vocab_sizes: the number of ids in the vocabulary of each feature that holds ids, by name.
@@ -228,10 +228,11 @@ class TrainingBatches:
         return self._first_examples
 
     def _draw_batch(self) -> Any:
-        """Draws the next batch; returns its features, and the undeclared shapes that they had.
+        """Draws the next batch; returns its features, and the shapes that features had at first.
 
         Both results are dictionaries from feature name to a numpy array with a row for each example
-        of the batch. For the shapes see `_fit_example`.
+        of the batch. The shapes are those that features had before `_fit_example` padded or cut
+        them.
         """
         if self._begun:
             return self._session.run(self._next)
@@ -247,11 +248,14 @@ class TrainingBatches:
     ) -> tuple[dict[str, tf.Tensor], dict[str, tf.Tensor]]:
         """Gives each feature of an example the length that the model wants, by padding or cutting.
 
-        `specs` has the `tf.TensorSpec` of each feature of `example`. A feature with a declared
-        shape is returned unchanged. The second result is for all other features: it has the shape
-        that each had before, so that a wrong shape raises an error when the batch is drawn. The
-        shape is a vector of the rank and the first three dimensions; -1 stands for a dimension that
-        the feature did not have.
+        `specs` has the `tf.TensorSpec` of each feature of `example`. A feature whose `TensorSpec`
+        has a shape is not changed.
+
+        Returns:
+          A pair: the features by name, and the shapes of the changed features before the change, by
+          name. From a shape, a wrong feature is found when the batch is drawn. A shape is a vector
+          of the rank and the first three dimensions; -1 stands for a dimension that the feature did
+          not have.
         """
         features, shapes = {}, {}
         for name, spec in specs.items():

@@ -58,9 +58,9 @@ def python_topics(
       seed: seed of the random places. The n-th window is a function of seed and n alone.
       held_out_every: about one topic in this many is held out.
       start: the number of the first window of "train"; an int64 tf scalar, or a number.
-      part: with `parts`, gives every `parts`-th window of "train", from number `part` on; `start`
-        then counts the windows of this part.
-      parts: see `part`.
+      part: the number of the first of the windows of "train" that the data set has. `start` counts
+        only windows that the data set has.
+      parts: the data set has every `parts`-th window of "train"; 1 for all windows.
 
     Returns:
       A data set of ``{"targets": int32[sequence_length["targets"]]}``.
@@ -83,20 +83,21 @@ def text_files(
     part: int = 0,
     parts: int = 1,
 ) -> tf.data.Dataset:
-    """Returns language-model examples from text files, in windows as those of `python_topics`.
+    """Returns language-model examples from text files, as windows of `sequence_length` tokens.
 
     Args:
       sequence_length: length of each feature; "targets" is used.
       vocabulary: turns text into ids.
-      dataset_split: "train" or "validation".
+      dataset_split: "train": windows at random places, without end. "validation": the held-out
+        files, or parts of files, cut into windows, once.
       files: names of UTF-8 text files, each one document.
       seed: seed of the random windows.
       held_out_every: about one file in this many is held out. If files are few, or of unequal
         lengths, the last part of each file is held out instead.
       start: the number of the first window of "train"; an int64 tf scalar, or a number.
-      part: with `parts`, gives every `parts`-th window of "train", from number `part` on; `start`
-        then counts the windows of this part.
-      parts: see `part`.
+      part: the number of the first of the windows of "train" that the data set has. `start` counts
+        only windows that the data set has.
+      parts: the data set has every `parts`-th window of "train"; 1 for all windows.
 
     Returns:
       A data set of ``{"targets": int32[sequence_length["targets"]]}``.
@@ -121,10 +122,10 @@ def text_windows(
 
     The length of a window is the length of "targets" in `sequence_length`. An end-of-document id
     follows each document. For the split "train" the windows are at random places, without end; the
-    place of window n is a function of `seed` and n. Of these windows the result has the numbers
-    `part`, `part + parts`, `part + 2 * parts` and so on, without the first `start` of these. For
-    any other split the result has all windows once, side by side. Documents are UTF-8. The
-    vocabulary encodes a long document in pieces, each of which ends after a line if possible.
+    place of window n is a function of `seed` and n. Of these windows the data set has those with
+    the numbers `part`, `part + parts`, `part + 2 * parts` and so on, but not the first `start` of
+    them. For any other split the data set has all windows once, side by side. Documents are UTF-8.
+    The vocabulary encodes a long document in pieces, each of which ends after a line if possible.
     """
     length = sequence_length["targets"]
     ids = _encode_documents(documents, vocabulary)
@@ -145,8 +146,9 @@ _IN_A_FILE = 4 << 20
 def _encode_documents(documents: Sequence[bytes], vocabulary: Any) -> np.ndarray:
     """Returns the ids of all documents in one vector, each followed by an end-of-document id.
 
-    The dtype of the vector is the smallest that holds all ids of the vocabulary. A large vector is
-    a memory-mapped file, which is deleted together with the vector.
+    `vocabulary` turns text into ids. The dtype of the vector is the smallest that holds all ids of
+    the vocabulary. A large vector is a memory-mapped file, which is deleted together with the
+    vector.
     """
     dtype = np.min_scalar_type(vocabulary.vocab_size - 1)
 
@@ -223,7 +225,7 @@ def _random_windows(
 
 
 def mapped(dataset: tf.data.Dataset, function: Callable[..., Any]) -> tf.data.Dataset:
-    """Returns `dataset.map(function)`, without AutoGraph, which would take half a second."""
+    """Returns `dataset` with `function` applied to each example, without the slow AutoGraph."""
     return dataset.map(tf.autograph.experimental.do_not_convert(function))
 
 

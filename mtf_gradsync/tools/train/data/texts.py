@@ -98,7 +98,8 @@ def _beginning_of_character(text: bytes, at: int) -> int:
 def check_length(documents: Mapping[str, bytes], held_out_every: int, sequence_length: int) -> None:
     """Raises a ConfigError unless each split of the documents has enough for one sequence.
 
-    Each byte of the documents counts as a token. For `held_out_every` see `split_documents`.
+    `sequence_length` is the number of tokens in a sequence. Each byte of the documents counts as a
+    token. About one document in `held_out_every` is held out.
     """
     for split in ("train", "validation"):
         texts = split_documents(documents, split, held_out_every)
@@ -112,8 +113,8 @@ def too_short_error(
 ) -> str:
     """Returns the error text for a split with less than one sequence of tokens.
 
-    `tokens` is the number of tokens in the split, and `documents` are the texts that were divided
-    into splits.
+    `split` is "train" or "validation", `tokens` is the number of tokens in the split, and
+    `documents` are the texts that were divided into splits.
     """
     of = f" of {_named(documents)}" if documents else ""
     return (
@@ -137,8 +138,8 @@ def split_documents(documents: Mapping[str, bytes], split: str, held_out_every: 
     A document's name alone decides whether the document is held out; about one document in
     `held_out_every` is. If documents are few, or of unequal lengths, the held-out documents may be
     less than half or more than twice ``1 / held_out_every`` of the text. Then the last part of each
-    document is held out instead; the part begins with a paragraph or a line. Documents quote each
-    other, so a paragraph of a held-out part is removed from the training text. The lengths of both
+    document is held out instead; the part begins with a paragraph or a line. Paragraphs of held-out
+    parts are removed from the training text, as documents quote each other. The lengths of both
     splits are logged. Documents are UTF-8.
     """
     if split not in ("train", "validation"):
@@ -192,7 +193,8 @@ def _divide(documents: Mapping[str, bytes], held_out_every: int) -> tuple[list[_
     """Divides documents into parts to train on and parts that are held out, and returns both.
 
     A part is a tuple (text, begin, end): a document, and the positions of bytes in it at which the
-    part begins and ends. For `held_out_every` see `split_documents`.
+    part begins and ends. About one document in `held_out_every` is held out, or the last part of
+    each document (see `split_documents`).
     """
     names = sorted(documents)
     chosen = {name for name in names if zlib.crc32(name.encode()) % held_out_every == 0}
