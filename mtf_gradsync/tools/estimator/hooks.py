@@ -26,9 +26,10 @@ Tensors = Union[Sequence[tf.Tensor], Mapping[str, tf.Tensor]]
 def add_saver(config: Any, *lowering: mtf.Lowering, **variables: Any) -> tf.train.Saver:
     """Makes a saver, adds it to the default graph's collection of savers, and returns it.
 
-    The saver keeps as many checkpoints as the RunConfig `config` says. The saver saves the
-    variables of `lowering`, if one is given. `variables` are keyword arguments of `RunSaver`, which
-    say what else is saved.
+    The saver keeps as many checkpoints as the RunConfig `config` says. By default it saves all
+    global variables. `lowering` is the lowering whose slices are copied to the masters before a
+    checkpoint is written. `variables` are keyword arguments of `RunSaver` that choose other
+    variables, such as var_list.
     """
     saver = RunSaver(
         *lowering,

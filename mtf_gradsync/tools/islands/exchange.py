@@ -95,8 +95,8 @@ class Exchange:
         """Calls a function that uses the folder; returns its result, or `default` if this fails.
 
         Args:
-          key: a name of the kind of work, such as "offer". A failure is logged again from time to
-            time, until a call with the same key succeeds.
+          key: a name of the kind of work, such as "offer" (writing initial values for version 0). A
+            failure is logged again from time to time, until a call with the same key succeeds.
           work: the function to call, without arguments.
           default: the value to return if `work` raises FolderError.
         """
@@ -114,8 +114,9 @@ class Exchange:
         """Takes the lease of the island's name, so that no other process can be this island.
 
         The method waits if another process has the lease and may be dead, or if the folder fails.
-        The longest wait is `seconds`, or 40 seconds if that is more. The method raises IslandError
-        if a living process has the lease, or if the folder still fails at the end of the wait.
+        The longest wait is `seconds` or 40 seconds, whichever is longer. The method raises
+        IslandError if a living process has the lease, or if the folder still fails at the end of
+        the wait.
         """
         until = time.monotonic() + max(seconds, 2.0 * leases.LIFE_SECONDS)
         while holder := self.run_or_default("begin", self.lease.take, "?"):

@@ -82,7 +82,7 @@ class Island:
       lowering: the step's lowering, for sessions of TensorFlow; see `Values`.
       variables: names of the variables to exchange; default all trainable ones.
       values: for another kind of session, an object with `specs`, `read` and `write` like those of
-        `Values`. It replaces `lowering` and `variables`.
+        `Values`. This object replaces `lowering` and `variables`.
       wait: "grace" waits for merged values after a contribution, for at most `wait_seconds`; "none"
         goes on with steps at once. Either way, merged values that come later are taken after a
         step, and everything that the island has learned since its contribution is kept.

@@ -114,8 +114,8 @@ class SavedIsland(NamedTuple):
     ) -> bool:
         """Returns whether the island still has to contribute what it had learned by the checkpoint.
 
-        What the island had learned by the checkpoint may be in a contribution that it made after
-        the checkpoint: then the result is False. The result is also False if the file beside the
+        The result is False if what the island had learned by the checkpoint is in a contribution
+        that it made after the checkpoint. The result is also False if the file beside the
         checkpoint belongs to another folder.
 
         Args:

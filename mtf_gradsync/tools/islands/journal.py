@@ -188,8 +188,9 @@ class IslandRow(NamedTuple):
       read: bytes of tensors that the island has read.
       first: the time of its first event.
       last: the time of its last event or heartbeat.
-      state: whether the merger sees the island alive, and at which step it was last.
-      version: the version that it has; None if that is unknown.
+      state: in words, whether the merger sees the island alive, and the last step that the island
+        has reported.
+      version: the number of the version that the island has; None if that is unknown.
     """
 
     island: str

@@ -43,8 +43,8 @@ class Learning:
       fragments: the number of sets of variables that versions change in turn.
       sent: the contribution that waits to be merged; None if there is none.
       attempts: a dictionary from the names of all contributions that this island has made from
-        `version` to what they contained. There are several if the island has contributed again
-        because no merger merged the first one for a long time.
+        `version` to what they contained. There are several if no merger merged the first
+        contribution for a long time, so that the island has contributed again.
       since: the number of updates since the last contribution.
       tokens: for each fragment, the tokens since its last contribution.
       counts_before: the counters that schedules follow (global step, updates), as they were before

@@ -244,7 +244,7 @@ class Merger:
 
         Returns:
           False if it is too early to decide on a version, so that the caller should wait before the
-          next call; else True.
+          next call. True if a version was made or read.
 
         Raises:
           FolderTakenError: another merger has taken the lease.

@@ -54,7 +54,8 @@ class ContributionFacts(msgspec.Struct, frozen=True, kw_only=True):
       steps: the number of updates in the change.
       form: the format of the numbers in which the change is sent: "float32", "bfloat16", "int8" or
         "int4".
-      counts: the island's counters that schedules follow (global step, updates).
+      counts: a dictionary from the names of the counters that schedules follow (global step,
+        updates) to their values on the island.
     """
 
     island: str
@@ -145,12 +146,12 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
       oldest: the number of a version. Contributions that begin from older versions are never merged
         from now on.
       keeps_all: whether no objects are removed, so that all versions can be replayed.
-      totals: a dictionary from the names of islands to what became of their contributions, up to
-        this version.
+      totals: a dictionary from the names of islands to the `IslandTotal` of each: what became of
+        its contributions, up to this version.
       time: when the decision was made, by the merger's clock, for people who read it.
       waited: how many seconds the merger waited after the first contribution.
-      arrivals: a dictionary from the names of islands to the seconds from the first contribution to
-        theirs.
+      arrivals: a dictionary from the names of islands to numbers of seconds: from the arrival of
+        the first contribution to the arrival of this island's contribution.
     """
 
     version: int

@@ -170,7 +170,7 @@ class Values:
 
         Returns:
           A dictionary from fields of `StepCounts`, "waiting" and "skipped", to tf scalars (int64)
-          with their values. A field without counters is left out.
+          with their values. A field for which the optimizers have no counters is left out.
 
         Raises:
           ValueError: there are counters, and no lowering was given.

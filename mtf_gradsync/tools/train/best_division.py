@@ -147,7 +147,8 @@ class BestDivision:
     def _undivided_lines(self) -> list[str]:
         """Returns gin lines for the config's stack without the wrappers that divide an update.
 
-        These wrappers reduce, accumulate or shard gradients. The other wrappers of the stack stay.
+        The wrappers that divide an update reduce, accumulate or shard gradients. The other wrappers
+        of the stack stay.
         """
         first = (*self._stack.around, *self._stack.inside)
         return [f"train.run.optimizer = {self._scoped(first[0])}", *self._nesting_lines(first)]
@@ -272,12 +273,12 @@ class BestDivision:
         """Returns the function by which `best_of` checks a division with the TPU compiler.
 
         The function compiles the training step of a `Choice` for `machine`, and returns a
-        `Checked`. It has the memory of a core and the time of an update by the compiler's figures,
-        or the reason why the compiler refuses the division. If the model has more than 2 layers,
-        the same model with 2 layers is compiled. The compiler's figures are then scaled up: they
-        are multiplied by the prediction for the whole model, and divided by the prediction for the
-        small model. `costs` has the sizes of tensors and the operations of one step, as
-        `step_costs` returns them.
+        `Checked`. The `Checked` has the memory of a core and the time of an update by the
+        compiler's figures, or the reason why the compiler refuses the division. If the model has
+        more than 2 layers, the same model with 2 layers is compiled. The compiler's figures are
+        then scaled up: they are multiplied by the prediction for the whole model, and divided by
+        the prediction for the small model. `costs` has the sizes of tensors and the operations of
+        one step, as `step_costs` returns them.
         """
         fewer, words = _smaller_model_lines({"num_layers": _COMPILED_LAYERS})
         compiled_costs = costs
@@ -385,7 +386,7 @@ def _microbatch_step_lines(steps: int) -> list[str]:
     """Returns gin lines that bind the number of microbatch steps of an update (K) to `steps`.
 
     The result has a line for each configurable whose parameter `backward_passes_per_step` gin binds
-    now, such as a schedule that counts updates. It has none for GradientAccumulationOptimizer.
+    now, such as a schedule that counts updates. There is no line for GradientAccumulationOptimizer.
     """
     return [
         f"{scope}/{short_name(selector)}.{MICROBATCHES} = {steps}".lstrip("/")

@@ -47,7 +47,7 @@ def run_on_processes(
     Args:
       config: the settings of the run.
       model_dir: the directory of the run.
-      coordinator: the address at which the processes meet, such as "host:8476".
+      coordinator: the address at which the processes meet, such as "first.example:29400".
       num_processes: how many processes there are.
       process_id: the number of this process, from 0.
       say: called with each line of text for the user.

@@ -42,12 +42,13 @@ def load(
     """Replaces gin's configuration by the bindings in gin files and in `gin_params`.
 
     If two bindings are of the same parameter, the later one counts. `gin_files` are names of gin
-    files. Each is looked for as it is, then in the folders `search_paths`, then among the files
-    that come with the package. `gin_params` are bindings such as "train.run.batch_size = 8".
-    A binding of ``utils.run``, as T5's configs have it, becomes a binding of ``train.run`` if
-    ``train.run`` has a parameter of this name. If a file binds the parameter of ``train.run``, too,
-    the binding of ``train.run`` wins. Returns the names of the ``utils.run`` bindings and the
-    macros that have no effect. Raises ConfigError for a binding or a file that gin refuses.
+    files. A gin file is looked for under its name as it is, then in the folders `search_paths`,
+    then among the files that come with the package. `gin_params` are bindings such as
+    "train.run.batch_size = 8". A binding of ``utils.run``, as T5's configs have it, becomes a
+    binding of ``train.run`` if ``train.run`` has a parameter of this name. If a file binds the
+    parameter of ``train.run``, too, the binding of ``train.run`` wins. Returns the names of the
+    ``utils.run`` bindings and the macros that have no effect. Raises ConfigError for a binding or a
+    file that gin refuses.
     """
     # Registers what model configs bind; also the check for the extra.
     transformer_utils()

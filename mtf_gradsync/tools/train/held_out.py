@@ -201,9 +201,9 @@ class HeldOut:
         """Evaluates the finished model; writes samples, and the result file with `result` in it.
 
         `path` is the run's last checkpoint, and the returned score is the score of this checkpoint.
-        Without held-out data `path` may be None, and None is returned. Unless `writes` is set,
-        scores and samples are printed, but written to no file. `result` is the first part of the
-        result file's content: it has "step", and the speed of training if steps were made.
+        If there are no held-out data, `path` may be None, and the result is None. Unless `writes`
+        is set, scores and samples are printed, but written to no file. `result` is the first part
+        of the result file's content: it has "step", and the speed of training if steps were made.
         """
         self.result = dict(result)
         if len(result) > 1:

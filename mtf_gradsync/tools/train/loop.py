@@ -348,7 +348,8 @@ def most_bad_losses(optimizers: Sequence[Any]) -> int:
     """Returns how many losses in a row may be not finite before a run ends.
 
     Only losses since the newest update count. `optimizers` are the optimizers of a stack. The
-    result is 0 if none of them skips gradients that are not finite.
+    result is 0 if no optimizer of the stack skips gradients that are not finite: the first loss
+    that is not finite then ends the run.
     """
     if not stack_skips_not_finite(optimizers):
         return 0
@@ -388,6 +389,6 @@ class Patience:
         """Returns the part of an error's text about the steps before a loss that is not finite.
 
         An example is ", as in the 100 steps before, without an update". The result is "" if the
-        first such loss ends the training.
+        first loss that is not finite ends the training.
         """
         return f", as in the {self._most} steps before, without an update" if self._most else ""

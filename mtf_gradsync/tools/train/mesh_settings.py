@@ -178,8 +178,8 @@ def _check_layout_rules(rules: Sequence[tuple[str, str]], mesh_shape: Any) -> No
     `rules` are pairs (tensor dimension, mesh dimension), and `mesh_shape` is an mtf.Shape. T5's
     layouts have rules for mesh dimensions that only other meshes have ("ensemble:ensemble"), and
     Mesh-TensorFlow ignores such rules. So a rule for a dimension that the mesh lacks counts as
-    misspelt only if the mesh has a dimension larger than 1 without any rule. Otherwise a line about
-    the rule is logged.
+    misspelt only if the mesh has a dimension larger than 1 without any rule. If the mesh has no
+    such dimension, a line about the rule is logged, and no error is raised.
     """
     names = [dim.name for dim in mesh_shape.dims]
     absent = [(tensor_dim, mesh_dim) for tensor_dim, mesh_dim in rules if mesh_dim not in names]

@@ -247,7 +247,8 @@ class EventFile:
         """Creates the file of a session that begins after first_step steps.
 
         The first event in the file makes TensorBoard ignore what earlier sessions of the run wrote
-        for steps after `first_step`. TensorFlow's own training sessions write such an event, too.
+        for steps after `first_step`. TensorFlow's own training sessions begin their files with the
+        same event.
         """
         now = time.time()
         # Files are named by the second; a session may begin within the same one.

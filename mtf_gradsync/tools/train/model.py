@@ -33,9 +33,9 @@ MODEL_TYPES = get_args(ModelType)
 class ModelSettings(NamedTuple):
     """The settings that a run's graphs, for training and for scoring, are built from.
 
-    The attributes are settings of `RunConfig` that are checked and brought into one form:
-    `batch_size` is the number of sequences in a global batch, and `sequence_length` has a length
-    for each feature. If `outer_batch_size` is 0, tensors have no dimension "outer_batch".
+    The attributes are settings of `RunConfig`, which are checked and converted so that each has one
+    type: `batch_size` is the number of sequences in a global batch, and `sequence_length` has a
+    length for each feature. If `outer_batch_size` is 0, tensors have no dimension "outer_batch".
     """
 
     model_type: ModelType
@@ -330,8 +330,8 @@ def resolve_sequence_length(sequence_length: SequenceLength) -> dict[str, int]:
     """Returns the length of every feature, by its name.
 
     If `sequence_length` is a number, it is the length of both "inputs" and "targets". Raises
-    ConfigError if `sequence_length` is neither a positive integer nor a dict of such lengths with
-    the key "targets".
+    ConfigError if `sequence_length` is neither a positive integer nor a dict from features to
+    positive integers that has the key "targets".
     """
     if is_whole_number(sequence_length):
         return {"inputs": sequence_length, "targets": sequence_length}

@@ -36,9 +36,9 @@ class Series(NamedTuple):
 def series_of(rows: Sequence[dict[str, Any]], name: str) -> Series | None:
     """Returns a measurement from the lines of a metrics file; None if no value of it is finite.
 
-    `rows` are the lines of the metrics file. Lines without the measurement `name`, or in which it
-    is not finite, are left out. If the number of shards has changed during the run, only the lines
-    with the newest number of shards are used.
+    `rows` are the lines of the metrics file. Lines without the measurement `name`, or with a value
+    of it that is not finite, are left out. If the number of shards has changed during the run, only
+    the lines with the newest number of shards are used.
     """
     found = [(row["step"], np.asarray(row[name], float)) for row in rows if name in row]
     found = [(step, value) for step, value in found if np.all(np.isfinite(value))]

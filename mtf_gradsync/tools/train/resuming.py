@@ -133,8 +133,8 @@ def _data_binding_names(bindings: Mapping[str, str]) -> set[str]:
 
     `bindings` is a dictionary from the name of each binding of the run to the bound value, as text.
     The result has the names of the bindings of the data set function and of the vocabulary. It also
-    has the bindings of the parameters of functions that these refer to, and of macros that they
-    use.
+    has the names of the bindings of other functions and of macros, if the bindings of the data set
+    function or of the vocabulary refer to them.
     """
     found, todo = set[str](), [name for name in bindings if name.endswith(_OF_DATA)]
     while todo:

@@ -443,8 +443,9 @@ def _read_islands() -> Status | None:
 def _say_rounded_variables(lowering: Any, say: Callable[[str], None]) -> None:
     """Tells the user which variables are rounded in checkpoints.
 
-    Checkpoints round a variable if its master, which they hold, has a dtype of fewer bits than its
-    slices, which training steps use. `lowering` is the mtf.Lowering with the variables.
+    Training steps use the slices of a variable, and checkpoints hold its master. A checkpoint
+    rounds the variable if the master's dtype has fewer bits than the dtype of the slices. `say` is
+    called with the names. `lowering` is the mtf.Lowering with the variables.
     """
     narrow: dict[str, list[str]] = {}
     for variable in lowering.variables:

@@ -91,7 +91,7 @@ def read_facts(directory: Path) -> RunFacts | None:
 
 
 class RecordedSteps(NamedTuple):
-    """The steps from number `first` to `last`, recorded on `mesh`: `table` says where time went."""
+    """The timeline of the steps `first` to `last` on `mesh`: `table` says where time went."""
 
     first: int
     last: int

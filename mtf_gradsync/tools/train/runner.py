@@ -42,9 +42,9 @@ _OF_PLACEMENT_MESHES = ("mesh_devices", "mesh_impl", "hooks")
 def choose_runtime(config: RunConfig, target: str = "") -> Runtime:
     """Returns the runtime that a config names, or the fastest that this environment has.
 
-    If the mesh is over the tasks of a cluster, `target` is the address of the chief's server;
-    otherwise `target` is "". Raises ConfigError if the config names a runtime that does not fit
-    other settings of the config.
+    `config` has the settings of the run. If the mesh is over the tasks of a cluster, `target` is
+    the address of the chief's server; otherwise `target` is "". Raises ConfigError if the config
+    names a runtime that does not fit other settings of the config.
     """
     asked = config.runtime
     bound = [name for name in _OF_PLACEMENT_MESHES if getattr(config, name)]
@@ -228,9 +228,9 @@ class Runner(abc.ABC):
     def dispatch(self) -> Callable[[], dict[str, Any]]:
         """Begins a step on the next batch; returns a function that waits for the step's values.
 
-        The function returns a dictionary. Under the keys "step", "loss", "fields", "reported",
-        "update_step" and "in_sums" it has the values of the `TrainGraph`'s attributes with these
-        names; "update_step" and "in_sums" are missing if the attribute is None. Under "tokens" it
+        The returned function returns a dictionary. The keys "step", "loss", "fields", "reported",
+        "update_step" and "in_sums" have the values of the `TrainGraph`'s attributes with these
+        names; "update_step" and "in_sums" are missing if the attribute is None. The key "tokens"
         has the number of targets in the batch that are not padding.
         """
         batch = self._batches.next()
@@ -322,9 +322,9 @@ class Runner(abc.ABC):
     def _end_island(self, error: Any) -> None:
         """Lets an island contribute what it has learned, when its run ends without an exception.
 
-        `error` is the type of the exception that ended the run, or None. After an exception the
-        island leaves the folder of islands without a contribution. If the run is no island, nothing
-        happens.
+        `error` is the type of the exception that ended the run, or None. If there was an exception,
+        the island leaves the folder of islands without a contribution. If the run is no island,
+        nothing happens.
         """
         island = self._island
         if island is None:

@@ -24,8 +24,8 @@ _SKIP_SETTING = f"`mtf-gradsync train {SKIP_FLAG}`"
 class TimedRun:
     """A recorder of `steps` training steps; it is called with the same arguments as `run`.
 
-    Before the recording begins, `warm_up` steps are made without it. `warm_up` is at least one,
-    because the first step includes the compilation.
+    Before the recording begins, `warm_up` steps are made that are not recorded. `warm_up` is at
+    least one, because the first step includes the compilation.
     """
 
     def __init__(self, steps: int, warm_up: int):

@@ -143,7 +143,7 @@ class Traffic(NamedTuple):
     `every_step` is the number of bytes in each step, and `update_step` the number in a step that
     makes an update. `rows` lists the bytes by kind of collective and part of the step. `scalars`
     are totals by their names in summaries. `is_complete` is false if the update may be in functions
-    of TensorFlow, which are not examined; `scalars` is then empty.
+    of TensorFlow, which are not examined. If it is false, `scalars` is empty.
     """
 
     every_step: int

@@ -146,8 +146,8 @@ def is_last_step() -> tf.Tensor:
     """Returns whether the training step that is being built is the last one of its run.
 
     With ``GradientAccumulationOptimizer.flush = @is_last_step`` the last step of a run makes an
-    update from all gradients accumulated so far. They may be of fewer than K microbatch steps. If
-    `train_steps` is raised later, the run goes on from this update.
+    update from all gradients accumulated so far. The gradients may be of fewer than K microbatch
+    steps. If `train_steps` is raised later, the run goes on from this update.
 
     Returns:
       A boolean tf scalar: true on step `RunConfig.train_steps`.

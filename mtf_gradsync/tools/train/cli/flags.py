@@ -183,7 +183,7 @@ def whole_number(least: int = 1, below: int | None = None) -> Callable[[str], in
     """Returns a function, for `type=` of argparse, that parses a whole number of `least` or more.
 
     Unless `below` is None, the number also has to be less than `below`. The returned function
-    raises ArgumentTypeError for a text that is no such number.
+    raises ArgumentTypeError for any other text.
     """
 
     def read(text: str) -> int:

@@ -159,8 +159,8 @@ def _task_of_flags(args: argparse.Namespace) -> Task | None:
 def _process_of_flags(args: argparse.Namespace) -> dict[str, Any] | None:
     """Returns the values of --coordinator, --num_processes and --process_id, by name.
 
-    These flags make this process one of several with XLA devices. The result is None if none of the
-    three flags is given. Raises ConfigError if the flags' values do not fit together, or if flags
+    The three flags make this process one of several with XLA devices. The result is None if none of
+    these flags is given. Raises ConfigError if the flags' values do not fit together, or if flags
     of a cluster are given, too.
     """
     values = _all_or_none(args, _PROCESS)

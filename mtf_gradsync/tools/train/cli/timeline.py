@@ -129,8 +129,8 @@ def _left_config(args: argparse.Namespace) -> list[str]:
     """Returns the path of the config file that a run left in --model_dir, in a list.
 
     The list is empty without --model_dir. It is also empty if the run has left no config file, but
-    has a checkpoint, and --gin_file gives its config. In all other cases without a config file,
-    ConfigError is raised.
+    has a checkpoint, and --gin_file gives its config. If --model_dir is given and the run has no
+    config file, ConfigError is raised in all other cases.
     """
     if not args.model_dir:
         if not (args.gin_file or args.gin_param):
