@@ -43,9 +43,9 @@ class Use(NamedTuple):
       first: the mesh axes over which pending inputs are reduced before the operation, because one
         of the operation's inputs or outputs is split over them. None of them is a replica axis.
       summed_axes: the mesh axes that the operation itself sums over.
-      is_smaller: whether the result has fewer bytes than the pending sums that it is computed from,
-        without those that are also used otherwise. If so, the result is reduced in place of these
-        sums.
+      is_smaller: whether the operation's result has fewer bytes than the pending sums that it is
+        computed from. Sums that other operations read, too, are not counted. If true, the result is
+        reduced in place of the sums.
     """
 
     positions: tuple[int, ...]
@@ -271,10 +271,13 @@ class Flow:
     def _is_smaller_than_its_sums(self, target: mtf.Tensor, used: Counter[mtf.Tensor]) -> bool:
         """Returns whether reducing a target sends less than reducing the sums that it comes from.
 
-        Sums that something else uses as well do not count. `used` has for each tensor the number of
-        operations that read the tensor. The result is false if one of the sums is pending over
-        other mesh axes than the target. It is also false if a sum is cast to a narrower dtype on
-        the way to the target, because the sum is then reduced in its own, more precise dtype.
+        The bytes of the target are compared with the bytes of the sums. A sum that another
+        operation reads, too, is left out, because it may have to be reduced for that operation in
+        any case. `used` has for each tensor the number of operations that read it.
+
+        The result is false if one of the sums is pending over other mesh axes than the target. It
+        is also false if a sum is cast to a narrower dtype on the way to the target, because the sum
+        is then reduced in its own, more precise dtype.
         """
         operation, left = target.operation, target.shape.size * target.dtype.size
         is_sum = operation not in self.uses or operation in self.broadcast

@@ -240,7 +240,7 @@ class _ScaleInGradient(NamedTuple):
 def _seeds_of(graph: mtf.Graph) -> dict[mtf.Tensor, list[Seed]]:
     """Returns the gradients that `mtf.gradients` made in a graph, each with its seeds.
 
-    A seed is the tensor of ones that the call began with for one of the losses.
+    A seed is the tensor of ones with which a call of `mtf.gradients` began for one of its losses.
     """
     return {x: call.seeds for call in gradients_calls(graph) for x in call.outputs}
 
@@ -250,8 +250,9 @@ def _scale_in(
 ) -> _ScaleInGradient:
     """Returns which losses' scale is in a gradient, and an operation that keeps it there, if any.
 
-    Such an operation is not linear: after it, the scale cannot be taken out. `scaled` is the record
-    of the gradient's graph. `computed` is the result of `_seeds_of` for this graph.
+    An operation keeps a scale in a gradient if it is not linear: after the operation, the scale
+    cannot be taken out. `scaled` is the record of the gradient's graph. `computed` has, for each
+    gradient that `mtf.gradients` made in this graph, its seeds (from `_seeds_of`).
     """
     before = list(_walk_back([grad], scaled.unscaled, computed))
     owners = {scaled.unscaled[t] for t in before if t in scaled.unscaled}

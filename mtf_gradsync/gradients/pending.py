@@ -451,9 +451,10 @@ class PendingLowering(ExtensionLowering):
         return found
 
     def _lowered(self, operation: mtf.Operation, inputs: dict[mtf.Tensor, Any]) -> list[Any]:
-        """Lowers an operation with the lowered values `inputs` of its inputs; returns its outputs.
+        """Lowers an operation with the lowered values `inputs` of its inputs.
 
-        Afterwards the lowering has the same values for these inputs and outputs as before.
+        Returns the lowered values of the operation's outputs. After the call, the lowering has the
+        values for the inputs and outputs that it had before the call.
         """
         outputs = operation.outputs
         before = {t: self._tensors.get(t) for t in outputs}
@@ -467,7 +468,16 @@ class PendingLowering(ExtensionLowering):
 
 
 class _DeclaredUse(NamedTuple):
-    """Gradients that a wrapper uses; the fields are the arguments of `PendingSums.declare_use`."""
+    """Gradients that a wrapper uses, as `PendingSums.declare_use` was told.
+
+    Attributes:
+      tensors: the gradients.
+      reduced: whether the wrapper needs them reduced.
+      batch_dims: the names of the dimensions that the batch is split along; None finds them in the
+        graph.
+      strategy: the strategy that reduces the sums.
+      are_sums: whether the tensors are themselves sums over mesh axes.
+    """
 
     tensors: tuple[mtf.Tensor, ...]
     reduced: bool
@@ -493,8 +503,9 @@ class PendingSums(PlanExtension):
     ) -> None:
         """Declares, before the graph is lowered, that an operation will use gradients of one mesh.
 
-        The sums that such operations need reduced are reduced together, when the first operation
-        that needs one of them is lowered. This first operation may be one of the model's.
+        Operations that are declared in this way may need reduced sums. All of these sums are
+        reduced together, when the first operation that needs one of them is lowered. This first
+        operation may be one of the model's.
 
         Args:
           tensors: the gradients.
@@ -503,8 +514,8 @@ class PendingSums(PlanExtension):
             the graph.
           strategy: the strategy that reduces the sums.
           are_sums: whether the tensors are themselves sums over mesh axes, and are to be reduced
-            together even if the layout splits them so that each shard has a slice of its own. If
-            false, Mesh-TF reduces tensors that are split so one by one.
+            together in any case. If false, tensors that the layout splits so that each shard has a
+            slice of its own are left to Mesh-TF, which reduces them one by one.
         """
         if not tensors:
             return

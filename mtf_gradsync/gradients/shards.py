@@ -182,8 +182,8 @@ class Recoverability:
 def _is_computed_by_package(flow: Flow, grad: mtf.Tensor) -> bool:
     """Returns whether an operation of this package is among those that compute `grad`.
 
-    If one of them is, the dimensions of the operations' tensors do not tell what the gradient
-    depends on.
+    If an operation of this package is among them, the dimensions of the operations' tensors do not
+    tell what the gradient depends on.
     """
     return any(
         isinstance(op, (GradientOperation, ValuesAfter)) for op in flow.operations_before(grad)
@@ -276,8 +276,9 @@ def check_recoverable(
 def check_addable(grads: MaybeGradients, axes: ReplicaAxes, names: Sequence[str]) -> None:
     """Raises ValueError unless all gradients are sums of one term per shard.
 
-    `names` has the name of each gradient's variable, for the error. `grads` and `axes` are as for
-    `mixed_gradients`, which also says what counts as a sum of one term per shard.
+    `grads` are gradients that are not split by shard, and `axes` are the replica axes. `names` has
+    the name of each gradient's variable, for the error. A shard's term need not come from the
+    shard's own examples (see `mixed_gradients`).
     """
     mixed = mixed_gradients(grads, axes)
     if mixed:

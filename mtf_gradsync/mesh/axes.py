@@ -229,9 +229,10 @@ def resolve_axes(
 ) -> ReplicaAxes | None:
     """Returns the replica axes for a caller's arguments: `axes`, or those of the other arguments.
 
-    `mesh_shape`, `layout` and `batch_dims` are as for `ReplicaAxes`. Returns None if neither `axes`
-    nor mesh_shape and layout are given. Raises ValueError if `axes` is given together with
-    mesh_shape or layout, or if only one of mesh_shape and layout is given.
+    `mesh_shape` and `layout` are Mesh-TF's. `batch_dims` are the names of the dimensions that the
+    batch is split along. Returns None if neither `axes` nor mesh_shape and layout are given. Raises
+    ValueError if `axes` is given together with mesh_shape or layout, or if only one of mesh_shape
+    and layout is given.
     """
     if axes is not None:
         check_axes(axes)

@@ -172,7 +172,8 @@ class MoveAverages(Stage):
     """The stage that makes `average -= weight * (average - variable)` after each update.
 
     Attributes:
-      rule: the settings: decay and how it changes, from which the weight follows.
+      rule: the settings: the decay, and how it changes from update to update. The weight is usually
+        1 - decay.
       variables: the variables to average; None for all with a gradient.
       slots: the `SlotBook` in which the averages are recorded.
       name: the wrapper's name.

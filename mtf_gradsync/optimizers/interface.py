@@ -266,9 +266,9 @@ class TrainOptimizerInterface:
     def _share_of_shard(self, loss: mtf.Tensor) -> float:
         """Returns the factor by which a loss is multiplied before gradients are computed.
 
-        For losses of shards that are averaged, the number is 1/num_shards, or 1/(group size) if
-        shards are in groups. For losses that are summed, and for a loss without shard dims, the
-        number is 1.0. Raises ValueError if wrappers of the stack have different reductions.
+        If `loss` has a loss for each shard, and these are averaged, the factor is 1/num_shards, or
+        1/(group size) if shards are in groups. If they are summed, or if `loss` has no shard dims,
+        the factor is 1.0. Raises ValueError if wrappers of the stack have different reductions.
         """
         wrappers, names = self._wrappers(), self._stack_shard_names()
         dims = mtf.Shape([d for d in loss.shape.dims if d.name in names])

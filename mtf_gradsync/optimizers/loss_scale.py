@@ -361,7 +361,8 @@ class _SkipNotFinite(Stage):
     def _inner_stage_skips(self) -> bool:
         """Whether a stage inside skips gradients that are not finite.
 
-        If one does, the stage of the loss scale skips no step, and only changes the scale.
+        If a stage inside does, the stage of the loss scale skips no step, and only changes the
+        scale.
         """
         return any(stage.finite == "skips" for stage in self.inside)
 

@@ -129,7 +129,7 @@ class SameSlices(GradientOperation):
 
 
 class Agreed(GradientOperation):
-    """An operation that makes islands agree on a boolean: true if it is true on all, or on any.
+    """An operation that makes one boolean, the same on all islands, out of the islands' booleans.
 
     The input `holds` is a boolean tensor that may differ from island to island. The output has the
     same shape and is the same on all islands. With `by_any` the output is true if `holds` is true
@@ -318,7 +318,8 @@ class LossesOfPeriod:
     def bad_islands(self) -> mtf.Tensor:
         """Returns for each island whether it had a loss that is not finite in this period.
 
-        The result is a float32 mtf tensor `[islands...]`: 1 if the island had such a loss, else 0.
+        The result is a float32 mtf tensor `[islands...]`: 1 if the island had a loss that is not
+        finite, else 0.
         """
         return mtf.cast(mtf.equal(self.last, self._period), tf.float32)
 

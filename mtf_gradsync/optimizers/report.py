@@ -405,8 +405,8 @@ def reported(opt: AppliesGradients, axes: ReplicaAxes | None = None) -> dict[str
 
     Counts include the step with which they are fetched. Norms of shards belong to this step, too
     (to the microbatch step, if gradients accumulate). Some gradients exist only in steps with an
-    update, as inside accumulation. Their norms keep their values on other steps, and are NaN before
-    the first update of a session.
+    update, as inside accumulation. Norms of such gradients keep their values on other steps, and
+    are NaN before the first update of a session.
 
     If a stack has several wrappers of a kind, the values of the outermost have the plain names. The
     names of the other wrappers' values end with "/" and the wrapper's name.

@@ -122,9 +122,9 @@ class _UpdateParts(Stage):
 
         At least one of the variables must be one that can be split. A tensor among the arguments
         for the inner optimizer (`arguments`) must not have a dimension along which a variable is
-        split, because it would have to be split, too. And a variable must not have been updated in
-        this graph before if that update has gathered its slots. `grads` has the gradient, or None,
-        of each of `variables`.
+        split, because it would have to be split, too. And no earlier update in this graph may have
+        updated one of the variables and gathered its slots. `grads` has the gradient, or None, of
+        each of `variables`.
         """
         given = [v for g, v in zip(grads, variables) if g is not None]
         if given:

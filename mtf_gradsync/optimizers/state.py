@@ -296,8 +296,9 @@ def named_state(
       checkpointed: whether savers of global variables write it. If not, it is zero again in
         every new session and has no master copy on the host.
       stacked: whether Mesh-TF's autostack may join the variable with others into one.
-      start: the variable's first value if it is a number; else the first value is zero. A
-        checkpoint that does not have the variable is read with `start` as in `StateNote`.
+      start: a number, the variable's first value, which it also gets from a checkpoint that does
+        not have it. Or the name of another variable: the first value is then zero, and after a
+        checkpoint that does not have the variable it has that other variable's value.
       in_scope: whether `name` is not a full name, but a name in the current variable scope.
       **note: other fields of `StateNote`.
     """

@@ -215,8 +215,9 @@ class SyncReplicasOptimizer(SessionInterface, KeepsAverages):
           grads_and_vars: pairs as `compute_gradients` returns them.
           global_step: an mtf or tf variable, required. Steps with an update add one to it.
           name: name of the operation that advances global_step; None takes the wrapper's name.
-          weights: as for `apply_grads`.
-          **kwargs: as for `apply_grads`.
+          weights: how much the loss of the step stands for, such as its number of examples. None
+            takes the weights that `compute_gradients` was given, if any.
+          **kwargs: more arguments for `apply_grads` of the innermost optimizer.
 
         Returns:
           A flat list of mtf operations.

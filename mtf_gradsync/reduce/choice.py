@@ -201,7 +201,7 @@ def choose_the_best(
         for them if the mesh has GPUs of this process.
 
     Returns:
-      A new strategy with the settings of that row of the table which fits the mesh.
+      A new strategy: that of the row of the table above which fits the mesh.
 
     References:
       TensorFlow 1's `cross_tower_ops.choose_the_best`, which looks at kinds of devices and at

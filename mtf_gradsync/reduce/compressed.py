@@ -153,8 +153,8 @@ class CompressedAllReduce(Strategy):
 
         ((1 + u)**(L + 1) * (1 + v)**(n + 1) - 1) * sum |x_i| + (L * n + 1) * t / prescale.
 
-    This is about (L + 1) * u * sum |x_i|: each value is rounded once, and each sum once at each
-    level. The letters stand for these numbers:
+    This bound of the error is about (L + 1) * u * sum |x_i|, because each value is rounded once,
+    and each sum once at each level. The letters stand for these numbers:
 
     - u is the unit roundoff of the wire dtype: 2**-8 for bfloat16, and 2**-11 for float16.
     - v is the unit roundoff of float32, 2**-24.

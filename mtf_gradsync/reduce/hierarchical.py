@@ -327,11 +327,11 @@ class HierarchicalAllReduce(Strategy):
 
     A SIMD mesh has only the algorithm of its compiler, and all cores take part in the outer sum.
     All tensors of a range of sizes are summed at one level before the next level begins. The sums
-    of a level are one group (see `FusedAllReduce`), unless packs are asked for. With shards > 1
-    each core of an inner group sums only a part of the tensor over the outer axes. The parts are
-    then put together by another sum along the inner axes. This pays if the outer axes are slower
-    than the inner ones. The number of parts is then the number of cores in an inner group, whatever
-    shards is.
+    of a level are one group of sums (see `FusedAllReduce`), unless packs are asked for. With
+    shards > 1 each core of an inner group sums only a part of the tensor over the outer axes, and
+    another sum along the inner axes puts the parts together. That saves time if the outer axes are
+    slower than the inner ones. The number of parts is the number of cores in an inner group, for
+    any value of shards above 1.
 
     On a placement mesh bfloat16 and float16 are summed in float32 on each level, and the sum of
     each level is rounded.

@@ -34,8 +34,8 @@ def placement_mesh_impl(
 
     Use this function in place of ``mtf.placement_mesh_impl.PlacementMeshImpl(shape, layout,
     devices)``. Optimizer wrappers reduce gradients by their own strategy; the strategy of this mesh
-    reduces everything else: activations split over the model's dimensions, the loss, and
-    statistics that an optimizer sums.
+    reduces everything else: activations split over the model's dimensions, the loss, and sums that
+    an optimizer itself makes over split dimensions, such as Adafactor's means of squares.
 
     Args:
       shape: an input to `mtf.convert_to_shape`, for example "batch:4;model:2".

@@ -210,7 +210,8 @@ class Strategy(abc.ABC):
           maker: the object that makes the variables.
 
         Returns:
-          The variables, a `State`; none in this base class.
+          The strategy's `State`: a structure of the variables. It is empty in this base class,
+          which makes no variables.
         """
         del gradients, maker
         return ()

@@ -341,7 +341,8 @@ class StepPlan:
     def gating(self) -> Iterator[None]:
         """Returns a context that says that operations built inside need no gate of their own.
 
-        When the context has ended, the caller makes these operations wait for a gate.
+        When the context has ended, the caller makes the operations that were built inside wait for
+        a gate.
         """
         outer, self._is_gating = self._is_gating, True
         try:
@@ -600,8 +601,8 @@ def keep_sums_pending_outside(lowering: mtf.Lowering) -> Iterator[None]:
     """Returns a context for lowering a branch, at whose end sums reduced inside are pending again.
 
     The context is for sums that Mesh-TF itself leaves pending. Operations after the branch cannot
-    use a sum that was reduced in the branch, because the branch may be skipped. They reduce the sum
-    again.
+    use a sum that was reduced in the branch, because the branch may be skipped. So operations after
+    the branch reduce the sum again.
     """
     before = {
         tensor: lazy
@@ -621,9 +622,9 @@ def keep_sums_pending_outside(lowering: mtf.Lowering) -> Iterator[None]:
 def _shared_zeros() -> Callable[..., tf.Tensor]:
     """Returns an initializer of slices that makes one tensor for all slices of a shape and dtype.
 
-    Slices are copies of masters, and nothing runs their initializers. In a scope without an
-    initializer each slice would get a random one of its own: a fifth of a placement mesh's
-    operations.
+    The initializers of slices never run, because slices get their values as copies of masters. But
+    if a scope has no initializer, TensorFlow makes operations for a random initial value of each
+    slice. These would be a fifth of all operations on a placement mesh.
     """
     made: dict[Any, tf.Tensor] = {}
 

@@ -67,11 +67,11 @@ def gated_update(
 ) -> list[mtf.Operation]:
     """Builds an update that writes only when all gradients exist and all variables are read.
 
-    `make_update` makes the mtf operations of the update and returns those that write. The writing
-    operations are returned, and wait for the gradients `grads` and the reads. Inside another gated
-    update, or inside a branch, they need not wait themselves, because the operations around them
-    wait. If all gradients are None, the writing operations wait for nothing. `make_update` may
-    create variables (slots).
+    `make_update` makes the mtf operations of the update and returns those that write. It may create
+    variables (slots). The writing operations are returned. They wait for the gradients `grads`, and
+    for the reads of all variables. Inside another gated update, or inside a branch, they need not
+    wait themselves, because the other update or the branch waits. If all gradients are None, the
+    writing operations wait for nothing.
     """
     present = [g for g in grads if g is not None]
     if not present:
@@ -187,8 +187,8 @@ class WriteOrder(PlanExtension):
     def put_after(self, operation: mtf.Operation, before: Sequence[mtf.Operation]) -> None:
         """Makes an operation run after the operations `before`.
 
-        So whenever the operation runs, the operations `before` run, too. They have to be lowered
-        before the operation is lowered.
+        Whenever a step runs `operation`, it runs the operations `before`, too. The operations
+        `before` have to be lowered before `operation` is lowered.
         """
         self._after = {**self._after, operation: (*self._after.get(operation, ()), *before)}
 
@@ -355,7 +355,7 @@ class ProgramWrites(PlanExtension):
     def wait_for(cls, sums: Sequence[mtf.Tensor]) -> None:
         """Makes the program's assignments on a mesh wait for `sums`, tensors of this mesh.
 
-        Only assignments that the program makes after these tensors wait. If a branch is being
+        Only assignments wait that the program makes after the tensors `sums`. If a branch is being
         built, the call does nothing, because the branch itself waits.
         """
         plan = StepPlan.of(sums[0].graph)

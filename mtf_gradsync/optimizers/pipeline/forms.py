@@ -391,10 +391,10 @@ def _inner_dtype(dtype: tf.DType, opt: Any) -> tf.DType:
 def cast_for(opt: Any, gradients: GradientSet) -> GradientSet:
     """Casts gradients to the dtypes that the inner optimizer needs.
 
-    `opt` is the inner optimizer. Mesh-TF's MomentumOptimizer needs the dtypes of the variables'
-    values. Other optimizers get the gradients as they are. Raises ValueError for variables whose
-    values are narrower than float32 if Mesh-TF's AdamWeightDecayOptimizer is to decay them, because
-    it cannot decay such variables.
+    `opt` is the inner optimizer. If it is Mesh-TF's MomentumOptimizer, each gradient is cast to the
+    dtype of its variable's value. Other optimizers get the gradients as they are. Raises ValueError
+    for variables whose values are narrower than float32 if Mesh-TF's AdamWeightDecayOptimizer is to
+    decay them, because it cannot decay such variables.
     """
     of = [optimizer_of(opt, v) for v in gradients.variables]
     for one in dict.fromkeys(of):

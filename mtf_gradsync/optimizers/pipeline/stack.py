@@ -15,9 +15,9 @@ stack. `StepBuilder` makes the operations of the completed stack, stage by stage
 5. Conditions become blocks of stages that run in the same steps (`in_blocks`): the builder makes a
    branch for each.
 
-A stage that adds up gradients says in the same way, by a field of the set of gradients (`Mask`),
-which steps or shards it skips: from the mask follow the zeros in place of skipped gradients, the
-weights, and what outer stages are told.
+A stage that adds up gradients says which steps or shards it skips, by a field of the set of
+gradients (`Mask`). The mask tells later code where to put zeros in place of skipped gradients,
+which weights count, and what to tell outer stages about skipped gradients.
 """
 
 from __future__ import annotations
@@ -54,13 +54,14 @@ class Condition(NamedTuple):
     this scalar to `GradientSet.only_when`.
 
     Attributes:
-      when: the steps with an update, if the condition decides which steps make one: the number of
-        steps that an update takes, a function from the number of updates to such a number, or text
-        for `describe`. Only one stage of a stack can decide that. "" if the stage only skips some
-        updates.
+      when: in which steps there is an update, if the condition decides this: the number of steps
+        that an update takes, or a function from the number of updates to the number of steps, or
+        text for `describe`. Only one stage of a stack can decide in which steps there is an update.
+        "" if the stage only skips some updates.
       as_call: whether all that comes after the stage is one function call, so that steps that skip
         it are cheap.
-      counts_every_step: whether steps in which the scalar is false advance the global step, too.
+      counts_every_step: whether the global step also advances in steps in which the boolean scalar
+        is false.
     """
 
     when: Any = ""
@@ -69,7 +70,7 @@ class Condition(NamedTuple):
 
 
 class Stage:
-    """A piece of a wrapper's work on gradients before an update; the base class changes nothing.
+    """One step of a wrapper's work on gradients before an update; the base class changes nothing.
 
     A stage is a frozen dataclass, which does not change while a step is built: `apply` makes the
     operations of the step, and tells the builder what is to be made after the update or at the end.
@@ -272,8 +273,8 @@ class Stack(NamedTuple):
         The first value has the replica axes whose shards are numbered: those of the whole mesh,
         also inside islands; None if they are not known. The second value is true if a reduced
         gradient is a sum over several of these shards. It is false inside islands of one shard
-        each, where a reduced gradient belongs to a single shard. `number` and `grads` are as for
-        `axes_now`.
+        each, where a reduced gradient belongs to a single shard. `number` counts wrappers from the
+        outermost, which has the number 0. `grads` are the gradients that the wrapper has received.
         """
         around = self.segments[number].islands
         if around is None or around.inside is None:
@@ -403,7 +404,8 @@ def complete_stack(
 def with_conversions(segments: Sequence[Segment], takes_pending: bool) -> tuple[Segment, ...]:
     """Adds stages to segments so that each stage gets gradients of the form that it takes.
 
-    Where a stage would get another form, a stage that converts gradients is put before it. If
+    Where a stage would get another form than it takes, a stage that converts gradients is put
+    before it. If
     gradients are not reduced after the last stage, a reduction is added, unless `takes_pending` is
     true: then the optimizer inside takes pending gradients, because it has a wrapper inside that
     reduces them.
