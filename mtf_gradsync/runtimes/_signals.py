@@ -70,7 +70,7 @@ class Interruption(StopSignal):
 
 
 def signal_of(error: KeyboardInterrupt) -> int:
-    """Returns the number of the signal that caused a KeyboardInterrupt.
+    """Returns the number of the signal that caused `error`, a KeyboardInterrupt.
 
     `StopSignal` and `Interruption` put this number into the exception. If the exception has no
     number, the result is SIGINT.

@@ -48,10 +48,10 @@ def reshard(value: np.ndarray, num_shard_dims: int, new_shape: Sequence[int]) ->
     the values of consecutive old shards. If T is greater than S, some new shards get zeros, and no
     value is changed, so that nothing is rounded.
 
-    `value` has the shape `[shard dims...] + rest`. The number of its shard dims is
+    `value` has shard dims, followed by the dims of a variable. The number of its shard dims is
     `num_shard_dims`, which is 0 for a reduced sum. `new_shape` is the shape of the result: shard
-    dims of any number and sizes, followed by the same rest. The result has the dtype of `value`.
-    Raises ValueError if `new_shape` does not end with the rest.
+    dims of any number and sizes, followed by the same dims of the variable. The result has the
+    dtype of `value`. Raises ValueError if `new_shape` does not end with the dims of the variable.
     """
     value, new_shape = np.asarray(value), tuple(new_shape)
     rest = value.shape[num_shard_dims:]
@@ -186,9 +186,9 @@ class SavedCheckpoint:
         """The slots of the graph that begin as in a new run, by name.
 
         A checkpoint that has only some of the graph's slots is from a run in which other
-        optimizers, or none, updated some variables. These are the variables of which the checkpoint
-        has no slot, and all their slots begin as in a new run. Slots whose elements have different
-        initial values are left out. The result is {} if the checkpoint has no slots.
+        optimizers, or none, updated some variables. If the checkpoint has no slot of a variable,
+        all slots of the variable begin as in a new run. Slots whose elements have different initial
+        values are left out. The result is {} if the checkpoint has no slots.
         """
         own: list[StateNote] = self._graph.get_collection(STATE_COLLECTION)
         state, held = {note.name for note in own}, {n.name: n.held for n in own if n.held}

@@ -209,9 +209,9 @@ class Cluster(Membership):
     """A process as a task of a cluster. Use it as a context manager around all work on the mesh.
 
     The chief works inside its context. Any other task that reaches the end of its own context still
-    runs the operations that the chief places on the task's devices. It ends when the chief reaches
-    the end of the chief's context. An exception that leaves the context of one task ends the other
-    tasks with an error that quotes the exception.
+    runs the operations that the chief places on the task's devices. The task ends when the chief
+    reaches the end of the chief's context. An exception that leaves the context of one task ends
+    the other tasks with an error that quotes the exception.
 
     Attributes:
       task: the task that this process is.

@@ -195,8 +195,8 @@ class CopiesHook(tf.train.SessionRunHook):
     def _copies_with_checksums(self, session: Any) -> Iterator[tuple[_Copies, Sequence[bytes]]]:
         """Yields, for each slice that several cores hold, its copies and the checksum of each copy.
 
-        The slices are those of all variables. The checksums, which are computed now, are `bytes`
-        objects, in the order of the copies.
+        Slices of all variables are yielded. The checksums, which the devices of `session` compute
+        now, are `bytes` objects, in the order of the copies.
         """
         on_cores = _replica_session(session)
         checksums = None if on_cores is None else on_cores.checksums()
@@ -248,10 +248,11 @@ class _Copies(NamedTuple):
 
 
 def _copies_of(lowering: mtf.Lowering, variable: mtf.Variable) -> dict[_Copies, list[Any]]:
-    """Returns the copies of each slice of a variable, with the tf variables that hold them.
+    """Returns the copies of each slice of a variable, with the tf variables that hold the copies.
 
-    The result is a dictionary from the copies of a slice to their tf variables, in the order of
-    `_Copies.cores`. Slices that a single core holds are left out.
+    `lowering` is the lowering that has the variable. The result is a dictionary from the copies of
+    a slice to their tf variables, in the order of `_Copies.cores`. Slices that a single core holds
+    are left out.
     """
     laid_out = lowering.variables[variable]
     if isinstance(laid_out, HeldSlices):  # the holder's slices
@@ -277,7 +278,7 @@ def _copies_of(lowering: mtf.Lowering, variable: mtf.Variable) -> dict[_Copies, 
 
 
 def _bytes_of_numbers(value: np.ndarray) -> np.ndarray:
-    """Returns the bytes of each number of an array: uint8 of shape ``[numbers, bytes]``."""
+    """Returns the bytes of each number in `value`: a uint8 array ``[numbers, bytes]``."""
     return np.ascontiguousarray(value).reshape(-1).view(np.uint8).reshape(value.size, -1)
 
 
@@ -319,7 +320,7 @@ _INTEGERS = {1: tf.int8, 2: tf.int16, 4: tf.int32, 8: tf.int64}
 
 
 def _checksum(value: tf.Tensor) -> tf.Tensor:
-    """Returns a checksum of a tensor's bits, a uint8 tensor of 8 bytes.
+    """Returns a checksum of the bits of `value`, as a uint8 tensor of 8 bytes.
 
     The checksum is computed on TensorFlow's current device.
     """

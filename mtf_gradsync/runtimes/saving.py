@@ -41,7 +41,13 @@ _logger = logging.getLogger(__name__)
 
 
 class Differences(NamedTuple):
-    """The differences between the variables of a checkpoint and those of a graph."""
+    """The differences between the variables of a checkpoint and those of a graph.
+
+    `dropped` are the names that only the checkpoint has, and `new` the names that only the graph
+    has. Of the names in `new`, `adapted` are those that a wrapper derives from other values of the
+    checkpoint, and `slots` are slots that begin as in a new run. `unfit` are sentences about
+    variables that both have, but that cannot be restored.
+    """
 
     dropped: tuple[str, ...]  # names that only the checkpoint has
     new: tuple[str, ...]  # names that only the graph has
@@ -425,7 +431,7 @@ class TrainingSaver(RunSaver):
         arguments of `tf.train.Saver.save`, which this method overrides.
 
         Raises a TrainingError if files cannot be written, or if a trained variable or a sum of
-        gradients is not finite. The previous checkpoint is then as it was.
+        gradients is not finite. The previous checkpoint is not changed by a save that fails.
         """
         try:
             return super().save(sess, save_path, global_step, *args, **kwargs)

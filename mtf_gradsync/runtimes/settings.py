@@ -19,9 +19,9 @@ def session_config(
     Two defaults differ from TensorFlow's. First, placement is strict: with soft placement, an
     operation whose device string names no device (``cpu:9`` if there are eight) runs on another
     device without a message. Second, Grappler's arithmetic optimizer and its constant folding are
-    off. These two regroup sums and products differently from one session to the next. Two runs of
-    one program would differ by about 1e-7 more after each step, and a restarted run would not
-    repeat the first run. The price is that algebraic simplifications (hoisted common factors,
+    off. If they were on, they would regroup sums and products differently from one session to the
+    next. Two runs of one program would differ by about 1e-7 more after each step, and a restarted
+    run would not repeat the first run. The price is that algebraic simplifications (common factors,
     merged reshapes and transposes) are not made; the package's benchmarks have a table of what
     their absence costs.
 

@@ -29,7 +29,10 @@ def unused_path(path: Path) -> Path:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replaces a text file atomically: a killed process leaves the old or the new file."""
+    """Replaces the file `path` by one that has `text`.
+
+    The file is replaced atomically: a killed process leaves the old or the new file.
+    """
     write_bytes(path, text.encode("utf-8"))
 
 
@@ -89,7 +92,7 @@ def add_to_manifest(path: str) -> None:
 
 
 def remove_from_manifest(path: str) -> None:
-    """Removes a checkpoint from its directory's manifest.
+    """Removes the checkpoint `path` from its directory's manifest.
 
     Call this function before the checkpoint's files are written again.
     """
@@ -101,9 +104,10 @@ def remove_from_manifest(path: str) -> None:
 
 
 def differs_from_manifest(path: str) -> str | None:
-    """Returns in words how a checkpoint's files differ from the manifest's entry for them.
+    """Returns in words how the files of the checkpoint `path` differ from the directory's manifest.
 
-    The result is None if the files do not differ, or if the manifest does not have the checkpoint.
+    The manifest has the sizes of the files. The result is None if the files do not differ, or if
+    the manifest does not have the checkpoint.
     """
     prefix = Path(path)
     entry = _read_manifest(prefix.parent / MANIFEST_FILE).get(prefix.name)
@@ -153,7 +157,7 @@ UNREADABLE = (tf.errors.OpError, ValueError, LookupError, RuntimeError, TypeErro
 
 
 def find_damage(path: str, of_a_run: bool = True) -> str | None:
-    """Returns what is wrong with a checkpoint, in words; None if it is intact.
+    """Returns what is wrong with the checkpoint `path`, in words; None if it is intact.
 
     The whole checkpoint is read, so that TensorFlow compares checksums. If `of_a_run` is True, a
     checkpoint without a global step counts as damaged, too.
@@ -182,7 +186,13 @@ def find_damage(path: str, of_a_run: bool = True) -> str | None:
 
 
 class Start(NamedTuple):
-    """The checkpoint with which a session begins, and what to take from it."""
+    """The checkpoint with which a session begins, and what to take from it.
+
+    `path` is the checkpoint; if it is None, the session begins with initial values. `kept` are all
+    checkpoints of the run, from the oldest to the newest. `step` is the step of the checkpoint; 0
+    if it was not read. `new` are variables that the checkpoint lacks and that begin as in a new
+    run. `with_averages` says whether moving averages are restored in place of the variables.
+    """
 
     path: str | None = None  # the checkpoint to restore; None for initial values
     kept: tuple[str, ...] = ()  # all checkpoints of the run, from the oldest to the newest
@@ -198,9 +208,9 @@ class Start(NamedTuple):
 
         The yielded path is `path`, or the path of a temporary checkpoint that is made from `path`.
         If `with_averages` is True, a temporary checkpoint has moving averages in place of the
-        variables. If it is False and `new` names variables, a temporary checkpoint also has values
-        for these variables, which the function `initial_values` returns by name. Raises
-        NoAveragesError if averages are wanted and the checkpoint has none.
+        variables. If `with_averages` is False and `new` names variables, a temporary checkpoint
+        also has values for these variables, which the function `initial_values` returns by name.
+        Raises NoAveragesError if `with_averages` is True and the checkpoint has no averages.
         """
         if not self.path:
             yield None
@@ -297,7 +307,7 @@ def start_from_newest(model_dir: str) -> Start:
 
 
 def latest_checkpoint(model_dir: str) -> str | None:
-    """Returns the path of the newest checkpoint in a directory; None if there is none.
+    """Returns the path of the newest checkpoint in `model_dir`; None if there is none.
 
     The directory's state file says which checkpoint is the newest.
     """
@@ -305,7 +315,7 @@ def latest_checkpoint(model_dir: str) -> str | None:
 
 
 def checkpoint_state(model_dir: str) -> Any:
-    """Returns the content of a directory's state file, as a `CheckpointState`.
+    """Returns the content of the state file of `model_dir`, as a `CheckpointState`.
 
     The state file is TensorFlow's list of the directory's checkpoints. The result is None if the
     file is missing or cannot be read.
@@ -322,7 +332,7 @@ def _chosen(paths: list[str]) -> Start:
 
 
 def _paths_in_state_file(model_dir: str) -> list[str]:
-    """Returns the paths of the checkpoints in the state file, the newest last.
+    """Returns the paths of the checkpoints in the state file of `model_dir`, the newest last.
 
     The newest checkpoint is in the list even if its files are missing. The result is [] if the
     state file cannot be read.
@@ -353,7 +363,7 @@ def _paths_on_disk(model_dir: str) -> list[str]:
 
 
 def _step_of(path: str) -> int:
-    """Returns the step in a checkpoint's file name; -1 if the name has no step."""
+    """Returns the step in the file name of the checkpoint `path`; -1 if the name has no step."""
     match = re.search(r"model\.ckpt-(\d+)(\.index)?$", path)
     return int(match.group(1)) if match else -1
 
@@ -379,11 +389,11 @@ _DATA = re.compile(r"(model\.ckpt-\d+)\.data-\d+-of-\d+")
 
 
 def remove_leftovers(model_dir: str) -> None:
-    """Removes files that a killed process was writing or deleting; errors are ignored.
+    """Removes files that a killed process was writing or deleting in `model_dir`; ignores errors.
 
     No process may be writing to the directory. If a checkpoint's index is missing, the checkpoint's
-    data files are useless, and they are removed, too. But they are kept if the state file lists the
-    checkpoint, or is unreadable.
+    data files are useless, and they are removed, too. But the data files are kept if the state file
+    lists the checkpoint, or if the state file is unreadable.
     """
     with contextlib.suppress(OSError):
         state = checkpoint_state(model_dir)
@@ -440,8 +450,8 @@ def lock_model_dir(model_dir: str) -> Iterator[None]:
 def _lock(descriptor: int, model_dir: str) -> None:
     """Locks an open directory until its descriptor is closed or the process ends.
 
-    Raises a ConfigError if another run has the lock. On systems without locks, this function does
-    nothing.
+    `model_dir` is the directory's path, which the error names. Raises a ConfigError if another run
+    has the lock. On systems without locks, this function does nothing.
     """
     try:
         import fcntl

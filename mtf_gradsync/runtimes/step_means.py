@@ -26,8 +26,8 @@ class Measured(NamedTuple):
 class StepMeans:
     """The means over the training steps since the last line of the log.
 
-    The loss of an update is the mean over all of its microbatches. But only some of the newest
-    update's microbatch steps may have been made since the last line of the log. Then the means are
+    The loss of an update is the mean over all of its microbatches. If some microbatch steps of the
+    newest update were made before the last line of the log, and the others after it, the means are
     over all microbatch steps of this update.
     """
 
@@ -89,8 +89,8 @@ class StepMeans:
     def state(self) -> dict[str, Any] | None:
         """Returns the measurements that a resumed run needs, for JSON; None if it needs none.
 
-        A resumed run needs those since the last line of the log, and those of an update that is
-        not finished.
+        A resumed run needs the measurements of the steps since the last line of the log, and of the
+        microbatch steps whose update is not made yet.
         """
         if not self._since_line and not self._in_sums:
             return None

@@ -121,8 +121,8 @@ def stablehlo_to_hlo(module: str) -> bytes:
 def stablehlo_flops(module: str, device: Any) -> float:
     """Returns XLA's count of a StableHLO module's floating-point operations.
 
-    `module` is the module's text. `device` is any device of jax; the compiler for this device
-    counts. The operations in a loop are counted for one iteration.
+    `module` is the module's text. `device` is any device of jax, whose compiler does the counting.
+    The operations in a loop are counted for one iteration.
     """
     read = _hlo().HloModule.from_serialized_hlo_module_proto(stablehlo_to_hlo(module))
     try:

@@ -16,7 +16,7 @@ SLICES_COLLECTION = "TPU_VAR"
 
 
 def restored_lowering(hook: mtf.MtfRestoreHook) -> mtf.Lowering:
-    """Returns the lowering whose variables an `MtfRestoreHook` copies from masters to slices.
+    """Returns the lowering whose variables `hook` copies from masters to slices.
 
     A master is a whole variable, as checkpoints hold it; a slice is the part of a variable that a
     processor holds.

@@ -92,14 +92,14 @@ def tpu_replicate_context(name: str, num_replicas: int, pivot: tf.Operation) -> 
 
 
 def tpu_replicate_metadata(num_replicas: int) -> tf.Operation:
-    """Returns the operation that says how many cores run the TPU program around it."""
+    """Returns an operation that says that `num_replicas` cores run the TPU program around it."""
     from tensorflow.python.tpu.ops import tpu_ops
 
     return tpu_ops.tpu_replicate_metadata(num_replicas=num_replicas)
 
 
 def tpu_shard_context(num_replicas: int) -> ContextManager[None]:
-    """Returns a context manager that tells ``tf.tpu.cross_replica_sum`` the number of cores."""
+    """Returns a context manager in which ``tf.tpu.cross_replica_sum`` sums over `num_replicas`."""
     from tensorflow.python.tpu import tpu_function
 
     return tpu_function.tpu_shard_context(num_replicas)
@@ -108,7 +108,8 @@ def tpu_shard_context(num_replicas: int) -> ContextManager[None]:
 def tpu_replicated_input(tensors: Sequence[tf.Tensor], name: str) -> tf.Tensor:
     """Returns a tensor of a TPU program whose value on core i is `tensors[i]`.
 
-    All tensors in `tensors` must have the same dtype and the same shape.
+    All tensors in `tensors` must have the same dtype and the same shape. `name` is the name of the
+    operation.
     """
     from tensorflow.python.tpu.ops import tpu_ops
 
@@ -145,10 +146,10 @@ def xla_custom_call(
 
 
 def as_tensorflow_bfloat16(value: np.ndarray) -> np.ndarray:
-    """Returns an array in TensorFlow's bfloat16 if it is in another library's, with the same bytes.
+    """Returns the array `value`, with TensorFlow's bfloat16 if it has another library's bfloat16.
 
-    TensorFlow 2.12 has a bfloat16 type of its own, which is not the type of other libraries. Arrays
-    of other types than bfloat16 are returned as they are.
+    The bytes stay the same. TensorFlow 2.12 has a bfloat16 type of its own, which is not the type
+    of other libraries. Arrays of other types than bfloat16 are returned as they are.
     """
     own = tf.bfloat16.as_numpy_dtype
     if value.dtype.name == "bfloat16" and value.dtype != own:

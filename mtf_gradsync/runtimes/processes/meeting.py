@@ -42,7 +42,12 @@ _STRANGERS = 64
 
 
 class _Stranger(NamedTuple):
-    """A caller of process 0 that has not said yet which process it is."""
+    """A caller of process 0 that has not said yet which process it is.
+
+    `connection` is the connection to the caller, and `address` is the caller's address, for
+    messages. `challenge` is the random text for which the caller has to send a proof of the secret.
+    `since` is the time of the call, by `time.monotonic`.
+    """
 
     connection: Connection
     address: str
@@ -51,7 +56,12 @@ class _Stranger(NamedTuple):
 
 
 class Introduction(NamedTuple):
-    """The first message of a process to process 0."""
+    """The first message of a process to process 0.
+
+    `member` is the process, and `facts` are the settings that it was started with. `proof` proves
+    that the process has the secret, and `challenge` is a random text for which process 0 has to
+    send a proof in return.
+    """
 
     member: Member
     facts: dict[str, Any]  # the settings that the process was started with
@@ -212,9 +222,9 @@ class Host:
     ) -> None:
         """Ends the start of the job: raises an error here and in all processes that have come.
 
-        `connection` is the connection to a caller that is refused, in which the error is raised,
-        too; None if no caller is refused. `reason` is the text of the error, and `error` is the
-        error's class.
+        `connection` is the connection to a caller that is refused; the caller raises the error,
+        too. If no caller is refused, `connection` is None. `reason` is the text of the error, and
+        `error` is the error's class.
         """
         missing = error is MissingProcessesError
         for other in [connection, *(c for _, c in self._arrived.values())]:
@@ -280,8 +290,9 @@ def meet(
 ) -> dict[Member, Connection]:
     """Waits until all processes of a job have come; returns this process's connections to others.
 
-    Process 0 gets a connection to every other process. Each other process gets a connection to
-    process 0, whose address is `place`. `names` are the names of all processes in their order.
+    `me` is this process. Process 0 gets a connection to every other process. Each other process
+    gets a connection to process 0, whose address is `place`. `names` are the names of all processes
+    in their order.
     `facts` are settings that have to be equal in all processes; the keys are the names by which
     users know these settings. `timeout` is in seconds.
 
@@ -296,7 +307,12 @@ def meet(
 
 
 class MeetingResult(NamedTuple):
-    """The result of `meet_at`: the processes of a job of XLA devices, and where they have met."""
+    """The result of `meet_at`: the processes of a job of XLA devices, and where they have met.
+
+    `me` is this process, and `peers` has its connections to other processes. `bind_address` is the
+    address at which jax's coordinator listens on process 0; None for all addresses of the machine.
+    `loopback` is the host of the meeting if it is a loopback address, else None.
+    """
 
     me: Member
     peers: dict[Member, Connection]  # as `meet` returns them

@@ -268,11 +268,11 @@ class Watchdog:
     def _handle_request(self, kind: str, text: str) -> None:
         """Carries out a request that another thread of this process has made by `_request`.
 
-        With the `kind` "goodbye", this process has finished its work, and the others are told so.
-        With "failed", the others are told that this process ends with an error, whose reason is
-        `text`, and the watchdog's thread ends. Between "silence begins" and "silence ends" a
-        separate process sends this process's heartbeats, so that it is no error if the watchdog's
-        thread stands still.
+        With the `kind` "goodbye", this process has finished its work, and sends a message about it
+        to the other processes. With "failed", it sends them a message that it ends with an error,
+        whose reason is `text`, and the watchdog's thread ends. Between "silence begins" and
+        "silence ends" a separate process sends this process's heartbeats, so that it is no error if
+        the watchdog's thread stands still.
         """
         if kind == "goodbye":
             self._left.add(self._me)

@@ -194,8 +194,8 @@ def frame_leaders(meetings: Iterable[Meeting]) -> dict[tuple[str, int], int]:
     a core's number; the value is the number of the core whose frame this core uses. A core whose
     pair is missing has its own frame.
 
-    Cores that exchange nothing must not share a frame, because a frame is executed as a whole or
-    not at all. The loop may be in a branch that only some groups of cores take.
+    Cores that exchange nothing must not share a frame. A frame is executed as a whole or not at
+    all, but the loop may be in a branch that only some groups of cores take.
     """
     groups: dict[str, list[tuple[int, ...]]] = {}
     for meeting in meetings:
@@ -211,7 +211,12 @@ def frame_leaders(meetings: Iterable[Meeting]) -> dict[tuple[str, int], int]:
 
 
 class Agreement(NamedTuple):
-    """A predicate that has to have the same value on all cores of `group`."""
+    """A predicate that has to have the same value on all cores of `group`.
+
+    `kind` is "conditional" or "while loop", and `predicate` is the predicate in the user's graph,
+    as the text of a ``NodeDef``'s input. `meetings` are the names of the operations that the cores
+    have to reach together.
+    """
 
     kind: str  # "conditional" or "while loop"
     predicate: str  # the predicate in the user's graph, as the text of a NodeDef's input

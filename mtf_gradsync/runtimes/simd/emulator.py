@@ -475,9 +475,9 @@ class _Rewriter:
         """Returns the input from which a core's copy of a conditional or loop takes its predicate.
 
         `predicate` is the predicate's name in the user's graph, and `text` is the input that the
-        copy had before. If the predicate must have the same value on `core` and on other cores, a
-        node waits until the values on these cores have been compared, and the output of this node
-        is returned. If the predicate may differ between cores, `text` is returned.
+        copy had before. If the predicate may differ between cores, `text` is returned. If it must
+        have the same value on `core` and on other cores, the output of a new node is returned. The
+        new node waits until the values on these cores have been compared.
         """
         if not any(core in a.group for a in self._checks.get(predicate, ())):
             return text

@@ -167,7 +167,7 @@ def data_first(inputs: Iterable[str]) -> list[str]:
 
 
 def common_context(one: Context, other: Context) -> Context:
-    """Returns the loops and branches that two contexts share, the outermost first."""
+    """Returns the loops and branches that both contexts `one` and `other` have, outermost first."""
     size = 0
     while size < min(len(one), len(other)) and one[size] == other[size]:
         size += 1
@@ -383,6 +383,7 @@ def num_iterations(facts: GraphFacts, loop: Loop) -> int | None:
     """Returns a loop's number of iterations; None if it is not known from constants in the graph.
 
     The number is known if the loop counts from a constant to a constant, by a constant step.
+    `facts` describes the graph.
     """
     test = facts.inputs(facts.condition_of[loop])[0][0]
     if facts.node[test].op != "Less":

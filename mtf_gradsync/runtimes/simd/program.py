@@ -322,8 +322,8 @@ class Program:
         """The value for ``params["context"]`` of a model_fn that was written for TPUEstimator.
 
         A model_fn that was written for TPUEstimator makes its own ``SimdMeshImpl``, which takes the
-        place of this program's `mesh_impl`. So wrappers do not find this program's `mesh_impl` by
-        themselves any more.
+        place of this program's `mesh_impl`. So reading this property removes this program's
+        `mesh_impl` from the meshes that wrappers find by themselves in the graph.
         """
         forget_mesh(self.graph, self.mesh_impl)
         return TPUContext(self.mesh_impl.device_assignment)
@@ -432,7 +432,7 @@ class TPUContext:
         self.num_replicas: int = device_assignment.num_replicas
 
     def tpu_host_placement_function(self, **kwargs: Any) -> str:
-        """Returns the device of the host: always this machine's CPU."""
+        """Returns the device of the host: always this machine's CPU; `kwargs` are ignored."""
         del kwargs
         return "/device:CPU:0"
 

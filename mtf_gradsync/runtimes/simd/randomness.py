@@ -57,9 +57,9 @@ class StatelessRandomOps:
         """Makes a rewriter; nothing is rewritten yet.
 
         `facts` describes the user's graph. `add` is a function that adds a node to the rewritten
-        graph and returns this node. It takes the node's name, type and inputs. Its keyword
-        arguments are the values of attributes that are dtypes. `name` is the first part of the
-        names of the nodes that the rewriter adds; no other operation's name begins with it.
+        graph and returns this node. The function takes the node's name, type and inputs, and, as
+        keyword arguments, the node's attributes whose values are dtypes. `name` is the first part
+        of the names of the nodes that the rewriter adds; no other operation's name begins with it.
         """
         self._facts, self._add, self._name = facts, add, name
         # Name of a variable of words -> whether its operation has a seed.

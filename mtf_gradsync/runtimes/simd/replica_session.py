@@ -162,10 +162,10 @@ class ReplicaSession(abc.ABC):
 
         Returns:
           A dictionary with an entry for each variable. The key of an entry has a name for each
-          core, in physical order: the name of the tf variable that holds the core's slice. (All
-          cores have the same name if the variable is not split and TensorFlow has it once.) The
-          value of an entry has a checksum for each of these names. The result is None if TensorFlow
-          holds the values, so that operations of the graph can read them.
+          core, in physical order: the name of the tf variable that holds the core's slice. If
+          TensorFlow has a variable only once, all cores have the same name. The value of an entry
+          has a checksum for each core, in the same order. The result is None if TensorFlow holds
+          the values, so that operations of the graph can read the values.
         """
         return None
 
@@ -236,7 +236,7 @@ class ReplicaSession(abc.ABC):
         return saver.begin_save(self._session, path, global_step)
 
     def restore(self, path: str) -> None:
-        """Restores a checkpoint of `save`, or of any ``tf.train.Saver`` of the same variables.
+        """Restores the checkpoint `path`, which this package or any ``tf.train.Saver`` has written.
 
         If the checkpoint is from another mesh, values that each shard holds for itself (sums of
         accumulated gradients) are converted to this mesh's number of shards.
@@ -365,10 +365,11 @@ class ReplicaSession(abc.ABC):
 
 
 def copy_array(value: Any) -> Any:
-    """Returns a copy of an array, safe to feed; returns values of other types unchanged.
+    """Returns a copy of `value` if it is an array; values of other types are returned unchanged.
 
-    TensorFlow uses the memory of an aligned array that is fed. If a variable is set to a fed array,
-    or to a part of it, later updates of the variable write into this array.
+    A copy is safe to feed. TensorFlow uses the memory of an aligned array that is fed. If a
+    variable is set to a fed array, or to a part of it, later updates of the variable write into
+    this array.
     """
     return np.array(value) if hasattr(value, "__array__") else value
 
@@ -379,8 +380,8 @@ class VariableAccess:
     def __init__(self, graph: tf.Graph):
         """Finds, for each variable of `graph`, the operations by which it is read and assigned.
 
-        TensorFlow makes these operations together with the variable; operations that the program
-        itself adds later are not taken.
+        TensorFlow makes operations that read and assign a variable together with the variable, and
+        these are found. Operations that the program itself adds later are not taken.
         """
         self.read: dict[str, str] = {}  # variable -> name of a tensor that holds its value
         self._exists: dict[str, str] = {}
@@ -429,10 +430,11 @@ _HOOKS = ("training_hooks", "training_chief_hooks", "evaluation_hooks", "predict
 
 
 def lowerings_in(given: Any) -> list[mtf.Lowering]:
-    """Returns the lowerings in a `lowering` argument; raises TypeError if it can hold none.
+    """Returns the lowerings in `given`, which a user gave as an argument `lowering`.
 
-    The argument may be a lowering, a sequence of lowerings, None, or an ``EstimatorSpec`` or
-    ``TPUEstimatorSpec`` whose hooks restore a lowering.
+    `given` may be a lowering, a sequence of lowerings, None (the result is then empty), or an
+    ``EstimatorSpec`` or ``TPUEstimatorSpec`` whose hooks restore a lowering. Raises TypeError if
+    `given` is something else.
     """
     if given is None:
         return []

@@ -161,8 +161,9 @@ def find_effects(facts: GraphFacts) -> Effects:
 def written_variables(facts: GraphFacts) -> dict[str, list[str]]:
     """Returns the names of the variables that each operation of a program writes.
 
-    The result's keys are the names of the operations. A variable that holds a slice appears under
-    the name of its Mesh-TF variable. Operations that write no variable are not in the result.
+    `facts` describes the graph with the programs. The result's keys are the names of the
+    operations. A variable that holds a slice appears under the name of its Mesh-TF variable.
+    Operations that write no variable are not in the result.
     """
     written = {}
     for name in facts.order:
@@ -251,8 +252,9 @@ class _EffectFinder:
     def _find_ends(self) -> None:
         """Fills in `_turns`, `_exits` and `_merges`: where iterations, loops and conditionals end.
 
-        Each of these attributes is a dictionary from loops or conditionals to the names of nodes:
-        those at the end of an iteration, of the loop, or of the conditional.
+        The three attributes are dictionaries with lists of the names of nodes. `_turns` has, for
+        each loop, the nodes at the end of an iteration. `_exits` has, for each loop, the nodes at
+        the end of the loop. `_merges` has, for each conditional, the nodes at its end.
         """
         facts = self._facts
         for name in facts.order:
@@ -328,9 +330,10 @@ class _EffectFinder:
         """Returns the nodes to which edges have to lead so that the node `name` waits.
 
         The edges come from nodes that are in the loops and branches `context`, and edges cannot
-        lead into a loop. If `name` is in no loop inside `context`, the returned list has `name`
-        itself. If `name` is in such a loop, the list has the ``Enter`` node by which the variable
-        that `name` uses enters this loop; the list is empty if there is no such node.
+        lead into a further loop. If `name` is in no loop besides the loops in `context`, the
+        returned list has `name` itself. If `name` is in a further loop, the list has the ``Enter``
+        node by which the variable that `name` uses enters this loop. If there is no ``Enter`` node
+        of the variable, the list is empty.
         """
         facts = self._facts
         inner = facts.context[name][len(context) :]

@@ -292,8 +292,9 @@ def start_processes(
 class _Job(NamedTuple):
     """This process's place in a job, as ``jax.distributed`` needs it.
 
-    The fields are those of `JaxCluster`. If `local_device_ids` is None, the process uses all
-    devices of its machine. The other fields are never None.
+    `coordinator` is the address "host:port" of process 0, `num_processes` is the number of
+    processes, and `process_id` is this process's number. `local_device_ids` are the numbers of the
+    machine's devices that this process uses; None for all devices.
     """
 
     coordinator: str

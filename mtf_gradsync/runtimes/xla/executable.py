@@ -167,7 +167,12 @@ _COMPILING_VERSION = 2
 
 
 class CoreModule(NamedTuple):
-    """A core's program as the text of a StableHLO module. The other fields are as in `Hlo`."""
+    """A core's program as the text of a StableHLO module, with facts about its results.
+
+    `num_fetches` is how many results are fetches; they come first. `updated` has, for each further
+    result, the number of the parameter that it replaces. `has_randomness` says whether the program
+    draws random numbers.
+    """
 
     module: str
     num_fetches: int
@@ -230,8 +235,9 @@ def loaded(program: CoreModule, devices: Sequence[Any], cache: Cache) -> LoadedP
 def _describe_environment(devices: Sequence[Any]) -> str:
     """Describes the compiler and the devices, on which a compiled program depends, as one text.
 
-    The text has the version of jaxlib, the devices, XLA's flags and the kind of CPU. It is a part
-    of the cache key of a compiled program. `devices` are jax devices, one for each core.
+    The text has the version of jaxlib, the devices, XLA's flags and the kind of CPU. The cache key
+    of a compiled program is made from this text, among other things. `devices` are jax devices, one
+    for each core.
     """
     import jaxlib
 

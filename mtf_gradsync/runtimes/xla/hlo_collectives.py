@@ -162,9 +162,9 @@ def _sent_by_fused_all_reduce(all_reduce: Instruction, size: int) -> tuple[str, 
 
     `all_reduce` is the all-reduce, in a fusion with other operations. The returned kind is
     "reduce-scatter" if operations only cut parts out of the result of the all-reduce.
-    It is "all-gather" if the operands of the all-reduce are parts that were written into arrays of
-    zeros. In all other cases it is "all-reduce". The bytes are those that a core gives to the
-    collective. `size` is the number of bytes of the all-reduce's operands.
+    The kind is "all-gather" if the operands of the all-reduce are parts that were written into
+    arrays of zeros. In all other cases the kind is "all-reduce". The returned bytes are the bytes
+    that a core gives to the collective. `size` is the number of bytes of the all-reduce's operands.
     """
 
     def only_slices(value: Instruction) -> bool:

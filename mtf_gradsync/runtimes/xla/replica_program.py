@@ -54,8 +54,8 @@ def replica_program(program: Program, fetches: Sequence[Any] = ()) -> ReplicaPro
 
     `program` is what `tpu_program` yielded. `fetches` are tensors of the program, or names of such
     tensors. The tensors must not be inside loops or conditionals. Raises a ValueError if a fetch is
-    anything else. Raises an UnsupportedProgramError if HLO has nothing for one of the operations,
-    or if an input has no static shape.
+    anything else. Raises an UnsupportedProgramError if one of the operations has no counterpart in
+    HLO, or if an input has no static shape.
     """
     return _CoreExtraction(program, fetches).result()
 

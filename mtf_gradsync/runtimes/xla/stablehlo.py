@@ -81,7 +81,8 @@ def share_constants(operation: Any) -> None:
     """Replaces equal constant arrays in each block of an MLIR operation by the first of them.
 
     Equal arrays make a program large: TensorFlow makes an array of relative positions, for example,
-    once for each layer. Such an array may have a megabyte, and more than two megabytes as text.
+    once for each layer. An array of relative positions may have a megabyte, and more than two
+    megabytes as text.
     """
     from jaxlib.mlir import ir
 

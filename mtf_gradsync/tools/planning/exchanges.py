@@ -42,8 +42,8 @@ def exchanges_of(
 ) -> list[Exchange]:
     """Returns the collectives that run in a step, with their cores, bytes and counts.
 
-    Collectives between TPU slices have the axis `DCN` in the result. Collectives in which each core
-    is alone are left out.
+    Collectives between TPU slices have the axis `DCN` in the result. Collectives whose groups have
+    one core each are left out, because no data are exchanged in them.
 
     Args:
       compiled: the collectives of the compiled program. Collectives outside loops are taken from
@@ -52,7 +52,7 @@ def exchanges_of(
         from this report, because it says how many iterations a loop has. A loop counts as one
         iteration if the number is unknown.
       axes: a mapping from the groups of cores along mesh axes (a set of sets of core numbers) to
-        the axes' names, joined by "+". The function `groups_by_axes` returns such a mapping.
+        the axes' names, joined by "+": what the function `groups_by_axes` returns.
       cores: the number of cores.
       conditions: the value that all conditions of the program have in the step: True in a step with
         the update, and False in a step without it.

@@ -304,8 +304,8 @@ class TpuMachine:
           operation: HLO's name of the collective, such as "all-reduce".
           groups: the numbers of the cores in each group. The cores of a group exchange data with
             each other. Each group lies in one TPU slice, or consists of the cores at the same place
-            of several TPU slices. In the second case the cores of a chip share the chip's rate over
-            the network.
+            of several TPU slices. If the groups are over several TPU slices, the cores of a chip
+            share the chip's rate over the network.
           size: the bytes that each core gives to the collective.
         """
         if any(group[0] // self._of_slice != group[-1] // self._of_slice for group in groups):

@@ -37,7 +37,8 @@ def plan(
     No chips are needed: the real TPU compiler compiles each program on this computer. The predicted
     time of a step is the time of its operations plus the time of its collectives. The time of an
     operation is its roofline, which follows from the chip's published peak and bandwidth. The time
-    of a collective follows from the standard formulas and the links' published rates.
+    of a collective is computed from the bytes that it sends on a ring of chips, and from the links'
+    published rates.
 
     Args:
       build: a function that builds the training step in `simd.tpu_program`. It returns the program,

@@ -289,8 +289,8 @@ class Plan:
 def sorted_rows(rows: list[PlanRow]) -> tuple[PlanRow, ...]:
     """Returns the rows in the order of `Plan.rows`.
 
-    Rows of programs that fit into memory come first, the fastest program before the others. Rows
-    with a `PlanRow.doubt` come last.
+    Rows of programs that fit into memory come first; among them, a row with a shorter predicted
+    time for a token comes earlier. Rows with a `PlanRow.doubt` come last.
     """
 
     def key(row: PlanRow) -> Any:

@@ -70,8 +70,8 @@ def _events(line: Any, start: int) -> Iterator[tuple[Any, int, int]]:
     """Yields (event, begin, end) for the events of a line, in the order in which they begin.
 
     The times `begin` and `end` are in nanoseconds since the epoch. `line` is a line of a profile:
-    the events of one thread or stream. `start` is the time at which the profile begins. It is added
-    to the times of events in versions of jax that count these times from the begin of the profile.
+    the events of one thread or stream. `start` is the time at which the profile begins. Some
+    versions of jax count the times of events from this time; `start` is then added to them.
     """
     for event in sorted(line.events, key=lambda e: (e.start_ns, -e.duration_ns)):
         # Versions of jax count from the epoch, or from the begin of the profile.
@@ -82,8 +82,8 @@ def _events(line: Any, start: int) -> Iterator[tuple[Any, int, int]]:
 def _stats(event: Any) -> dict[str, Any]:
     """Returns the named values that a profile has noted for `event`, by name.
 
-    Such a value is, for example, the identifier of the program's run. If a name is repeated, its
-    first value is returned.
+    An example of a named value is the identifier of the program's run. If the event has a name
+    several times, the first value is returned.
     """
     found: dict[str, Any] = {}
     for name, value in event.stats:
@@ -201,7 +201,7 @@ class _ThreadPool:
         """Finds the task that began the program on a device, and that has led to `task`.
 
         The search goes back from `task` to the task that scheduled it, and so on. The result may be
-        `task` itself. It is None if no task on the way began a program.
+        `task` itself. The result is None if the search finds no task that began a program.
         """
         while task is not None and task not in self.starting_tasks:
             task = self._by.get(task)

@@ -250,10 +250,10 @@ def steps_until(
 def sums_of_updates(collectives: Mapping[str, Collective], graph: tf.Graph) -> set[str]:
     """Returns the names of the collectives that only steps with an update make.
 
-    A collective counts if it is in a branch and its result goes into a trained variable. It does
-    not count if its result goes only into a wrapper's own variables, because a wrapper may sum its
-    own variables also in steps without an update. `collectives` has the program's collectives by
-    name, and the collections of `graph` tell which variables are trained.
+    A collective is among them if it is in a branch and its result goes into a trained variable. A
+    collective whose result goes only into a wrapper's own variables is left out, because a wrapper
+    may sum its own variables also in steps without an update. `collectives` has the program's
+    collectives by name, and the collections of `graph` tell which variables are trained.
     """
     keys = tf.GraphKeys
     collections = (keys.GLOBAL_VARIABLES, keys.LOCAL_VARIABLES, STAND_INS, keys.TRAINABLE_VARIABLES)

@@ -314,8 +314,9 @@ class Timeline:
         """Makes a timeline; users call `timeline` or `Timeline.of` for this.
 
         `recorder` is a context manager that records steps: it gives an empty list, and adds the
-        recordings to this list at the end of the ``with`` block. It is None in `Timeline.of`, which
-        has the recordings already. `path` is the file to write a trace to; None to write no trace.
+        recordings to this list at the end of the ``with`` block. `recorder` is None if
+        `Timeline.of` makes the timeline, because the recordings exist already. `path` is the file
+        to write a trace to; None to write no trace.
         """
         self._recorder, self._path = recorder, path
         self._running: ContextManager[list[Recording]] | None = None
@@ -370,9 +371,10 @@ class Timeline:
     ) -> None:
         """Ends the recording, and writes the trace if the timeline has a path.
 
-        If an exception ends the block, `kind`, `error` and `trace` are its type, the exception and
-        its traceback, and no trace is written. Otherwise the three are None. Raises TimelineError
-        if no step was recorded, or if a core has no operation.
+        If an exception ends the block, `error` is the exception, and `kind` and `trace` are its
+        type and traceback; no trace of the steps is written. If no exception ends the block, the
+        three arguments are None. Raises TimelineError if no step was recorded, or if a core has no
+        operation.
         """
         recorder, self._running = self._running, None
         assert recorder is not None

@@ -93,8 +93,8 @@ _NAME = re.compile(r'loc\("([^"\\]*)"')
 def group_names(module: Any) -> list[str | None]:
     """Returns the name of each collective's group of sums, in the order of the collectives.
 
-    The collectives of a group may be combined into one. The name is None for a collective without a
-    group, which stays as it is. `module` is an MLIR module with all collectives.
+    The collectives of a group may be combined into one. The name is None for a collective that
+    belongs to no group and is not combined. `module` is an MLIR module with all collectives.
     """
     return [_group(op) for op in _collectives(module)]
 
@@ -306,9 +306,9 @@ def _packable_operand(member: _Member, stacks: bool) -> Any:
     """Returns the operand of the collective `member`, reshaped for a concatenation with others.
 
     If `stacks` is True, all operands have the same shape, and the returned value has a new first
-    dimension of size 1. If `stacks` is False, the returned value is flat for an all-reduce. It is a
-    matrix with one row for an all-gather, and a matrix with a row for each core for a
-    reduce-scatter.
+    dimension of size 1. If `stacks` is False, the returned value depends on the collective. For an
+    all-reduce it is flat. For an all-gather it is a matrix with one row. For a reduce-scatter it is
+    a matrix with a row for each core.
     """
     x, shape, axis = member.op.operands[0], list(member.given), member.axis
     if stacks:

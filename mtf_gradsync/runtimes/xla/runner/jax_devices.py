@@ -24,8 +24,9 @@ class DevicesError(StepError, RuntimeError):
 def devices_errors(in_step: bool = True) -> Iterator[None]:
     """Turns XLA's errors in a ``with`` block into `DevicesError`, with XLA's message and a remedy.
 
-    `in_step` says whether the block runs a step. If it is False, the block compiles a program. Then
-    only errors about too little memory become a `DevicesError`, and other errors stay as they are.
+    `in_step` says whether the block runs a step. If `in_step` is False, the block compiles a
+    program: only errors about too little memory become a `DevicesError`, and other errors stay as
+    they are.
     """
     try:
         yield
@@ -59,9 +60,9 @@ COUNT_FLAG = "--xla_force_host_platform_device_count"
 class DeviceValues:
     """An argument or a result of a program: its value on each core of this process.
 
-    jax has two forms for such values: a list of single-device arrays (`arrays`), and one array over
-    all devices of the program (`joined`). An object of this class begins with one of the forms, and
-    makes the other one when it is asked for.
+    jax can represent the values in two ways: as a list of single-device arrays (`arrays`), or as
+    one array over all devices of the program (`joined`). An object of this class begins with one of
+    the two, and makes the other when it is asked for.
     """
 
     def __init__(self, arrays: Sequence[Any] | None = None, joined: Any = None):
@@ -84,9 +85,9 @@ class DeviceValues:
     def joined(self, sharding: Any) -> Any:
         """Returns the values as one jax array over all devices of the program.
 
-        `sharding` is the array's jax sharding, which replicates over these devices. It tells jax
-        that all devices have equal values, but the values may differ: the sharding only has to say
-        that each device has an array of the full shape.
+        `sharding` is the array's jax sharding, which replicates over these devices. A replicating
+        sharding means that all devices have equal values. The values may differ nevertheless: it is
+        used because with it each device has an array of the full shape.
         """
         import jax
 
@@ -252,8 +253,8 @@ def _exchange(devices: tuple[Any, ...], how: str) -> tuple[list[Any], Any, Calla
     """Returns one device of each process, a jax sharding, and a function that exchanges rows.
 
     `devices` are the devices of all processes. The sharding puts one row of an array on one device
-    of each process. The function is compiled. It takes such an array, and returns all rows
-    (how="gather") or their sum (how="sum") on each of these devices.
+    of each process. The function is compiled. It takes an array with this sharding, and returns on
+    each of the devices all rows of the array (how="gather"), or the sum of the rows (how="sum").
     """
     import jax
 

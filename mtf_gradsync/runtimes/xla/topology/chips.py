@@ -67,7 +67,7 @@ CHIPS = (
 
 
 class Rates(NamedTuple):
-    """The rates of one core, per second."""
+    """The rates of one core: floating-point operations, and bytes of its memory, per second."""
 
     flops: float  # floating-point operations of multiplications in bfloat16
     bytes: float  # bytes that the core reads from its memory and writes to it

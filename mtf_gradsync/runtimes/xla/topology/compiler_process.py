@@ -52,12 +52,12 @@ def compile_in_process(
         end the process.
 
     Returns:
-      If libtpu does not know the topology, a dict with "no_topology": libtpu's message. If it does,
-      a dict about the topology, with "device_kind", "num_cores" and "places": for each core, the
+      If libtpu does not know the topology, a dict with "no_topology": libtpu's message. If libtpu
+      knows it, a dict with "device_kind", "num_cores" and "places", which has, for each core, the
       coordinates of its chip and its number on the chip. If the program was compiled, the dict also
-      has "seconds", the time of the compilation. It then has "memory" with the fields of
-      `CoreMemory`, too, and "cost" with the compiler's estimates by name. If the compiler refused
-      the program, the dict has "error".
+      has "seconds", the time of the compilation, "memory" with the fields of `CoreMemory`, and
+      "cost" with the compiler's estimates by name. If the compiler refused the program, the dict
+      has "error", the reason.
 
     Raises:
       CompilerDiedError: when the process ended without an answer.

@@ -185,8 +185,9 @@ class OneMoreIteration(NamedTuple):
 def with_one_more_iteration(module: str) -> tuple[list[OneMoreIteration], int]:
     """Makes, for each loop of a program, a program with one more iteration of this loop.
 
-    `module` is the StableHLO of the original program. An iteration of the loop costs the difference
-    between the estimates of the new program and of the original one.
+    `module` is the StableHLO of the original program. An iteration of a loop costs the difference
+    between the estimate of the program that was made for the loop and the estimate of the original
+    program.
 
     Returns:
       The new programs, and the number of loops whose iterations cannot be counted: these loops, or
