@@ -272,7 +272,7 @@ def meshes_made() -> list[tuple[mtf.Shape, mtf.LayoutRules]]:
 
 
 def forget_mesh(graph: tf.Graph, mesh_impl: mtf.MeshImpl) -> None:
-    """Removes a mesh from the record of meshes that were made in a graph; see `meshes_made`."""
+    """Removes a mesh from the record of meshes made in a graph, which `meshes_made` returns."""
     made = graph.get_collection_ref(MESHES)
     made[:] = [mesh for mesh in made if mesh is not mesh_impl]
 

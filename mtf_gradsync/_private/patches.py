@@ -342,8 +342,8 @@ def check_imported_shapes() -> None:
 
     Without this patch, a program can train on a part of the batch and not notice it. This happens
     if the imported tensor is larger than the mtf tensor, and TensorFlow does not know the imported
-    tensor's shape when the step is built: a mesh then takes only as much of the input as the mtf
-    tensor holds.
+    tensor's shape when the step is built. A mesh then takes only as much of the imported tensor as
+    the mtf tensor holds.
     """
 
     def with_checked_shape(init: Any) -> Any:
@@ -419,9 +419,9 @@ def draw_by_step() -> None:
 
     Mesh-TF seeds TensorFlow's generators by Python's random numbers and hash, and the generators
     begin anew in each session. The patch has an effect in a graph with a seed and a global step (a
-    resource variable): the same program then gets the same random numbers in each process, and in a
-    run that was resumed. In loops, and in graphs without a seed or a global step, random numbers
-    are made as without this package.
+    resource variable). With the patch, the same program gets the same random numbers in each
+    process, and in a run that was resumed. In loops, and in graphs without a seed or a global step,
+    random numbers are made as without this package.
     """
 
     def by_step(random: Any) -> Any:

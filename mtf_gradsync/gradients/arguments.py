@@ -143,9 +143,9 @@ def check_one_mesh(grads: MaybeGradients, what: str) -> None:
 
 
 class PassedOnArguments(NamedTuple):
-    """The arguments of `apply_grads` after gradients and variables.
+    """The further arguments of a call of `apply_grads`, after gradients and variables.
 
-    Wrappers pass these arguments on to the innermost optimizer.
+    Wrappers pass these arguments on to `apply_grads` of the innermost optimizer.
     """
 
     positional: tuple[Any, ...] = ()

@@ -89,9 +89,9 @@ class Flow:
 
     The forecast follows the operations that compute the target tensors, back to tensors that are
     split by shard, so that each shard holds its own data. Other operations that read a pending sum
-    found on the way are also followed. This is because Mesh-TF makes the gradients of all inputs of
-    an operation, whether they are used or not: a sum is to be reduced for an operation only if the
-    operation's result is used.
+    found on the way are also followed, to find out whether their results are used. Mesh-TF makes
+    the gradients of all inputs of an operation, also those that nothing uses. A sum is to be
+    reduced for an operation only if the operation's result is used.
 
     Attributes:
       operations: the operations that the forecast follows.

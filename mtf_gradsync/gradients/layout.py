@@ -233,8 +233,8 @@ def find_replica_axes(targets: Sequence[mtf.Tensor], names: Sequence[str]) -> Re
     """Returns the replica axes of the program's only mesh, found by the names of batch dimensions.
 
     The replica axes are the mesh axes that split the dimensions `names`. If a name is not a
-    dimension of any tensor, a warning says so, and other axes are taken in its place: those that
-    split the inputs of `targets` (gradients of one graph). Returns None if the program has made no
+    dimension of any tensor, a warning says so. The mesh axes that split the inputs of `targets`
+    (gradients of one graph) are then taken in its place. Returns None if the program has made no
     mesh or several, if the targets are on several meshes, or if the mesh splits none of the
     dimensions.
     """

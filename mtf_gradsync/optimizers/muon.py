@@ -36,10 +36,11 @@ class MuonOptimizer(InnerOptimizer):
     Every variable of two or more dimensions is taken as a matrix. Which dimensions are inputs and
     which are outputs follows from the model's first product with the variable. Other dimensions
     number several matrices (experts), each of which is made orthogonal by itself. Vectors, scalars,
-    embeddings and the last layer need another optimizer: see `ByVariable`. Arithmetic is in float32
-    at least. A matrix that the mesh splits is gathered once for all Newton-Schulz steps. There is
-    one exception: a matrix of which only the longer side is split stays split if the products x x^T
-    of all steps together have fewer bytes than the matrix.
+    embeddings and the last layer need another optimizer: `ByVariable` gives groups of variables
+    different optimizers. Arithmetic is in float32 at least. A matrix that the mesh splits is
+    gathered once for all Newton-Schulz steps. Not gathered is a matrix of which the mesh splits
+    only the longer side, if the products x x^T of all steps together have fewer bytes than the
+    matrix.
 
     The slot of a variable is `<variable>/muon_m`, the mean m, laid out like the variable and at
     least float32 (or as `slot_dtype` says). With rounding="stochastic", if the variable or its slot
@@ -224,8 +225,8 @@ def matrix_of(variable: mtf.Variable) -> Matrix:
     """Returns which dimensions of a variable are inputs and outputs in the model's first product.
 
     The result has the positions of inputs and outputs in the variable's shape. If the graph has no
-    product of activations and the variable, the matrix is taken as in Mesh-TF's dense layers: the
-    first dimension is the input, and the other dimensions together are the outputs.
+    product of activations and the variable, the dimensions are those of Mesh-TF's dense layers. The
+    first dimension is then the input, and the other dimensions together are the outputs.
     """
     found = _VariableUses.of(variable.graph).matrices.get(variable.name)
     return found or Matrix((0,), tuple(range(1, variable.shape.ndims)))
@@ -236,10 +237,11 @@ def is_hidden_matrix(variable: mtf.Variable) -> bool:
     """Returns whether a variable is a matrix of a hidden layer, for groups of `ByVariable`.
 
     A matrix of a hidden layer is a variable of two or more dimensions that the model multiplies by
-    activations. There are three exceptions: tables in which the model looks rows up (embeddings);
-    variables that have the looked-up dimension of such a table, as the last layer has that of the
-    vocabulary; and variables with "embedding", "softmax" or "logits" in their names. If no
-    operation of the graph uses a variable yet, its name and number of dimensions decide.
+    activations. Three kinds of variables do not count. Tables in which the model looks rows up
+    (embeddings) do not. Nor do variables that have the dimension of a table along which rows are
+    looked up: the last layer, for example, has the dimension of the vocabulary. Nor do variables
+    with "embedding", "softmax" or "logits" in their names. If no operation of the graph uses a
+    variable yet, its name and number of dimensions decide.
 
     Examples:
       >>> mesh, size = mtf.Mesh(mtf.Graph(), "mesh"), mtf.Dimension("size", 2)

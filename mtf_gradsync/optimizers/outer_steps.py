@@ -209,10 +209,10 @@ class StepsOfIslands:
         """Returns, from weights of shards, a factor for each island and the weights inside it.
 
         The factors, `[islands...]`, are the total weight of all islands divided by the weight of
-        the island, or 0 for an island without data. An island's term of the weighted mean over the
-        batch, times the island's factor, is the weighted mean over the island's part of the batch.
-        In the returned weights the total is the total weight of an island: a scalar that has
-        another value on each island.
+        the island, or 0 for an island without data. They turn gradients of the weighted mean over
+        the batch into gradients of the weighted mean over an island's part of the batch: an
+        island's term of the former, times its factor, is the latter. In the returned weights,
+        `total` is the total weight of an island: a scalar that has another value on each island.
         """
         islands, axes = self._islands, self._settings.all_axes
         assert axes is not None  # or there would be one island

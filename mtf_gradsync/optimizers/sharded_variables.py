@@ -189,8 +189,9 @@ class SlotShapes(NamedTuple):
     """Two shapes of a slot, in which several smaller dimensions take the place of one dimension.
 
     The first of the smaller dimensions has the size of the mesh axis that splits the slot's
-    dimension, and is split over that axis. After it comes one dimension for each replica axis, and
-    the last one has the remaining size. Reshaping the slot to one of the two shapes moves no data.
+    dimension, and is split over that axis. After it come a dimension for each replica axis, and a
+    last dimension with the remaining size. To reshape the slot to the shape `full` moves no data
+    between processors.
 
     Attributes:
       full: the shape in which the layout does not split the dimensions for replica axes.

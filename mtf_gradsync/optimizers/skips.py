@@ -563,8 +563,8 @@ class ReportsSkips(Wrapper):
     def make_session_run_hook(self) -> WatchHook:
         """Returns a session hook that logs skipped steps and raises `NoUpdateError`, for TPUs.
 
-        On other devices than TPUs the hook does nothing: on placement meshes the step itself prints
-        the log line and fails, and with CPU replicas and XLA devices the session logs the line and
+        On other devices than TPUs the hook does nothing. On placement meshes the step itself prints
+        the log line and fails. With CPU replicas and XLA devices the session logs the line and
         raises the error. The hook's `begin` raises ValueError if no gradients were applied before.
         """
 

@@ -267,7 +267,8 @@ class Wrapper(TrainOptimizerInterface, mtf.optimize.Optimizer):
     def progress_fields(self) -> dict[str, mtf.Tensor]:
         """Returns the values that training shows next to the loss, by the names in `shown`.
 
-        The values are those of `reported`; names for which there is no value are left out.
+        They are taken from what the method `reported` returns. Names in `shown` for which there is
+        no value are left out.
         """
         values = self.reported() if self.shown else {}
         return {name: values[tag] for name, tag in self.shown if tag in values}

@@ -103,8 +103,9 @@ class CollectiveAllReduce(OneLevel):
         A SIMD mesh may have any devices, as it runs no collectives.
 
         Raises:
-          ValueError: as in `Strategy.check`, or two processors of a group on a placement mesh have
-            the same device, or devices of two kinds.
+          TypeError: mesh_impl is not a mesh, or groups is not a `ProcessorGroups`.
+          ValueError: the groups are not of this mesh, or two processors of a group on a placement
+            mesh have the same device, or devices of two kinds.
         """
         super().check(mesh_impl, groups)
         if not is_simd(mesh_impl):

@@ -460,9 +460,9 @@ class HierarchicalAllReduce(Strategy):
 def check_spec(spec: Any) -> tuple[AllReduceSpec, ...]:
     """Returns the entries of `HierarchicalAllReduce`'s `spec`, one for each range of sizes.
 
-    In the result each entry has all three fields: where `spec` does not give the number of shards,
-    it is 1; where `spec` gives no limit, or the limit None, the limit is -1. Raises ValueError if
-    an entry is invalid, or if the limits do not rise from entry to entry and end with -1.
+    In the result each entry has all three fields. If an entry of `spec` lacks the number of shards,
+    the number is 1. If it has no limit, or the limit None, the limit is -1. Raises ValueError if an
+    entry is invalid, or if the limits do not rise from entry to entry and end with -1.
     """
     entries = spec if isinstance(spec, list) else [spec]
     if not entries:

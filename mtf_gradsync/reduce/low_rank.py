@@ -87,7 +87,7 @@ def orthonormal(matrices: Sequence[tf.Tensor]) -> tuple[tf.Tensor, ...]:
 
 
 def _orthonormal(x: tf.Tensor) -> tf.Tensor:
-    """Makes the columns of matrices of one shape orthonormal; see `orthonormal`.
+    """Makes the columns of matrices of one shape orthonormal; `orthonormal` calls this.
 
     The matrices are stacked: `x` and the result are float32 tensors ``[matrices, rows, rank]``.
     """
@@ -434,10 +434,10 @@ class LowRankAllReduce(GradientStrategy):
 def _factor_shape(gradient: GradientOfCores, matrix: _Matrix) -> mtf.Shape:
     """Returns the shape of the variable that keeps the transposed factors Q of a gradient.
 
-    A factor Q has the shape [columns, rank], and the variable has it as [rank, columns]: its last
-    dimensions are the rank and the gradient's dimensions that make the columns of the matrix. If
-    the layout splits dimensions that make the rows, the variable's first dimensions number the
-    slices of the gradient: each slice has its own Q.
+    A factor Q has the shape [columns, rank], and the variable holds it as [rank, columns]. So the
+    variable's last dimensions are the rank, and those dimensions of the gradient that make the
+    columns of the matrix. If the layout splits dimensions that make the rows, each slice of the
+    gradient has its own Q. The variable's first dimensions then number the slices.
     """
     slices = [
         mtf.Dimension(dim.name, dim.size // size)

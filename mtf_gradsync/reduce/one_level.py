@@ -160,7 +160,9 @@ class ReductionToOneDevice(OneLevel):
         """Raises an error if this strategy cannot sum over `groups` on this mesh.
 
         Raises:
-          ValueError: as in `Strategy.check`, or reduce_to_device is not on the placement mesh.
+          TypeError: mesh_impl is not a mesh, or groups is not a `ProcessorGroups`.
+          ValueError: the groups are not of this mesh, or reduce_to_device is not on the placement
+            mesh.
         """
         super().check(mesh_impl, groups)
         if self.reduce_to_device is not None and not is_simd(mesh_impl):

@@ -255,10 +255,11 @@ class _ReduceScatter(NamedTuple):
 def _plan_reduce_scatters(mesh_impl: Any, cuts: Cuts) -> list[_ReduceScatter]:
     """Returns the reduce-scatters that give each core its part of a sum, in their order.
 
-    `cuts` says which axes of the tensor are split, and over which mesh axes: there is one
-    reduce-scatter for each pair of axes. But if there is one pair, and its mesh axis has all cores
-    of the mesh, an even number above `_SCATTERED_AT_ONCE`, there are two reduce-scatters: on TPUs,
-    these send fewer bytes than one.
+    `cuts` has a pair for each axis of the tensor that is split: this axis, and the mesh axis over
+    which it is split. There is one reduce-scatter for each pair, with one exception. If there is a
+    single pair, and its mesh axis has all cores of the mesh, an even number above
+    `_SCATTERED_AT_ONCE`, there are two reduce-scatters. On TPUs the two send fewer bytes than one
+    would.
     """
     if len(cuts) > 1:
         each = [

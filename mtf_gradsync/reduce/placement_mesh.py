@@ -71,8 +71,8 @@ class PlacementMeshImpl(mtf.placement_mesh_impl.PlacementMeshImpl):
     - Coordinates of processors are Python numbers.
     - If `share_copies` is true, processors share copies of equal slices.
 
-    All other methods are those of Mesh-TF's placement mesh. See `placement_mesh_impl` for the
-    arguments of the constructor.
+    All other methods are those of Mesh-TF's placement mesh. `placement_mesh_impl` makes objects of
+    this class, and describes the arguments of the constructor.
     """
 
     def __init__(

@@ -56,10 +56,11 @@ class Blocks(NamedTuple):
 def encode(x: tf.Tensor, blocks: Blocks) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
     """Quantizes blocks of numbers, a float32 tensor `x` of shape ``[..., numbers of a block]``.
 
-    Returns three tensors: the quantized numbers, int8 ``[..., bytes of a block's numbers]``; the
-    scales, bfloat16 ``[..., 1]``; and the quantization error, float32 of the shape of `x`, which is
-    `x` minus what `decode` returns. The error is exact in float32 on every device, because a scale
-    has only 8 bits. A block with an infinity or a NaN has the scale NaN and the error 0.
+    Returns three tensors. The first has the quantized numbers, int8 ``[..., bytes of a block's
+    numbers]``. The second has the scales, bfloat16 ``[..., 1]``. The third has the quantization
+    error, float32 of the shape of `x`: `x` minus what `decode` returns. The error is exact in
+    float32 on every device, because a scale has only 8 bits. A block with an infinity or a NaN has
+    the scale NaN and the error 0.
     """
     finite = tf.reduce_all(tf.math.is_finite(x), -1, keepdims=True)
     top = tf.reduce_max(tf.abs(x), -1, keepdims=True)
@@ -137,7 +138,8 @@ def _to_eight_bits(x: tf.Tensor) -> tf.Tensor:
 def _largest_scale(largest: int) -> np.float32:
     """Returns the largest scale of 8 significant bits whose product with `largest` is finite.
 
-    `largest` is the largest integer that is sent; see `Blocks.largest_integer`.
+    `largest` is the largest integer that is sent (`Blocks.largest_integer`). The product has to be
+    finite in float32.
     """
     mantissa, exponent = math.frexp(float(np.finfo(np.float32).max) / largest)
     return np.float32(math.ldexp(math.floor(mantissa * 2**8), exponent - 8))

@@ -173,9 +173,9 @@ SumFn = Callable[[Sequence[Any], ProcessorGroups, Sequence[int]], Sequence[Any]]
 def simd_wire_dtype(mesh_impl: Any, dtype: tf.DType, groups: ProcessorGroups) -> tf.DType:
     """Returns the dtype in which Mesh-TF sends values of `dtype` over a SIMD mesh.
 
-    Most dtypes are sent as float32: float64 loses precision, and integers are exact up to 2**24.
-    bfloat16 is sent as it is if groups run along mesh axes and have at most 8 processors (this
-    limit is an argument of `SimdMeshImpl`).
+    Most dtypes are sent as float32: float64 values lose precision, and integers are exact up to
+    2**24. But bfloat16 values are sent as bfloat16 if groups run along mesh axes and have at most 8
+    processors. (This limit is an argument of `SimdMeshImpl`.)
     """
     if dtype != tf.bfloat16 or groups.mesh_axes is None:
         return tf.float32

@@ -489,7 +489,7 @@ class WatchHook(tf.train.SessionRunHook):
     def after_run(self, run_context: Any, run_values: Any) -> None:
         """Raises the error or logs the line that the watched operation has found, if any.
 
-        See `tf.train.SessionRunHook.after_run`.
+        TensorFlow's sessions call this method of a `tf.train.SessionRunHook` after each run.
         """
         del run_values
         found = self._watch.read_report(run_context.session) if self._watch else None

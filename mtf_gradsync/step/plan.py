@@ -244,10 +244,10 @@ class StepPlan:
     def write_in_place(self, variable: mtf.Variable) -> None:
         """Declares that a wrapper writes a variable in place.
 
-        A variable that is written in place is not read once at the start of the step, as other
-        variables are: if the value read at the start were still in use, TensorFlow would copy the
-        variable in order to add to it. Code that reads the variable has to order reads and writes
-        itself.
+        All other variables are read once, at the start of the step. A variable that is written in
+        place is not: if a value that was read at the start were still in use, TensorFlow would copy
+        the variable in order to add to it. Code that reads the variable has to order reads and
+        writes itself.
         """
         self._in_place[variable] = None
 

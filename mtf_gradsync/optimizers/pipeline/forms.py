@@ -113,14 +113,15 @@ class IslandAxes(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class PerShard:
-    """A stage's request for one gradient per shard; see `Stage.takes`.
+    """A stage's request for one gradient per shard, given as `Stage.takes`.
 
     Attributes:
       mixed: what to do about gradients in which shards are mixed, because the program has summed
-        over shards. "share": each shard takes an equal share. "reduce": they are reduced, and
-        `GradientSet.already_reduced` has their positions. "refuse": they are an error.
-      or_else: if a wrapper around this one reduces gradients, an error says so and proposes to
-        exchange the two wrappers; this text is the other remedy that it proposes. None if the stage
+        over shards. "share" gives each shard an equal share of such a gradient. "reduce" reduces
+        these gradients, and `GradientSet.already_reduced` has their positions. "refuse" raises an
+        error.
+      or_else: text for an error. If a wrapper around the stage's wrapper reduces gradients, the
+        error proposes to exchange the two wrappers, or else what this text says. None if the stage
         also takes reduced gradients, of which each shard then has an equal share.
       warning: the warning about mixed gradients that are reduced, with fields for the wrapper's
         name, the variables and the operations that mix shards; "" for no warning.
@@ -128,9 +129,9 @@ class PerShard:
         term of the sum, and not just its own gradient: an expert's gradient for the examples of all
         shards, for example.
       recomputes: whether the stage computes gradients in `GradientSet.from_sums` again, without the
-        shards that it skips. Then `mixed` does not apply to such gradients, nor to gradients that
-        depend on no shard's data but are split over a replica axis: they are passed to the stage
-        reduced, with their positions in `already_reduced`.
+        shards that it skips. Then the stage gets the gradients in `from_sums` reduced, with their
+        positions in `already_reduced`, whatever `mixed` is. It gets gradients that depend on no
+        shard's data, but are split over a replica axis, in the same way.
     """
 
     mixed: Literal["share", "reduce", "refuse"] = "share"
@@ -229,9 +230,9 @@ class GradientSet:
       already_reduced: the positions of gradients that are reduced although the form is `PER_SHARD`,
         because shards are mixed in them. Sums of such gradients over several steps count as
         reduced, too.
-      from_sums: for some of the gradients in `already_reduced`, by position: the sums over
-        shards from which they were computed, so that a stage can compute them again without shards
-        that it skips.
+      from_sums: by position, for some of the gradients in `already_reduced`: the sums over shards
+        from which the gradient was computed. A stage that skips shards can compute the gradient
+        again from the sums without these shards.
       weights: the weights of the gradients, which are those of a weighted mean; None if no weights
         were given.
       mask: what the stage adds up of the gradients; None for stages that do not add up.

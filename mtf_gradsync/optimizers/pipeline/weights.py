@@ -316,10 +316,10 @@ def fit_to_weights(
     """Returns gradients of shards, changed so that they fit the weights of the shards.
 
     Two things change. A shard with a weight of 0 gets zeros, because its loss may have been 0 / 0.
-    And a term of the loss that depends on no data, such as a penalty on weights, has a gradient of
-    which each shard holds an equal part: the parts become proportional to the shards' weights.
-    Gradients of terms that depend on data need no change, because `weighted_loss` has weighted
-    these terms.
+    The second change is for terms of the loss that depend on no data, such as a penalty on the
+    model's variables. Each shard holds an equal part of the gradient of such a term; the parts
+    become proportional to the shards' weights. Gradients of terms that depend on data need no
+    change, because `weighted_loss` has weighted these terms.
 
     The changed gradients have shard dims. A gradient is returned unchanged if the terms of its
     shards cannot be recovered. If shards have no weights of their own, all gradients are returned
