@@ -62,12 +62,13 @@ def training_hooks(
 ) -> list[Any]:
     """Returns the session hooks of a training, other than those that the user gave.
 
-    They are the spec's hooks, hooks that check and log the loss, and hooks that write checkpoints
-    and summaries.
+    The returned hooks are the spec's hooks, hooks that check and log the loss, and hooks that write
+    checkpoints and summaries.
 
     Args:
       config: the RunConfig, which says how often to log, and to write checkpoints and summaries.
-      given: the user's hooks. If one of them saves checkpoints, no further hook is made for that.
+      given: the user's hooks. If one of them saves checkpoints, no further hook is made to save
+        them.
       spec: the model's spec.
       scaffold: the spec's scaffold, whose saver is used; None if there is none.
       is_program: whether the model is a SIMD program.

@@ -59,7 +59,8 @@ class SpecBuilder:
 
     A model_fn that uses a `SpecBuilder` works under Estimator, under TPUEstimator with use_tpu True
     and False, and under `mtf_gradsync.estimator.Estimator`. If params has a "context", the model is
-    lowered into the TPU program that is being built. Otherwise the model is lowered onto devices.
+    lowered into the TPU program that is being built. If params has no "context", the model is
+    lowered onto devices.
 
     Attributes:
       graph: the `mtf.Graph` to build in.
@@ -341,8 +342,8 @@ def _check_tensor(name: str, value: Any) -> None:
 def _unsplit(tensors: Mapping[str, Any] | None) -> dict[str, Any]:
     """Replaces mtf tensors by copies whose dimensions are not split over the mesh.
 
-    Every processor holds all elements of such a copy. `tensors` is a dictionary from names to mtf
-    or tf tensors; None counts as {}. The result is a dictionary with the same names, in which tf
+    Every processor holds all elements of each copy. `tensors` is a dictionary from names to mtf or
+    tf tensors; None counts as {}. The result is a dictionary with the same names, in which tf
     tensors are not changed.
     """
     return {

@@ -26,7 +26,8 @@ class ModelFn(NamedTuple):
 
     `batch_sizes` has, for each mode, the value that params["batch_size"] gets; if this value is
     None, the item "batch_size" is not added. If `is_for_tpu` is set, the item "use_tpu" is always
-    added, as TPUEstimator adds it. Otherwise "use_tpu" is added only in a SIMD program.
+    added, as TPUEstimator adds it. If `is_for_tpu` is not set, "use_tpu" is added only in a SIMD
+    program.
     """
 
     function: Callable[..., Any]

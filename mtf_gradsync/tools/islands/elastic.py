@@ -31,8 +31,8 @@ def claim_part(folder: Folder, island: str, parts: int, claims: bool = True) -> 
     """Returns the part of the data that an island learns from, different for each island.
 
     An island claims the first part of the data that no other island has claimed. It writes its
-    claim into the folder, so that it has the same part after a restart. If there are more islands
-    than parts, the last islands share parts with earlier ones, and a warning is logged.
+    claim into the folder, so that the island has the same part after a restart. If there are more
+    islands than parts, the last islands share parts with earlier ones, and a warning is logged.
 
     Args:
       folder: the folder of the islands.

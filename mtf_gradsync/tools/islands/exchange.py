@@ -364,7 +364,8 @@ class Exchange:
 
         Returns:
           A triple: the contribution's name, its facts, and a dictionary from the names of variables
-          to their changes. None if there is no such contribution, or if the folder fails.
+          to their changes. None if no contribution of an earlier run may still be merged, or if the
+          folder fails.
         """
         last = contribution_order(decision.totals.get(self._island, IslandTotal()).last)
 

@@ -177,7 +177,7 @@ class Folder:
         """Lists a subfolder: returns a dictionary from the names in it to their marks.
 
         The mark of an object is a text, such as an ETag, that changes with each write of the
-        object. The mark of a folder is "". The result is {} if there is no such subfolder. On a
+        object. The mark of a folder is "". The result is {} if the subfolder does not exist. On a
         disk, links, pipes and names that are not text are left out.
         """
         if not self._is_there():
@@ -220,8 +220,8 @@ class Folder:
     def read(self, name: str, most: int | None = JSON_BYTES) -> Any:
         """Returns the bytes of an object, as a buffer; None if it does not exist.
 
-        The method raises DamagedObjectError if the object has more than `most` bytes, or if the
-        name is that of no object, such as a directory's.
+        The method raises DamagedObjectError if the object has more than `most` bytes, or if `name`
+        is the name of something else than an object, such as a directory.
         """
         import obstore
 

@@ -105,7 +105,7 @@ class Island:
         else 2 s.
 
     Raises:
-      ValueError: an argument makes no sense, or the graph has no such variables.
+      ValueError: an argument makes no sense, or the graph lacks one of `variables`.
     """
 
     def __init__(

@@ -180,16 +180,16 @@ class IslandRow(NamedTuple):
       island: the island's name.
       contributed: the number of its contributions.
       merged: how many of them were merged.
-      late: how many came too late.
-      refused: how many were refused.
+      late: how many of them came too late.
+      refused: how many of them were refused.
       joined: how often the island began or came back.
       tokens: the tokens in merged contributions.
       written: bytes of tensors that the island has written.
       read: bytes of tensors that the island has read.
       first: the time of its first event.
       last: the time of its last event or heartbeat.
-      state: in words, whether the merger sees the island alive, and the last step that the island
-        has reported.
+      state: in words, whether the merger sees the island alive, and whether the island has left or
+        which step it has reported last: "lives, after step 40" or "left".
       version: the number of the version that the island has; None if that is unknown.
     """
 

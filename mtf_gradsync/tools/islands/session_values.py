@@ -66,8 +66,9 @@ class Values:
         counters are "step" (the global step) and counts of updates.
 
     Raises:
-      ValueError: there are no such variables, `OuterOptimizer` holds a value of such a variable for
-        each island, or the lowering is missing.
+      ValueError: the graph lacks one of `variables` or has no trainable variables, a variable has
+        no floating-point dtype, `OuterOptimizer` holds a value of a variable for each of its
+        islands, or the lowering is missing.
     """
 
     def __init__(self, lowering: Any = None, variables: Sequence[str] | None = None):

@@ -278,8 +278,8 @@ class MergedState(NamedTuple):
     def changed_part(self, settings: MergeSettings) -> MergedState:
         """Returns the values and momenta of only those variables that the version changed.
 
-        They are what the version's objects in the folder hold. `settings` are the settings of the
-        folder: their `fragments` says which variables a version changes.
+        The version's objects in the folder hold these values and momenta. `settings` are the
+        settings of the folder; their field `fragments` says which variables a version changes.
         """
         names = fragment_of(self.version, list(self.values), settings.fragments)
         momenta = {name: self.momenta[name] for name in names if name in self.momenta}
@@ -435,7 +435,8 @@ def export_version(
       The path of the checkpoint.
 
     Raises:
-      DamagedObjectError: there is no such version, or it cannot be read.
+      DamagedObjectError: the folder has no version, or not the version `version`, or it cannot be
+        read.
     """
     from mtf_gradsync.extension import tf  # here, so that a merger does not load TensorFlow
 

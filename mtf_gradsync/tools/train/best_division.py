@@ -363,7 +363,7 @@ class BestDivision:
 
 
 def _optimizer_alone(config: RunConfig) -> tuple[Any, Any]:
-    """Makes the optimizer of a config in the default graph, but not the model of the config.
+    """Makes the optimizer of `config` in the default graph, but not the model of the config.
 
     Returns the optimizer, and the learning rate of the step: a number or a scalar of tf or mtf, or
     None if the optimizer has a learning rate of its own.

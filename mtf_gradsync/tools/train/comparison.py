@@ -37,7 +37,7 @@ class ComparedStep(NamedTuple):
     transfers: simd.CommunicationReport | None
 
     def of_part(self, part: str) -> simd.CommunicationReport:
-        """Returns the collectives of a part of the step, one of `PARTS`."""
+        """Returns the collectives of a part of the step, such as the gradients: one of `PARTS`."""
         rows = tuple(row for row in self.collectives.rows if self.part[row.name] == part)
         return simd.CommunicationReport(rows, self.collectives.mesh)
 

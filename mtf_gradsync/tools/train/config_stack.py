@@ -35,8 +35,8 @@ class ConfigStack(NamedTuple):
       around: references to the wrappers that have to stand around a sharded update.
       inside: references to the other wrappers, and to the innermost optimizer.
       outside: class names of the wrappers around the accumulation, except those that keep averages.
-        They get the gradients of each microbatch step, so the accumulation cannot be moved around
-        them.
+        These wrappers get the gradients of each microbatch step, so the accumulation cannot be
+        moved around them.
     """
 
     scope: str

@@ -183,8 +183,9 @@ class Evaluator:
 def unigram_score(train: Batches, held_out: Batches, vocabulary: Any) -> Score:
     """Scores the targets of held-out batches by how often each id occurs in training batches.
 
-    The result is the score of a model that gives each id its frequency in the batches `train` as
-    probability. One is added to the count of each id, so that no id has the probability 0.
+    The result is the score, on the batches `held_out`, of a model that gives each id its frequency
+    in the batches `train` as probability. One is added to the count of each id, so that no id has
+    the probability 0.
     """
     vocabulary = transformer_utils().targets_vocabulary(vocabulary)
     size = vocabulary.vocab_size

@@ -123,7 +123,7 @@ def train_loop(
 
 
 class _Loop:
-    """The state of one training loop.
+    """The state of one training loop, which `train_loop` makes from its own arguments.
 
     `step` is the number of the newest step that was begun, and `seconds` is the time that steps
     have taken. `is_at_end` is true if `on_checkpoint` has said that the run ends at the newest
@@ -362,9 +362,9 @@ class Patience:
     """The rule of whether training goes on after a loss that is not finite.
 
     By default training ends after the first loss that is not finite. If an optimizer of the stack
-    skips gradients that are not finite, training goes on. In this case it ends only after too many
-    losses in a row that are not finite, without an update between them. `most_bad_losses` says how
-    many.
+    skips gradients that are not finite, training goes on. In this case training ends only after too
+    many losses in a row that are not finite, without an update between them. `most_bad_losses` says
+    how many.
     """
 
     def __init__(self, optimizers: Sequence[Any]):

@@ -179,7 +179,7 @@ class MeshModel:
         return imported
 
     def __call__(self, features: dict[str, Any], mode: str, num_microbatches: int = 1) -> Any:
-        """Adds the model in the mode "train" or "eval", and returns its logits and loss.
+        """Adds the model to the graph in a `mode`, "train" or "eval"; returns its logits and loss.
 
         `features` is a result of `import_features`. `num_microbatches` is the number of
         microbatches that the batch is divided into; `features` have the examples of one microbatch.

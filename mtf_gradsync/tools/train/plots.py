@@ -19,8 +19,8 @@ class Series(NamedTuple):
 
     `steps` has the step number of each point, ``[points]``. `values` has the value of each point,
     ``[points]``, or ``[points, shards]`` if each shard is measured. If `steps_per_point` is above
-    1, a point stands for so many logged steps: it has the number of the last of them, and the mean
-    of their values.
+    1, a point stands for this number of logged steps: it has the number of the last of these steps,
+    and the mean of their values.
     """
 
     steps: np.ndarray

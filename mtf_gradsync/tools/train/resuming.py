@@ -45,9 +45,10 @@ def adapt_start(start: Start, accept: bool, say: Callable[[str], None], words: s
 
     Returns a `Start` whose `new` has the names of the variables that the checkpoint lacks; they
     begin as in a new run. `accept` is whether the user accepts a checkpoint of another
-    configuration. If not, differences between the checkpoint and the graph raise a ConfigError. A
-    variable of another shape or type always raises a ConfigError. If there are differences, `say`
-    is called with a text that lists them; the text begins with `words`, such as "going on from x,".
+    configuration. If `accept` is False, differences between the checkpoint and the graph raise a
+    ConfigError. A variable of another shape or type always raises a ConfigError. If there are
+    differences, `say` is called with a text that lists them; the text begins with `words`, such as
+    "going on from x,".
     """
     assert start.path is not None  # the callers have asked
     variables, counts = tf.global_variables(), True

@@ -68,7 +68,7 @@ def versions() -> dict[str, str]:
 
 
 def write_facts(directory: Path, facts: RunFacts) -> None:
-    """Writes facts to a run's directory."""
+    """Writes `facts` about a run (its model, data, runtime and versions) to the run's directory."""
     content = facts._asdict()
     if facts.traffic is not None:
         rows = [row._asdict() for row in facts.traffic.rows]
@@ -77,7 +77,10 @@ def write_facts(directory: Path, facts: RunFacts) -> None:
 
 
 def read_facts(directory: Path) -> RunFacts | None:
-    """Returns the facts that `write_facts` wrote; None if they are missing or of another form."""
+    """Returns the facts about a run that `write_facts` has written to its directory.
+
+    The result is None if there is no file of facts, or if the file cannot be read as `RunFacts`.
+    """
     try:
         content = json.loads((directory / FACTS_FILE).read_text(encoding="utf-8"))
         traffic = content["traffic"]

@@ -125,7 +125,7 @@ def stack_skips_not_finite(optimizers: Sequence[Any]) -> bool:
 
 
 def skips_islands(opt: Any) -> bool:
-    """Returns whether an optimizer leaves out islands of DiLoCo that are not finite.
+    """Returns whether the optimizer `opt` leaves out islands of DiLoCo that are not finite.
 
     An island counts as not finite if its loss, its values or its slots are not finite. Only an
     OuterOptimizer can leave out islands.

@@ -43,8 +43,8 @@ class Sampling:
 
     To write one token, the whole model passes over the batch once, on the training mesh. This way
     of writing needs no graph besides the graph of the evaluation, and suits each Unitransformer
-    that a config can describe. It is slow for a large model, for which
-    ``Unitransformer.sample_autoregressive`` and a machine that serves the model are better.
+    that a config can describe. For a large model this way of writing is slow, and
+    ``Unitransformer.sample_autoregressive`` on a machine that serves the model is better.
 
     Attributes:
       num_samples: how many held-out sequences to continue, 0 for none; at most one batch.

@@ -124,7 +124,7 @@ class TrafficRow(NamedTuple):
       part: the part of the training step that the collectives belong to; "" if unknown.
       on_updates: whether only update steps have these collectives.
       operations: the number of the collectives.
-      groups: the number of the collectives, if those in one group of sums count as one.
+      groups: the number of the collectives, where all sums of one group of sums count as one.
       bytes_per_core: the bytes that a core sends, or a device receives, in one update step.
     """
 

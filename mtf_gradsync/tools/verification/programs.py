@@ -245,10 +245,10 @@ class Running:
 
         Returns:
           Two lists. The first has the names of variables whose slice, or the slice's gradient,
-          differs between two cores that should hold equal copies of it. The second is about random
-          numbers of which two cores hold different slices, and yet equal numbers. It has a pair for
-          each: the name of the random numbers, and the mesh axes in whose coordinates the two cores
-          differ.
+          differs between two cores that should hold equal copies of it. The second has a pair for
+          each tensor of random numbers that should differ between two cores, because they hold
+          different slices of it, and is equal on both. The pair is the name of the tensor, and the
+          mesh axes in whose coordinates the two cores differ.
         """
         if self._to_masters is None:
             self._session.variables()  # brings the slices to TensorFlow

@@ -59,7 +59,8 @@ class DivisionResult:
       errors: a dictionary from the names of variables to the errors of their gradients.
       compared: how many variables were compared.
       not_shown: names of variables whose gradient is zero everywhere or not finite.
-      without: the parts that were removed from the program, such as "random numbers".
+      without: the parts that were removed from the program before the comparison, such as "random
+        numbers".
       is_asked: whether the user asked for this division; other divisions are tried by default, and
         may be impossible.
     """
@@ -111,13 +112,13 @@ class Verification:
     """The result of `verify`.
 
     Attributes:
-      lines: the result of each division; the first is the program as configured.
+      lines: the result of each division; the first is the division that the user configured.
       reference: the reference with which divisions were compared, in words.
       source: how the expected rounding was found, such as "float64".
       steps: the number of updates that were made.
       batches: for each update, the number of its batches.
       variables: the number of variables that have a gradient.
-      sees_gradients: whether an optimizer was seen, so that gradients could be compared. Otherwise
+      sees_gradients: whether an optimizer was seen, so that gradients could be compared. If False,
         only values were compared.
     """
 

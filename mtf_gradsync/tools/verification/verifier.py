@@ -202,8 +202,8 @@ class Verifier:
 
         A statistic over the batch is a number that the model computes from several examples, such
         as the mean in batch normalization. Over a microbatch, or over a batch without the examples
-        of a masked shard, it has another value than over the whole batch. So the division's update
-        would differ from the reference although the program has no fault.
+        of a masked shard, the statistic has another value than over the whole batch. So the
+        division's update would differ from the reference although the program has no fault.
 
         Returns:
           A pair: the division to run, and the names of the parts of the model that are removed in
@@ -247,8 +247,8 @@ class Verifier:
           reference: the reference of the division.
 
         Returns:
-          `line` if there is no such schedule; else a copy of `line` with the verdict `NOT_EQUAL`
-          and the cause.
+          `line` if no schedule counts microbatch steps; else a copy of `line` with the verdict
+          `NOT_EQUAL` and the cause.
         """
         early = reference.with_first_counters
         if early is None:
@@ -423,8 +423,8 @@ class Verifier:
           first: the first difference of the division from the reference.
 
         Returns:
-          A wrapper's label, or a name such as "mesh axis model" or "microbatch steps"; "" if no
-          such part is found.
+          A wrapper's label, or a name such as "mesh axis model" or "microbatch steps"; "" if the
+          update differs without each of the parts, too.
         """
         simpler = list(self._simpler_divisions(division))
         # Parts that were found to be a culprit before are tried first.
@@ -506,7 +506,7 @@ class Verifier:
 def _first_difference(compared: Comparison, outcome: Outcome) -> tuple[str, Difference | None]:
     """Returns the first difference of a division from the reference, and what kind of value it is.
 
-    Two kinds of differences come before all others, because they may be the cause of the others:
+    Two kinds of differences come first, because they may be the cause of all other differences:
     values that were written before the update, and copies of a variable that differ between cores.
 
     Args:

@@ -256,9 +256,11 @@ def plan_config(
         the config's mesh.
       layouts: layouts to plan for, each a text of layout rules; None for the config's layout.
       jobs: how many compilers run at once.
-      begins: a function that is called once all modules are imported and the settings of the
-        config are checked.
-      **more: the arguments price, dcn_bandwidth and inner_steps of `mtf_gradsync.plan`.
+      begins: a function that is called once all modules are imported and the settings of the config
+        are checked.
+      **more: three arguments of `mtf_gradsync.plan`: price (dollars for an hour of a chip),
+        dcn_bandwidth (of the network between TPU slices, in GB/s for each chip) and inner_steps
+        (numbers of steps between two outer steps).
     """
     # Not above: these take seconds, which `--help` need not.
     from mtf_gradsync.extension import tf

@@ -128,9 +128,9 @@ def _merged(files: list[str]) -> Timeline:
 def _left_config(args: argparse.Namespace) -> list[str]:
     """Returns the path of the config file that a run left in --model_dir, in a list.
 
-    The list is empty without --model_dir. It is also empty if the run has left no config file, but
-    has a checkpoint, and --gin_file gives its config. If --model_dir is given and the run has no
-    config file, ConfigError is raised in all other cases.
+    The list is empty without --model_dir, but if there are no gin flags either, ConfigError is
+    raised. If the run has left no config file, but has a checkpoint, and --gin_file gives a config,
+    the list is also empty. If one of these two is missing, too, ConfigError is raised.
     """
     if not args.model_dir:
         if not (args.gin_file or args.gin_param):

@@ -216,9 +216,9 @@ class TrainingBatches:
         """Returns short hashes of the first few examples of the data set.
 
         Before the session has drawn a batch, `first_examples` draws the data set's first examples
-        and returns their hashes. After that it returns hashes of the session's first batch, if this
-        was also the first batch of the run. In other cases, and if examples cannot be drawn, the
-        list is empty.
+        and returns their hashes. After the session has drawn a batch, `first_examples` returns
+        hashes of the session's first batch, if this was also the first batch of the run. If it was
+        not, or if examples cannot be drawn, the list is empty.
         """
         if not self._first_examples and not self._begun:
             examples, self._examples = self._examples, 0

@@ -124,8 +124,9 @@ def text_windows(
     follows each document. For the split "train" the windows are at random places, without end; the
     place of window n is a function of `seed` and n. Of these windows the data set has those with
     the numbers `part`, `part + parts`, `part + 2 * parts` and so on, but not the first `start` of
-    them. For any other split the data set has all windows once, side by side. Documents are UTF-8.
-    The vocabulary encodes a long document in pieces, each of which ends after a line if possible.
+    them. For any other split the data set has all windows once, side by side. `documents` are
+    UTF-8. `vocabulary` turns text into ids; it encodes a long document in pieces, each of which
+    ends after a line if possible.
     """
     length = sequence_length["targets"]
     ids = _encode_documents(documents, vocabulary)
@@ -190,7 +191,8 @@ def _window_reader(ids: np.ndarray, length: int) -> Callable[[tf.Tensor], tf.Ten
     """Returns a function that takes the place where a window begins and returns its ids.
 
     The place where a window begins is an integer tf scalar, an index into `ids`. The ids of the
-    window are an int32 tensor ``[length]``. A window that goes beyond the last id is padded.
+    window are an int32 tensor of `length` elements. A window that goes beyond the last id is
+    padded.
     """
 
     def of_file(begin: int) -> np.ndarray:

@@ -137,10 +137,10 @@ def split_documents(documents: Mapping[str, bytes], split: str, held_out_every: 
 
     A document's name alone decides whether the document is held out; about one document in
     `held_out_every` is. If documents are few, or of unequal lengths, the held-out documents may be
-    less than half or more than twice ``1 / held_out_every`` of the text. Then the last part of each
-    document is held out instead; the part begins with a paragraph or a line. Paragraphs of held-out
-    parts are removed from the training text, as documents quote each other. The lengths of both
-    splits are logged. Documents are UTF-8.
+    less than half or more than twice ``1 / held_out_every`` of the text. In this case the last part
+    of each document is held out instead; the part begins with a paragraph or a line. Paragraphs of
+    held-out parts are removed from the training text, as documents quote each other. The lengths of
+    both splits are logged. Documents are UTF-8.
     """
     if split not in ("train", "validation"):
         raise ConfigError(f'dataset_split must be "train" or "validation", got {split!r}')
