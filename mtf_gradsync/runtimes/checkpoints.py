@@ -137,8 +137,10 @@ class SavedCheckpoint:
     def find(self, name: str | None, of_islands: bool = False) -> str | None:
         """Returns the name that a variable has in the checkpoint; None if it is missing.
 
-        The result is `name`, or `<name>/island` for a variable with a value for each island. If the
-        checkpoint has both names, `of_islands` says whether `<name>/island` is returned.
+        `name` is the variable's name in a graph without islands. The result is `name`, or
+        `<name>/island` if the checkpoint has a value for each island. If the checkpoint has both
+        names, `of_islands` says whether `<name>/island` is returned. If `name` is None, the result
+        is None.
         """
         names = [name, f"{name}/{ISLAND}"]
         return next((n for n in names[:: -1 if of_islands else 1] if n in self.shapes), None)

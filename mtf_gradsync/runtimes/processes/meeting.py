@@ -96,10 +96,11 @@ class Host:
         self._denied = False  # whether somebody has had another secret
 
     def wait(self, names: Sequence[str], end: float) -> dict[Member, Connection]:
-        """Waits for all other processes; returns the connections to them, or raises as `meet` does.
+        """Waits for all other processes; returns the connections to them.
 
-        `names` are the names of all processes in their order. `end` is the time, by
-        `time.monotonic`, at which the wait ends with an error.
+        `names` are the names of all processes in their order. Raises a ProcessesError if not all of
+        them have come at the time `end`, by `time.monotonic`, if the port is taken, or if the
+        settings or numbers of the processes do not fit together.
         """
         with contextlib.closing(_listening(self._me, self._place)) as server, self._selector:
             self._selector.register(server, selectors.EVENT_READ, None)

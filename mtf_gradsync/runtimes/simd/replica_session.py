@@ -64,7 +64,7 @@ class MasterOps:
             raise ValueError("The graph has no variables to save or restore.")
 
     def saver(self, graph: tf.Graph) -> tf.train.Saver:
-        """Returns a saver of all global variables, for a graph that has the operations.
+        """Returns a saver of all global variables, which saves by operations that `graph` has.
 
         `graph` is `self.graph` or a graph made from `self.graph`. Nothing is added to `graph`.
         Raises ValueError if there are no variables.
@@ -478,7 +478,7 @@ class SkipWatches:
     def report(
         self, values: dict[str, Any], read: Callable[[list[str]], Any], logs: bool = True
     ) -> None:
-        """Logs what a step has skipped; raises an exception if an optimizer cannot go on.
+        """Logs what a step has skipped; raises NoUpdateError if too many steps made no update.
 
         Args:
           values: values of the tensors in `counts`, by name.

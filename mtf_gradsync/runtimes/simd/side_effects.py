@@ -43,7 +43,7 @@ class CollectiveOperation(NamedTuple):
     together: str = ""
 
     def group_of(self, core: int) -> tuple[int, ...]:
-        """Returns the group of cores that a core belongs to."""
+        """Returns the group of cores that `core` belongs to; the core must be in a group."""
         return next(group for group in self.groups if core in group)
 
 
@@ -306,10 +306,10 @@ class _EffectFinder:
 
         Returns:
           A list of names of nodes. If `context` has all loops and branches around `name`, the list
-          has `name` alone. If `context` lacks some of them, the list has the nodes at the end of
-          the outermost one that `context` lacks. Edges that make these nodes wait for `name` are
-          then added to `effects`, and edges that make the next iterations of loops around `name`
-          wait, too.
+          has `name` alone. If `context` lacks some loops or branches, the list has the nodes at the
+          end of the outermost loop or branch that `context` lacks. Edges that make these nodes wait
+          for `name` are added to `effects`. Edges that make the next iterations of the loops around
+          `name` wait for `name` are added, too.
         """
         inner = self._facts.context[name]
         ends = [name]

@@ -207,10 +207,11 @@ class Cores:
         return self.is_alone or self._me == 0
 
     def gather(self, local: Sequence[Sequence[np.ndarray]]) -> list[list[np.ndarray]]:
-        """Gathers values that each core has its own array of; returns all cores' arrays of each.
+        """Gathers arrays of the cores of all processes; returns all of them on every process.
 
-        `local` has, for each value, the list of the arrays on this process's cores. The result has,
-        for each value, the list of the arrays on all cores, in the order of the cores' numbers.
+        Each core has an array of each value, such as its slice of a variable. `local` has, for each
+        value, the list of the arrays on this process's cores. The result has, for each value, the
+        list of the arrays on all cores, in the order of the cores' numbers.
         """
         if self.is_alone:
             return [list(per_core) for per_core in local]

@@ -392,10 +392,11 @@ _SUMS = ("stablehlo.all_reduce", "stablehlo.reduce_scatter")
 
 
 def write_by_piece(module: Any) -> bool:
-    """Makes an MLIR module write large packs tensor by tensor; returns whether it has such packs.
+    """Makes an MLIR module write large packs tensor by tensor; returns whether it was changed.
 
     A large pack is a concatenation of many tensors that is added up over cores. In its place, the
-    module then writes each of the tensors into an array of zeros, with ``dynamic_update_slice``.
+    module then writes each of the tensors into an array of zeros, with ``dynamic_update_slice``. A
+    module without large packs is not changed.
     """
     operations = list(nested_operations(module.operation))
     packs = [op for op in operations if _is_large_concatenation(op)]
