@@ -120,9 +120,9 @@ def control_flow_v1() -> Iterator[None]:
 def replace_capture(func_graph: tf.Graph, make: Callable[[tf.Tensor], tf.Tensor | None]) -> None:
     """Makes a ``tf.function`` use other tensors in place of those that it would capture.
 
-    Call this while the ``tf.function`` is traced, with the graph of the ``tf.function``. `make`
-    gets a tensor of another graph, and returns the tensor to use in its place, or None to capture
-    the given tensor as usual.
+    Call `replace_capture` while the ``tf.function`` is traced. `func_graph` is the graph of the
+    ``tf.function``. `make` gets a tensor of another graph, and returns the tensor to use in its
+    place, or None to capture the given tensor as usual.
     """
     capture = func_graph.capture
 
@@ -247,8 +247,9 @@ def collective_sum(
     """Returns one member's copy of a sum over a group of devices, by TensorFlow's collective.
 
     `tensor` is the member's own value. All members have the same shape and dtype: float32, float64,
-    int32 or int64. `group_key` identifies the group of devices, and `instance_key` this sum. With
-    a timeout of 0, a member waits for the other members for ever.
+    int32 or int64. `group_size` is the number of members. `group_key` identifies the group of
+    devices, and `instance_key` this sum. If the other members do not come within `timeout_seconds`,
+    the collective fails with DeadlineExceededError. With a timeout of 0, a member waits for ever.
     """
     from tensorflow.python.ops import collective_ops
 
@@ -426,8 +427,9 @@ def cross_replica_scatter(
 def cross_replica_rows(rows: tf.Tensor, groups: Sequence[Sequence[int]]) -> tf.Tensor:
     """Exchanges rows among the cores of each group, in a TPU program.
 
-    Each core has a tensor ``[size of a group, ...]``, and sends row i to member i of its group. Row
-    i of the result is the row that it received from member i.
+    Each core has a tensor `rows` of shape ``[size of a group, ...]``, and sends row i to member i
+    of its group. Row i of the core's result is the row that it received from member i. `groups` are
+    lists of physical core numbers.
     """
     from tensorflow.python.tpu.ops import tpu_ops
 
@@ -449,9 +451,9 @@ PASSES_ON = "_mtf_gradsync_passes_on"
 def cross_replica_gather(part: tf.Tensor, groups: Sequence[Sequence[int]], axis: int) -> tf.Tensor:
     """Returns the parts of all cores of a group, joined along `axis`, on each core (TPU programs).
 
-    TensorFlow has no all-gather for TPUs. So each core sends its part to all others by
+    TensorFlow has no all-gather for TPUs. So each core sends its `part` to all others by
     ``AllToAll``, which sends as many bytes as an all-gather would. The operation gets the attribute
-    `GATHERS`.
+    `GATHERS`. `groups` are lists of physical core numbers.
     """
     from tensorflow.python.tpu.ops import tpu_ops
 

@@ -423,9 +423,9 @@ def shards_not_finite(
 def common_shard_dims(grads: Sequence[mtf.Tensor], axes: ReplicaAxes) -> list[mtf.Dimension]:
     """Returns the shard dims of the gradients, which have to be the same for all gradients.
 
-    The shard dims of a gradient number the shards. If a gradient has none, those that `per_shard`
-    would give it are taken. Raises ValueError if gradients have different shard dims. Returns [] if
-    there are no gradients.
+    If a gradient has no shard dims, those that `per_shard` would give it for the replica axes
+    `axes` are taken. Raises ValueError if gradients have different shard dims. Returns [] if there
+    are no gradients.
     """
     shard_dims: list[mtf.Dimension] = []
     for grad in grads:

@@ -472,7 +472,8 @@ class _Accumulate(Stage):
         """Logs how gradients accumulate; raises ValueError if that is not possible.
 
         Gradients cannot accumulate if the sums are to be sharded and no variable can be split, or
-        if should_skip_update_fn looks at the loss and the gradients come from no loss.
+        if should_skip_update_fn looks at the loss and the gradients come from no loss. `grads` has
+        the gradient, or None, of each of `variables`. `arguments` is not used.
         """
         given = [v for g, v in zip(grads, variables) if g is not None]
         if given:

@@ -130,6 +130,7 @@ class StepsOfIslands:
         This method makes the variables that hold islands' values, outer values and momenta, and the
         counters. With `skips_islands` it also makes the record of losses that are not finite.
         `gradients` are those of the whole batch: per shard, or in any form if there is one island.
+        `step` is the step that is being built, to which the method adds operations.
         """
         settings, islands, mesh = self._settings, self._islands, gradients.mesh
         self._variables = gradients.owners

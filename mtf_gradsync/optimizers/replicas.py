@@ -43,12 +43,13 @@ class ReplicaState(NamedTuple):
 
 
 def make_state(mesh: mtf.Mesh, name: str, shard_dims: Sequence[mtf.Dimension]) -> ReplicaState:
-    """Makes the counters of the replicas: variables `<name>/<field>`, which checkpoints hold.
+    """Makes the counters of the replicas, as variables on `mesh`; checkpoints hold them.
 
-    `name` is the wrapper's name, and `shard_dims` are the dimensions that number the replicas. If a
-    checkpoint is from another number of shards, the counts of its shards are added up or moved to
-    other shards, and local_step is update_step for every replica. If a checkpoint has no counters,
-    update_step begins with the checkpoint's global step.
+    The variable of each field of `ReplicaState` is called `<name>/<field>`, where `name` is the
+    wrapper's name. `shard_dims` are the dimensions that number the replicas. If a checkpoint is
+    from another number of shards, the counts of its shards are added up or moved to other shards,
+    and local_step is update_step for every replica. If a checkpoint has no counters, update_step
+    begins with the checkpoint's global step.
     """
     of_replicas = mtf.anonymous_shape(mtf.Shape(list(shard_dims)))
     # In a run without the wrapper every step was an update.
@@ -174,7 +175,7 @@ def steps_of_gradients(local_steps: Any, variable: mtf.Variable, axes: ReplicaAx
     `local_steps` is the argument of `SyncReplicasOptimizer`, a whole number for each replica. If
     `local_steps` is None, the result is the value of `variable`, the counter
     `ReplicaState.local_step`. The result is an int32 mtf tensor of the shape of `variable`, the
-    same on every processor.
+    same on every processor. `axes` are the replica axes, whose shards are the replicas.
     """
     if local_steps is None:
         return variable.value

@@ -54,12 +54,15 @@ def norms_of_shards(
 ) -> tuple[mtf.Tensor | None, mtf.Tensor | None]:
     """Returns the norms of each shard's gradients, before and after clipping by shard.
 
-    `grads` are pending or per shard. Each result is an mtf tensor `[shards...]`, the same on all
-    processors. It has one number for each shard: the norm, over all gradients together, of the
-    terms that the shard adds to the sums over shards. The second result is None if gradients were
-    not clipped by shard. Both results are None if the gradients are on several meshes, or if each
-    shard's term of a gradient cannot be recovered. They are also None if the terms can be recovered
-    only by sending more numbers than the gradients have.
+    `grads` are pending or per shard, `axes` are the replica axes, and `strategy` is the reduction
+    strategy. Each result is an mtf tensor `[shards...]`, the same on all processors. It has one
+    number for each shard: the norm, over all gradients together, of the terms that the shard adds
+    to the sums over shards.
+
+    The second result is None if gradients were not clipped by shard. Both results are None if the
+    gradients are on several meshes, or if each shard's term of a gradient cannot be recovered. Both
+    results are also None if the terms can be recovered only by sending more numbers than the
+    gradients have.
     """
     if len({g.mesh for g in grads}) > 1:
         return None, None
@@ -147,7 +150,8 @@ def _norms_of_terms(
 def _split_shards(x: mtf.Tensor, axes: ReplicaAxes) -> list[mtf.Tensor]:
     """Splits a tensor with shard dims into a list of one tensor for each shard, on every processor.
 
-    The list is in row-major order of the shards, and its tensors have the other dimensions of `x`.
+    The list is in row-major order of the shards along the replica axes `axes`. The tensors in it
+    have the dimensions of `x` that are no shard dims.
     """
     dims = list(axes.shard_dims)
     number = mtf.Dimension("terms", axes.num_shards)

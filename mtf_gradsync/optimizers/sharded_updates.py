@@ -348,8 +348,9 @@ class ShardedUpdateOptimizer(Wrapper):
     def _check_parts(self, given: Sequence[mtf.Variable], axes: ReplicaAxes) -> None:
         """Raises ValueError if no variable can be split, or if one cannot be updated a second time.
 
-        `given` are the variables that get gradients. A variable is updated only once in a graph if
-        the update gathers its slots.
+        `given` are the variables that get gradients, and `axes` are the replica axes over which
+        they are split. If an update gathers a variable's slots, the variable cannot be updated a
+        second time in the graph.
         """
         again = [v.name for v in given if v in self._with_gathered_slots]
         if again:

@@ -170,11 +170,11 @@ class skip_spikes:
     """A rule that skips steps whose gradients or loss far exceed the usual, or are not finite.
 
     A step is a spike if the norm of its gradients is more than `deviations` standard deviations
-    above the mean of the last `window` norms. Norms of skipped steps are not among these. In the
-    first `window / 8` steps (at least two), norms are only collected: a step is skipped only if its
-    norm is not finite. After `window / 8` spikes in a row (at least two), the high norms are taken
-    for the new scale of the training, and the mean begins anew. A deviation of less than 1e-4 of
-    the mean counts as 1e-4 of the mean, so that rounding makes no spike.
+    above the mean of the last `window` norms. Norms of skipped steps are not among these `window`
+    norms. In the first `window / 8` steps (at least two), norms are only collected: a step is
+    skipped only if its norm is not finite. After `window / 8` spikes in a row (at least two), high
+    norms count as usual from then on, and the mean begins anew. A standard deviation of less than
+    1e-4 of the mean counts as 1e-4 of the mean, so that rounding makes no spike.
 
     With `of="loss"` a spike is a step whose loss is far above the mean of the last losses. With
     `of=("norm", "loss")` norms and losses have a mean each, and a step is skipped if its norm or

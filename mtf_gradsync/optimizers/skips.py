@@ -79,8 +79,8 @@ def check_limit(limit: Any, least: int = 1, why: str = "") -> int | None:
 def waiting_state(mesh: mtf.Mesh, name: str, limit: int | None) -> mtf.Variable | None:
     """Makes the variable `<name>/waiting`, the counter of steps in a row without an update.
 
-    `limit` is max_steps_without_update. If it is None, there is nothing to count, and the result is
-    None.
+    `mesh` is the variable's mesh, and `name` is the wrapper's name. `limit` is
+    max_steps_without_update. If it is None, nothing is made, and the result is None.
     """
     return named_state(mesh, f"{name}/waiting") if limit else None
 

@@ -246,7 +246,7 @@ def warn_of_names_and_dtypes(optimizer: Any, variables: Sequence[mtf.Variable]) 
 
 
 def _rounds_by_chance(optimizer: Any, variable: mtf.Variable) -> bool:
-    """Returns whether new values of a variable are rounded up or down by chance."""
+    """Returns whether `optimizer` rounds new values of a variable up or down by chance."""
     rounding = getattr(optimizer_of(optimizer, variable), "rounding", None)
     return is_rounded(variable) and rounding == STOCHASTIC
 

@@ -169,7 +169,7 @@ def _unpack_integers(numbers: tf.Tensor, bits: int) -> tf.Tensor:
 
 
 def all_to_all(mesh_impl: Any, value: Any, groups: ProcessorGroups) -> Any:
-    """Exchanges rows of slices among the processors of each group.
+    """Exchanges rows of slices among the processors of each group in `groups`.
 
     `value` and the result are `LaidOutTensor`s with slices of shape ``[size of a group, ...]``. Row
     i of a processor's slice is sent to member i of its group. Row i of the processor's result is

@@ -125,6 +125,7 @@ class StateMaker(abc.ABC):
         """Records how many bytes the strategy sends, for the log and for `mtf_gradsync.reported`.
 
         A strategy that compresses calls this method once for each optimizer, in `gradient_state`.
+        `compression` has the numbers of bytes before and after the compression.
         """
 
 

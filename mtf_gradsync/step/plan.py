@@ -558,7 +558,7 @@ class StepPlan:
     def _assigned_by_program(self, lowered: LoweringState) -> set[mtf.Variable]:
         """Returns the variables that the program's own code assigns, outside of branches.
 
-        The program's own assignments are known by the fact that they wait for nothing.
+        An assignment of the program itself is one that the plan does not make wait for anything.
         """
         waiting = {operation for extension in lowered.extensions for operation in extension.waits}
         return {

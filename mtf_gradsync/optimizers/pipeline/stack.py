@@ -488,7 +488,10 @@ ONE_FOR_EACH_MESH = "Make one wrapper for the variables of each mesh, with a nam
 def check_meshes(
     stack: Stack, grads: Sequence[mtf.Tensor | None], variables: Sequence[mtf.Variable]
 ) -> None:
-    """Raises ValueError if gradients are on several meshes and a wrapper needs a single one."""
+    """Raises ValueError if gradients are on several meshes and a wrapper needs a single one.
+
+    `grads` has the gradient, or None, of each of `variables`. `stack` has the wrappers.
+    """
     first: dict[mtf.Mesh, mtf.Variable] = {}
     for grad, variable in zip(grads, variables):
         if grad is not None:

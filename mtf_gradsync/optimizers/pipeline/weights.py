@@ -55,11 +55,12 @@ class WeightsOfGradients(PlanExtension):
         self.weighted = {**self.weighted, loss: weighted}
 
     def recorded_for(self, grads: Sequence[mtf.Tensor]) -> list[list[RecordedWeights]]:
-        """Returns, for each gradient, the weights on record for those that it was computed from.
+        """Returns, for each of `grads`, the weights on record for those that it was computed from.
 
-        A clipped gradient, for example, was computed from the gradient before the clip, for which
-        `record` was called. Equal weights are listed once. The list for a gradient is empty if
-        there is no record of any gradient from which it was computed.
+        The method `record` was called for gradients as `compute_gradients` made them. A clipped
+        gradient, for example, was computed from one of these. The result has a list of weights for
+        each gradient, in which equal weights are listed once. The list is empty if there is no
+        record of any gradient from which the gradient was computed.
         """
         found: list[list[RecordedWeights]] = [[] for _ in grads]
         if not self._given or not grads:
