@@ -233,7 +233,11 @@ class Watchdog:
         self._heard[member] = now
 
     def _handle_message(self, member: Member, message: Mapping[str, Any]) -> None:
-        """Handles a message of `member`; raises ConnectionBroken if the message is malformed."""
+        """Handles a message of `member`: that it begins some work, has finished, or has failed.
+
+        A message of process 0 may also say that another process is lost, or that all have finished.
+        Raises ConnectionBroken if the message is malformed.
+        """
         if "begun" in message:
             self._begun[member] = printable(str(message["begun"]))
         if "goodbye" in message:
@@ -295,8 +299,9 @@ class Watchdog:
     def _handle_loss(self, member: Member, how: str, grace: float = 0.0) -> None:
         """Handles the loss of `member`: tells the others, and ends this process in `grace` seconds.
 
-        `how` says in words what happened to `member`. If `member` had finished its work and is not
-        process 0, `member` does not count as lost, and nothing is done.
+        `how` says in words what happened to `member`. `grace` is 0 unless `member` has reported
+        that it ends with an error. If `member` had finished its work and is not process 0, `member`
+        does not count as lost, and nothing is done.
         """
         if member in self._left and member.index == 0 and self._me in self._left:
             # Only process 0 says that all have left, and there is nothing to do any more.

@@ -90,7 +90,12 @@ def find_hlo_collectives(module: bytes) -> list[HloCollective]:
 
 
 def collectives_of(module: HloModule) -> list[HloCollective]:
-    """Lists the collectives that a parsed HLO module runs, as `find_hlo_collectives` does."""
+    """Lists the collectives that a parsed HLO module runs.
+
+    The collectives are in the order in which they run, or, if `module` has no schedule, in the
+    module's order. A collective in a computation that is called several times is listed once for
+    each call.
+    """
     return list(_walk(module.entry, ()))
 
 

@@ -229,7 +229,7 @@ class XlaSession(ReplicaSession):
             on all cores in place of its value on the first core.
 
         Returns:
-          The step. Its method `result` waits for the step, and returns what `run` returns.
+          The step. Its method `result` waits for the step, and returns the values of the fetches.
         """
         names = tuple(self._name_of(f) for f in tf.nest.flatten(fetches))
         plan = self._plans.get((names, per_replica))

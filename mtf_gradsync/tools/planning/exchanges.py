@@ -113,7 +113,7 @@ def _axis_around(groups: Groups, axes: Mapping[Any, str]) -> str | None:
 def _split_by_slice(one: Exchange, cores_per_slice: int) -> list[Exchange]:
     """Splits a collective into collectives within TPU slices and between them.
 
-    The TPU compiler splits collectives in the same way.
+    The result has the collectives into which the TPU compiler splits `one`.
 
     Args:
       one: the collective.

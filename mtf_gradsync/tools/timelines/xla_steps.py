@@ -119,7 +119,7 @@ def _start(profiler: Profiler) -> None:
 
 
 def _end_profile(profiler: Profiler) -> Any:
-    """Ends the profile that `profiler` has begun; returns it, as `profile_data` parses it.
+    """Ends the profile that `profiler` has begun; returns the parsed profile.
 
     Raises a TimelineError if jax has no profile, or if the profile cannot be read.
     """
@@ -149,7 +149,7 @@ def _recording(
     Args:
       session: the session that made the steps.
       lowering: the program's lowering, for the variables' names; may be None.
-      profile: the profile, as `profile_data` parses it.
+      profile: the profile, which `profile_data` has parsed: a ``ProfileData`` of jax.
       begin: when the first step began, in nanoseconds since the epoch.
       ends: when the host had the result of each step. If the profile shows when each step ended on
         the devices, these times are used in place of `ends`.
