@@ -185,5 +185,5 @@ class RandomStep:
         )
 
     def restart(self) -> None:
-        """Forgets the steps that were counted here; called after a checkpoint was restored."""
+        """Makes this object count steps from 0 again; called after a checkpoint was restored."""
         self._count = -1

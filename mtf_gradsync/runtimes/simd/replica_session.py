@@ -172,8 +172,8 @@ class ReplicaSession(abc.ABC):
     def copies_of(self, names: Sequence[str]) -> list[np.ndarray] | None:
         """Returns the values of tf variables that cores hold, in the order of `names`.
 
-        The result is None if TensorFlow holds the values, so that operations of the graph can read
-        them.
+        `names` are the names of the tf variables. The result is None if TensorFlow holds the
+        values, so that operations of the graph can read the values.
         """
         del names
         return None
@@ -285,7 +285,10 @@ class ReplicaSession(abc.ABC):
         self._copy_masters_to_slices()
 
     def _master_tensor(self, name: str) -> str:
-        """Returns the name of the tensor with a variable's value; ValueError if there is none."""
+        """Returns the name of the tensor with the value of the variable `name`, a global variable.
+
+        Raises ValueError if there is no such variable.
+        """
         if name not in self._ops.masters:
             raise ValueError(
                 f"The graph has no global variable {name!r}. It has: "
