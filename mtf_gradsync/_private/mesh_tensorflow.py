@@ -64,15 +64,15 @@ class Reshaped:
         return tf.reshape(self._variable, self.shape)
 
     def assign(self, value: tf.Tensor, name: str | None = None) -> Any:
-        """Assigns a value of this shape; called by `tf.assign`."""
+        """Assigns `value`, which has this object's shape; `tf.assign` calls this method."""
         return tf.assign(self._variable, self._as_held(value), name=name)
 
     def assign_add(self, value: tf.Tensor, name: str | None = None) -> Any:
-        """Adds a value of this shape; called by `tf.assign_add`."""
+        """Adds `value`, which has this object's shape; `tf.assign_add` calls this method."""
         return tf.assign_add(self._variable, self._as_held(value), name=name)
 
     def assign_sub(self, value: tf.Tensor, name: str | None = None) -> Any:
-        """Subtracts a value of this shape; called by `tf.assign_sub`."""
+        """Subtracts `value`, which has this object's shape; `tf.assign_sub` calls this method."""
         return tf.assign_sub(self._variable, self._as_held(value), name=name)
 
     def _as_held(self, value: tf.Tensor) -> tf.Tensor:

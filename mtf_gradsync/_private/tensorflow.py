@@ -396,7 +396,7 @@ TOGETHER_ATTR = "_mtf_gradsync_together"
 
 @contextlib.contextmanager
 def summed_together() -> Iterator[None]:
-    """Returns a context; sums over cores that are made inside are marked as one group.
+    """Returns a context; sums over cores that are made inside are marked as one group of sums.
 
     The compiler may combine the sums of a group into one message.
     """

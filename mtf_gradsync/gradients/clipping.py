@@ -221,7 +221,7 @@ def _clip_factor(norm: tf.Tensor, limit: Any) -> tf.Tensor:
 
 
 def clipping_of(grads: Sequence[mtf.Tensor]) -> Clipping | None:
-    """Returns the clip that made `grads`, if they are all of its outputs; else None."""
+    """Returns the clip that made `grads`; None unless `grads` are all outputs of a single clip."""
     found = {id(c): c for c in (getattr(g.operation, "clipping", None) for g in grads)}
     (clipping,) = found.values() if len(found) == 1 else (None,)
     return clipping if clipping is not None and clipping.size == len(grads) else None

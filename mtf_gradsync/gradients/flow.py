@@ -144,7 +144,7 @@ class Flow:
     # Which operations compute a tensor.
 
     def _is_split(self, tensor: mtf.Tensor) -> bool:
-        """Returns whether each shard holds its own part of a tensor; many walks ask it."""
+        """Returns whether each shard holds its own part of a tensor; keeps the result for later."""
         if tensor not in self._split:
             self._split[tensor] = self._layout.is_split_over_shards(tensor)
         return self._split[tensor]

@@ -16,7 +16,7 @@ from mtf_gradsync.mesh.axes import is_simd
 
 
 def canonical_device(device: Any, argument: str = "A device") -> str:
-    """Returns a device string in TensorFlow's full form: "cpu:0" is "/device:CPU:0".
+    """Returns the full name of a device, as TensorFlow spells it: "cpu:0" is "/device:CPU:0".
 
     Raises a ValueError if `device` is no device string. `argument` is the name by which the error
     calls `device`.
@@ -42,9 +42,9 @@ def canonical_device(device: Any, argument: str = "A device") -> str:
 # Asked for each device of each operation of a program.
 @functools.lru_cache(maxsize=None)
 def full_name(device: str) -> str:
-    """Returns a device string in TensorFlow's full form; "" stays empty.
+    """Returns the full name of a device, as TensorFlow spells it; "" stays empty.
 
-    "cpu:0" and "/device:CPU:0", for example, have the same full form.
+    "cpu:0" and "/device:CPU:0", for example, have the same full name, "/device:CPU:0".
     """
     return tf.DeviceSpec.from_string(device).to_string()
 

@@ -92,7 +92,7 @@ class OuterSettings:
 
     @property
     def form_inside(self) -> Form:
-        """The form of gradients inside an island: per shard if it has shard dims, or reduced."""
+        """The form of gradients inside an island: per shard, or reduced if it is a single shard."""
         has_shards = self.inside is not None and self.inside.shard_dims
         return Form.PER_SHARD if has_shards else Form.REDUCED
 
@@ -349,9 +349,10 @@ class StepsOfIslands:
     ) -> list[mtf.Operation]:
         """Makes the outer step of a fragment, from the values that islands have after `updates`.
 
-        `owners` are the variables, and pieces of variables, in the fragment. `weight` are the
-        weights of the islands, `[islands...]`; None for equal weights. Returns the assignments to
-        variables, outer values and momenta.
+        `owners` are the variables in the fragment, and the pieces of variables that were cut: a
+        piece is a range of the numbers in each core's slice. `weight` has the weight of each
+        island, `[islands...]`; None for equal weights. `step` is the step that is being built.
+        Returns the assignments to variables, outer values and momenta.
         """
         settings = self._settings
         variables = [variable_of(x) for x in owners]
@@ -507,6 +508,8 @@ def _cut_or_put_back(
 ) -> list[mtf.Tensor]:
     """Cuts pieces of variables out of the variables' values, or puts new pieces back into them.
 
+    A piece is a range of the numbers in each core's slice of a variable.
+
     Args:
       kind: `CutOut` to cut, `PutBack` to put back.
       owners: pieces of variables, and whole variables.
@@ -514,8 +517,9 @@ def _cut_or_put_back(
         variables. For `PutBack` two lists: values of variables, and new values of the pieces.
 
     Returns:
-      For each of `owners` the piece's value, or the variable's value with the new piece in it. For
-      a whole variable it is the value in the last list.
+      A tensor for each of `owners`. For a piece it is the piece's value (`CutOut`), or the
+      variable's value with the new piece in it (`PutBack`). For a whole variable it is the
+      variable's item of the last list in `values`.
     """
     result, pieces = (
         list(values[-1]),

@@ -201,7 +201,7 @@ class UncheckpointedVariable(mtf.Variable):
         super().lower(lowering)
 
     def get_master(self) -> Any:
-        """Returns zeros, from which slices are filled; on one processor the variable itself."""
+        """Returns zeros, as slices begin with; on a mesh of one processor the variable itself."""
         if self._alone:
             return self._master
         with tf.device(self._stand_in.device):

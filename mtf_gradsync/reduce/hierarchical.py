@@ -209,7 +209,8 @@ def simd_two_levels(
       scatter: whether each core sums only its part of a tensor over the outer axes. If so, a third
         sum, along the inner axes, puts the parts together. Tensors with fewer elements than an
         inner group has cores are summed whole.
-      one_group: whether the sums of a level are marked as one group for the compiler.
+      one_group: whether the sums of a level are marked as one group of sums, which the compiler
+        combines.
     """
 
     def sum_fn(values: Sequence[Any], groups: ProcessorGroups, turns: Sequence[int]) -> list[Any]:

@@ -31,10 +31,10 @@ from mtf_gradsync.reduce.sums import (
 class AllReduce(OneLevel):
     """A strategy that sums packs of tensors by one algorithm.
 
-    On a placement mesh the algorithms are "add_n" (one device adds up a pack, and all others read
-    the sum; the devices take turns) and "ring" (Mesh-TF's). A SIMD mesh always uses the all-reduce
-    of its compiler, with packs, or in one group without packs (see `FusedAllReduce`); a warning
-    says so if an algorithm was given.
+    On a placement mesh there are two algorithms. With "add_n" one device adds up a pack, and all
+    others read the sum; for each pack the next device adds up. "ring" is Mesh-TF's algorithm. A
+    SIMD mesh always uses the all-reduce of its compiler, and a warning says so if an algorithm was
+    given. If nothing is packed, the compiler gets all sums as one group of sums.
 
     One pack is TensorFlow 1's default, and the fastest choice if messages are slow. With one pack
     and "add_n", one device does all the work. As many packs as processors spread the work evenly.

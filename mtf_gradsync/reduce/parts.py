@@ -287,8 +287,8 @@ def simd_reduce_scatter(
     """Returns each core's part of the sums of `values` over `groups` on a SIMD mesh.
 
     `values` and the results are `LaidOutTensor`s. `cuts` says, for each value, which axes are
-    split, and over which mesh axes. Sums that do not depend on each other are marked as one group,
-    which the compiler may combine.
+    split, and over which mesh axes. Sums that do not depend on each other are marked as one group
+    of sums, which the compiler may combine.
     """
     shapes = [part_shape(mesh_impl, v.slice_shape, c) for v, c in zip(values, cuts)]
     sharing = _group_by_collective(mesh_impl, values, shapes, cuts, _SCATTERED_ALONE)
@@ -334,8 +334,8 @@ def simd_all_gather(mesh_impl: Any, parts: Sequence[Any], cuts: Sequence[Cuts]) 
     """Returns whole slices on each core of a SIMD mesh, gathered from the parts on all cores.
 
     `parts` are `LaidOutTensor`s of each core's part. `cuts` says, for each of them, which axes of
-    the whole slice are split, and over which mesh axes. The all-gathers are marked as one group,
-    which the compiler may combine.
+    the whole slice are split, and over which mesh axes. The all-gathers are marked as made
+    together, so that the compiler may combine them.
     """
     results: list[Any] = [None] * len(parts)
     with summed_together():

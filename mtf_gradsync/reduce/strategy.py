@@ -509,10 +509,12 @@ class FusedAllReduce(OneLevel):
     """The default strategy, which sums many tensors in few messages.
 
     On a SIMD mesh each tensor has its own CrossReplicaSum, and the sums of one call are marked as
-    one group. The compilers of TPUs and GPUs combine the sums of a group without copies. For CPUs
-    this package packs the sums when it compiles the program. On a placement mesh tensors of one
-    dtype are packed into buckets, each of which is added up by one device; the devices take turns.
-    If the size of buckets is given, a SIMD mesh has buckets, too: each is one CrossReplicaSum.
+    one group of sums. The compilers of TPUs and GPUs combine the sums of a group without copies.
+    For CPUs this package packs the sums when it compiles the program. If the size of buckets is
+    given, a SIMD mesh has buckets: each bucket is one CrossReplicaSum.
+
+    On a placement mesh tensors of one dtype are packed into buckets. One device adds up a bucket,
+    and for each bucket it is another device, so that devices share the work.
     """
 
     def __init__(self, bucket_bytes: int | None = None, packed_bytes: int | None = None):
@@ -520,9 +522,9 @@ class FusedAllReduce(OneLevel):
 
         Args:
           bucket_bytes: the largest size of a bucket of several tensors, in bytes per processor. A
-            larger tensor has its own bucket; 0 packs nothing. None takes a default: a measured size
-            on a placement mesh; on a SIMD mesh 32 MiB if packed_bytes is given, and otherwise one
-            group without buckets.
+            larger tensor has its own bucket; 0 packs nothing. None takes a default. On a placement
+            mesh this is a measured size. On a SIMD mesh it is 32 MiB if packed_bytes is given; if
+            not, there are no buckets, and all sums are one group of sums.
           packed_bytes: the size of the largest tensor that shares a bucket, in bytes per processor.
             If packed_bytes is None and bucket_bytes is given, all tensors that fit share buckets.
             If both are None, a measured size is taken on a placement mesh.

@@ -467,7 +467,8 @@ class StepBuilder(StepConditions):
         The sums are not divided and not cast yet.
 
         Args:
-          gradients: gradients in any form, of variables or of pieces of variables.
+          gradients: gradients in any form, of variables or of pieces of variables (ranges of the
+            numbers in each core's slice).
           reduction: the settings of the reduction.
           extra: whether `gradients` holds other values than the step's gradients. A strategy may
             keep state for both, under different names.

@@ -221,8 +221,8 @@ class GradientSet:
 
     Attributes:
       grads: the gradient of each variable, or None; at least one is not None.
-      variables: the mesh variables; for `StepBuilder.reduce_now` with `extra`, also pieces of
-        variables (`VariablePiece`).
+      variables: the mesh variables. For `StepBuilder.reduce_now` with `extra`, there may be a
+        `VariablePiece` in place of a variable: a range of the numbers in each core's slice.
       form: the form of all gradients.
       divisor: a scalar by which the gradients are divided after they are reduced; None for 1.
       dtypes: for each gradient, the dtype to which it is cast after it is reduced, or None if it is
@@ -313,7 +313,10 @@ class GradientSet:
         return dataclasses.replace(self, condition=OnlyWhen(holds, gate, **others))
 
     def change_reduced(self, change: Callable[[mtf.Tensor], mtf.Tensor]) -> GradientSet:
-        """Returns a copy of the set with `change` applied to gradients in `already_reduced`."""
+        """Returns a copy of the set, in which gradients in `already_reduced` are changed.
+
+        `change` is a function that takes one of these gradients and returns the new tensor.
+        """
         grads = enumerate(self.grads)
         return self.with_grads(
             [change(g) if g is not None and i in self.already_reduced else g for i, g in grads]

@@ -187,9 +187,10 @@ class _Maker(StateMaker):
     """The object by which a strategy makes its state variables; it records which it has made.
 
     Attributes:
-      made: the state that the strategy was given, in order: state variables, and ranges of state
-        variables for gradients of pieces of variables.
-      compression: the numbers of bytes that the strategy says it saves; None if it says nothing.
+      made: what the strategy was given, in order: state variables, and a `PieceOfState` for each
+        gradient of a piece of a variable.
+      compression: the numbers of bytes before and after the compression, as the strategy reported
+        them; None if it reported nothing.
     """
 
     def __init__(
