@@ -1,9 +1,9 @@
 """The names of the core that runtimes, tools, and programs with their own wrappers may use.
 
 Import-linter checks that runtimes and tools use only these names of the core. The page
-``docs/guides/own_wrapper.md`` says which names are for whom. Each name loads its module when it is
-first used. So this package's command can read its arguments, and processes can watch each other,
-without loading TensorFlow.
+``docs/guides/own_wrapper.md`` says which of the names a program with its own wrappers uses. Each
+name loads its module when it is first used. So this package's command can read its arguments, and
+processes can watch each other, without loading TensorFlow.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """OuterOptimizer: islands of a mesh train separately, and outer steps synchronize them.
 
 Every island has its own values of variables and of the inner optimizer's slots: the slices that its
-processors hold. So that checkpoints have these values, the slices become those of variables
-`<variable>/island`, which have a dimension for the islands (`IslandVariables`). The model and the
-inner optimizer need no change. A variable's own master (its value in checkpoints) has the outer
-values, which evaluation and export read.
+processors hold. So that checkpoints have these values, there is another variable for each of these
+variables and slots, `<variable>/island`, with a dimension for the islands (`IslandVariables`). The
+slices belong to this other variable. The model and the inner optimizer need no change. A variable's
+own master (its value in checkpoints) has the outer values, which evaluation and export read.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ that its source variable has when training begins. Its initial value is a mark: 
 bit pattern, which no arithmetic makes. Before every training, Mesh-TF copies masters (values as in
 checkpoints) to slices. If a derived variable's master has the mark, the derived variable's slices
 are copied from the master of the source variable, so that training steps never see the mark. When
-slices are copied back to masters, their values replace the mark.
+slices are copied back to masters, the values of the slices replace the mark.
 """
 
 from __future__ import annotations

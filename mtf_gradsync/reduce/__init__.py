@@ -1,7 +1,7 @@
 """Strategies that reduce gradients over the mesh.
 
-Strategies that are chosen only by name are loaded when a program, or gin's configuration, names
-them.
+`FusedAllReduce`, the default, and a few others are loaded at once. The module of any other strategy
+is loaded when a program, or gin's configuration, names the strategy.
 """
 
 from typing import TYPE_CHECKING

@@ -9,8 +9,9 @@ The plan follows these rules:
 
 - All variables are lowered first. Each variable is read at this point, once for the whole step, and
   all later operations use the value that was read. There are two exceptions: variables that a
-  wrapper writes in place, and variables that the program's own operations assign. Each operation
-  that uses such a variable reads it again, as in Mesh-TF without this package.
+  wrapper writes in place, and variables that the program itself assigns, if its assignments do not
+  wait for all reads (as `ProgramWrites` makes them). Each operation that uses a variable of these
+  two kinds reads it again, as in Mesh-TF without this package.
 - An operation that waits for others is lowered with control dependencies on their tf operations.
 - The operations of a branch keep their positions in the graph's list, but are not lowered at these
   positions: the conditional of the branch lowers them, in order.
@@ -556,9 +557,10 @@ class StepPlan:
             lowered.reads.setdefault(operation.mesh, []).extend(operation.outputs)
 
     def _assigned_by_program(self, lowered: LoweringState) -> set[mtf.Variable]:
-        """Returns the variables that the program's own code assigns, outside of branches.
+        """Returns the variables that assignments write without waiting, outside of branches.
 
-        An assignment of the program itself is one that the plan does not make wait for anything.
+        Such assignments are the program's own: neither the plan nor one of its extensions makes
+        them wait for anything.
         """
         waiting = {operation for extension in lowered.extensions for operation in extension.waits}
         return {

@@ -1,6 +1,6 @@
 """Builds one training step from a stack of wrappers.
 
-The modules of this package have parts of the work:
+Each module of this package has a part of the work:
 
 - `stack` has the stack of wrappers as a value, and completes it: it collects the stages of each
   wrapper, adds stages that convert between forms of gradients, and makes blocks of stages that run

@@ -1,14 +1,14 @@
 """A stack of wrappers as a value: the work of its step on gradients, before anything is built.
 
 Each wrapper gives its stages, frozen values that say which form of gradients they take and give,
-and whether all that comes after them runs in some steps only. Passes, pure functions, complete a
-stack. `StepBuilder` makes the operations of the completed stack, stage by stage, and
-`mtf_gradsync.describe` prints the same value. The passes:
+and whether all that comes after them runs in some steps only. A stack is completed by passes, which
+are functions that return a new stack. `StepBuilder` makes the operations of the completed stack,
+stage by stage, and `mtf_gradsync.describe` prints the completed stack. The passes:
 
 1. From the outermost wrapper to the innermost, each wrapper gives its stages for its place (`Place`
    has the replica axes, and the islands and stages around the wrapper).
-2. Each stage gets the stages inside it, because the work of some stages depends on these (as that
-   of a loss scale does).
+2. Each stage is told which stages are inside it, because the work of some stages depends on the
+   stages inside (the work of a loss scale, for example).
 3. If a stage takes another form of gradients than the stage before it gives, a converting stage is
    inserted (`with_conversions`). The function `complete_stack` makes these three passes.
 4. If gradients have weights, stages for them are added (`with_weights` in the file `weights`).
