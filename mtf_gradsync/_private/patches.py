@@ -311,8 +311,8 @@ def read_only_own_flags() -> None:
     """Makes Mesh-TF's SIMD meshes parse only their own two flags of a command line.
 
     If the program has not parsed absl's flags, TensorFlow parses the whole command line as soon as
-    one flag is read. If the program parses its arguments by argparse, TensorFlow then ends it,
-    because the command line has arguments that absl does not know.
+    one flag is read. If the program parses its arguments by argparse, TensorFlow then ends the
+    program, because the command line has arguments that absl does not know.
     """
     module = mtf.simd_mesh_impl
     if not isinstance(module.FLAGS, _OwnFlags):

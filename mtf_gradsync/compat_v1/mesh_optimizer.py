@@ -32,8 +32,9 @@ from mtf_gradsync.step import StepPlan, gated_update
 class _MeshState(NamedTuple):
     """The variables of an optimizer in one mtf graph.
 
-    `slots` has a slot for each pair of an updated variable and a `Slot.key`. `powers` has the
-    scalar variables of `Rule.powers` by name.
+    `slots` has the slot for each pair of an updated variable and the slot's name (`Slot.key`).
+    `powers` has, by name, the scalar variables that each update multiplies by a number
+    (`Rule.powers`).
     """
 
     slots: dict[tuple[mtf.Variable, str], mtf.Variable]

@@ -379,10 +379,11 @@ class Flow:
         program does not add up the shards' values. `targets` are gradients.
 
         The keys of the returned dictionary are the operations. The value of an operation is a pair.
-        The first is the cause: `Cause.DROPS_SUM` if the operation drops the dimension, and
-        `Cause.GATHERS` if it gathers values of all shards. The second is one of the targets, which
-        is computed by this operation and needs the sum. Operations of Mesh-TF that gather values of
-        all shards are not in the dictionary, because they communicate by themselves.
+        The first element is the cause: `Cause.DROPS_SUM` if the operation drops a dimension that
+        the shards split, and `Cause.GATHERS` if it gathers values of all shards. The second element
+        is one of the targets, which is computed by this operation and needs the sum. Operations of
+        Mesh-TF that gather values of all shards are not in the dictionary, because they communicate
+        by themselves.
         """
         found: dict[mtf.Operation, tuple[Cause, mtf.Tensor]] = {}
         if any(self._gathers(t) for operation in self.operations for t in operation.outputs):

@@ -39,8 +39,7 @@ class AverageRule(NamedTuple):
     """The settings of moving averages, named as the arguments of `AverageOptimizer` are.
 
     Attributes:
-      decay: the part of the old average that stays in the new one: a number, or a scalar tensor or
-        variable.
+      decay: the weight of the old average in the new one: a number, or a scalar tensor or variable.
       num_updates: a count of updates, from which lower decays are computed for the first updates;
         True for the count that the optimizer keeps itself; None for no lower decays.
       zero_debias: whether the averages leave out the initial values of variables.

@@ -282,8 +282,8 @@ class ByVariable(mtf.optimize.Optimizer):
     def _warn_of_empty_groups(self, variables: Sequence[mtf.Variable]) -> None:
         """Warns once of each group to which no variable belongs.
 
-        All trainable variables of the graph are considered, and `variables`, those that are updated
-        now.
+        A group is looked for among all trainable variables of the graph, and among `variables`, the
+        variables that are updated now.
         """
         known = {v.name: v for v in (*variables[0].graph.trainable_variables, *variables)}
         for group in self._groups:

@@ -241,7 +241,8 @@ def _import_per_replica(
 
     `value` has passed `check_per_replica`. It has a whole number or a boolean (1 for True) for each
     replica. `shard_shape` has the shard dims, in the order that numbers the replicas.
-    `result_shape` has the dimensions of the result: as many, of the same sizes, with any names.
+    `result_shape` has the same sizes as `shard_shape`, but the dimensions may have other names. The
+    result is on `mesh`.
     """
     value = value.value if isinstance(value, mtf.Variable) else value
     if isinstance(value, mtf.Tensor):

@@ -90,8 +90,8 @@ def adafactor_decay_rate_per_update(
     """Returns a decay rate for Adafactor that counts updates instead of microbatch steps.
 
     Mesh-TF's default, `adafactor_decay_rate_pow`, is a function of the global step, which counts
-    microbatch steps. With that default, and with K microbatch steps for each update, second moments
-    would be means over about K^exponent times as many updates.
+    microbatch steps. If there are K microbatch steps for each update, second moments with that
+    default are means over about K^exponent times as many updates as with this function.
 
     In a gin file, write the parentheses, too:
 

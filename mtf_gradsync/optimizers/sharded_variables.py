@@ -358,9 +358,10 @@ def _assign_new_values(update: mtf.Assign, parts: Mapping[mtf.Variable, PartOfVa
 class NewValues(GradientOperation):
     """The new values of variables, computed from the changes that an update adds to them.
 
-    The lowering of this operation makes the update assign the new values. On placement meshes, and
-    if another assignment also writes one of the variables, the update stays as it is, and the
-    outputs of this operation are the changes.
+    On a SIMD mesh the outputs of this operation are the new values. When the operation is lowered,
+    it changes the update, so that the update assigns them. On placement meshes, and if another
+    assignment also writes one of the variables, the outputs are the changes, and the update goes on
+    adding them to the variables.
     """
 
     def __init__(self, update: mtf.Assign):

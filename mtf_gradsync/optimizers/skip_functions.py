@@ -57,10 +57,10 @@ class skip_large_updates:
     """A rule that skips steps whose gradients exceed a norm, or are not finite.
 
     With gradients per shard (accumulate="local") the norm is the square root of the sum of squares
-    over all shards' gradients, so that only a scalar is reduced. With reduced gradients the norm is
-    that of the sum over shards. The norm of the sum is at most sqrt(num_shards) times the norm over
-    all shards' gradients, and smaller if shards' gradients cancel each other. Choose max_norm for
-    the way in which gradients accumulate.
+    over all shards' gradients. To compute it, only a scalar is reduced, and no gradient. With
+    reduced gradients the norm is that of the sum over shards. The norm of the sum is at most
+    sqrt(num_shards) times the norm over all shards' gradients, and smaller if shards' gradients
+    cancel each other. Choose max_norm for the way in which gradients accumulate.
 
     References:
       optax.skip_large_updates

@@ -87,7 +87,8 @@ class GradientStrategy(Strategy):
         """Returns the dtype in which the attribute `reducer`, a strategy, sends values of `dtype`.
 
         `groups` are the groups of processors that sum with each other. An optimizer's gradients may
-        be sent in fewer bits than the returned dtype has; all other values are sent in this dtype.
+        be sent in fewer bits than the returned dtype has. All other values are sent in the returned
+        dtype.
         """
         return getattr(self.reducer, "wire_dtype", super().wire_dtype)(mesh_impl, dtype, groups)
 

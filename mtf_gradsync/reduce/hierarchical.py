@@ -124,8 +124,10 @@ def _inner_group_key(
 
     Two processors are in one inner group exactly if their keys, which are hashable, are equal.
     `group` has the processor numbers of a group. `outer_axes` are mesh axes with slow links, by
-    name or number. If it is None, processes are inner groups, or else the coordinates along the
-    group's first mesh axis tell the inner groups (see `inner_groups`).
+    name or number; the keys are the coordinates along these axes. If `outer_axes` is None, the key
+    of a processor is its process on a mesh over several processes. On other meshes it is the
+    coordinate along the first mesh axis over which the group extends; if that is the only such
+    axis, all keys are equal.
     """
     shape = mesh_impl.shape
 

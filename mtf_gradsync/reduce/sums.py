@@ -86,9 +86,8 @@ def ordered_add_n(inputs: Sequence[tf.Tensor]) -> tf.Tensor:
 def add_in_order(total: tf.Tensor) -> tf.Tensor:
     """Makes the operation of a tensor add its inputs in their order; returns the same tensor.
 
-    This concerns only a tensor that an AddN has made. Without this call, an AddN may add its inputs
-    in another order in each run (see `docs/races.md`). If another operation has made the tensor,
-    nothing is changed.
+    Without a call of `add_in_order`, an AddN may add its inputs in another order in each run (see
+    `docs/races.md`). If `total` was made by another operation than an AddN, nothing is changed.
     """
     # Two inputs give the same sum either way round.
     if total.op.type == "AddN" and len(total.op.inputs) > 2:

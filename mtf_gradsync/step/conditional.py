@@ -134,8 +134,9 @@ class Branch:
 class Conditional(mtf.Operation):
     """An operation that runs a branch on the steps on which a predicate is true.
 
-    The predicate must have the same value on all processors. Each of the branch's operations that
-    others may wait for (`updates`) is lowered to the same tf operation, the conditional itself.
+    The predicate must have the same value on all processors. Operations outside of the branch may
+    wait for those of its operations that are in `updates`. They all have the same lowered value,
+    the tf operation of the conditional, so that whoever waits for one waits for the whole branch.
     """
 
     def __init__(

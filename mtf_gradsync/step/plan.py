@@ -640,10 +640,10 @@ def _shared_zeros() -> Callable[..., tf.Tensor]:
 
 
 def scope_around(operation: mtf.Operation) -> str:
-    """Returns the name scope that Mesh-TF lowers `operation` in; "" if there is none.
+    """Returns the name scope around that of `operation`; "" if there is none.
 
-    Call this function while Mesh-TF lowers the operation: Mesh-TF has then opened a scope for the
-    operation, and the scope around this one is returned.
+    Call this function while Mesh-TF lowers the operation. Mesh-TF has then opened a name scope for
+    the operation, and this function returns the scope in which it has opened it.
     """
     inner = tf.get_default_graph().get_name_scope().split("/")
     # A name with slashes opens nested scopes, of which the last may have a number added.

@@ -160,8 +160,9 @@ class CutOut(GradientOperation):
 class PutBack(GradientOperation):
     """An operation that replaces one piece of each tensor; each core does so in its own slice.
 
-    The outputs are `tensors` in which `values`, of the shapes of the outputs of `CutOut`, replace
-    the `pieces`. The three lists have the same length.
+    There is an output for each of `tensors`: the tensor, with an item of `values` in place of an
+    item of `pieces`. The three lists have the same length. An item of `values` has the shape that
+    `CutOut` gives the piece.
     """
 
     def __init__(
