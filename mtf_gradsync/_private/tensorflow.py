@@ -46,9 +46,9 @@ _WAITED_FOR = "_mtf_gradsync_waited_for"
 def advance_step_after(step: Any, reads: Sequence[tf.Operation]) -> None:
     """Makes increments of a global step wait for the operations `reads`, later increments too.
 
-    `step` is the resource variable of the global step. If one of `reads` already waits for an
-    increment, this increment does not wait for it. Increments in loops, branches and functions do
-    not wait, because the variable has another handle inside of them.
+    `step` is the resource variable of the global step. An increment does not wait for an operation
+    of `reads` that itself waits for this increment already. Increments in loops, branches and
+    functions do not wait, because the variable has another handle inside of them.
     """
     for increment in step.handle.consumers():
         is_increment = increment.type in ("AssignAddVariableOp", "AssignSubVariableOp")

@@ -54,8 +54,8 @@ class Layout(NamedTuple):
     def split_over_shards(self, tensor: mtf.Tensor) -> Axes:
         """Returns the replica axes along which each slice of a tensor has one shard's data alone.
 
-        The returned axes split the tensor. If the attribute `own_data_axes` is set, it is a
-        function; the returned axes are then also among those that it returns for the tensor.
+        The returned axes split the tensor. If the attribute `own_data_axes`, a function, is not
+        None, the returned axes are also among the axes that it returns for the tensor.
         """
         split = self.split(tensor) & self.replica_axes(tensor.mesh)
         return split & self.own_data_axes(tensor) if split and self.own_data_axes else split

@@ -97,8 +97,8 @@ class InnerOptimizer(mtf.optimize.Optimizer):
     def _check(self, var: mtf.Variable) -> None:
         """Raises ValueError for a variable that the optimizer cannot update.
 
-        This base class raises it if `rounding` is "stochastic" and the variable `var` is stored or
-        read in float16. Subclasses can add checks.
+        This base class raises the error if `rounding` is "stochastic" and the variable `var` is
+        stored or read in float16. Subclasses can add checks.
         """
         if self.rounding == STOCHASTIC:
             check_not_float16(type(self).__name__, var)

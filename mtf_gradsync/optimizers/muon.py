@@ -237,11 +237,12 @@ def is_hidden_matrix(variable: mtf.Variable) -> bool:
     """Returns whether a variable is a matrix of a hidden layer, for groups of `ByVariable`.
 
     A matrix of a hidden layer is a variable of two or more dimensions that the model multiplies by
-    activations. Three kinds of variables do not count. Tables in which the model looks rows up
-    (embeddings) do not. Nor do variables that have the dimension of a table along which rows are
-    looked up: the last layer, for example, has the dimension of the vocabulary. Nor do variables
-    with "embedding", "softmax" or "logits" in their names. If no operation of the graph uses a
-    variable yet, its name and number of dimensions decide.
+    activations. Three kinds of variables do not count as matrices of hidden layers. The first are
+    tables in which the model looks rows up (embeddings). The second are variables that have the
+    dimension of a table along which rows are looked up: the last layer, for example, has the
+    dimension of the vocabulary. The third are variables with "embedding", "softmax" or "logits" in
+    their names. If no operation of the graph uses a variable yet, its name and number of dimensions
+    decide.
 
     Examples:
       >>> mesh, size = mtf.Mesh(mtf.Graph(), "mesh"), mtf.Dimension("size", 2)

@@ -210,10 +210,11 @@ class StepsOfIslands:
         """Returns, from weights of shards, a factor for each island and the weights inside it.
 
         The factors, `[islands...]`, are the total weight of all islands divided by the weight of
-        the island, or 0 for an island without data. They turn gradients of the weighted mean over
-        the batch into gradients of the weighted mean over an island's part of the batch: an
-        island's term of the former, times its factor, is the latter. In the returned weights,
-        `total` is the total weight of an island: a scalar that has another value on each island.
+        the island, or 0 for an island without data. If an island's term of the gradient of the
+        weighted mean over the batch is multiplied by the island's factor, the product is the
+        gradient of the weighted mean over the island's own part of the batch. In the returned
+        weights, `total` is the total weight of an island: a scalar that has another value on each
+        island.
         """
         islands, axes = self._islands, self._settings.all_axes
         assert axes is not None  # or there would be one island

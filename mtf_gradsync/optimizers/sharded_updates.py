@@ -318,10 +318,10 @@ class ShardedUpdateOptimizer(Wrapper):
     def _make_part(self, variable: mtf.Variable, shape: mtf.Shape) -> PartOfVariable:
         """Returns the variable that the inner optimizer is given in the place of `variable`.
 
-        The returned variable stands for a replica's part of `variable`, whose shape is `shape`. The
-        inner optimizer finds its slots by the returned variable. So if an earlier step has made
-        such an object for `variable`, that object is returned, with its attributes set to those of
-        a new one.
+        The returned variable stands for a replica's part of `variable`; the part has the shape
+        `shape`. The inner optimizer finds its slots by the returned variable. So if an earlier step
+        has made a variable for the part already, the same object is returned, with its attributes
+        set anew for this step.
         """
         new = PartOfVariable(variable, shape)
         part = self._parts.get(variable) or new

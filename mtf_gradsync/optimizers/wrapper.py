@@ -267,8 +267,8 @@ class Wrapper(TrainOptimizerInterface, mtf.optimize.Optimizer):
     def progress_fields(self) -> dict[str, mtf.Tensor]:
         """Returns the values that training shows next to the loss, by the names in `shown`.
 
-        They are taken from what the method `reported` returns. Names in `shown` for which there is
-        no value are left out.
+        The values are taken from what the method `reported` returns. Names in `shown` for which
+        there is no value are left out.
         """
         values = self.reported() if self.shown else {}
         return {name: values[tag] for name, tag in self.shown if tag in values}

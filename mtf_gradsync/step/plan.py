@@ -588,9 +588,9 @@ def unstack_operations(graph: mtf.Graph) -> list[mtf.Operation]:
 def _read_once(variable: mtf.Variable, lowering: mtf.Lowering) -> None:
     """Reads a variable, and makes this read the lowered value that all operations share.
 
-    Mesh-TF 0.1.21 lowers a variable to the variable object. So each operation reads the variable
-    again, before or after the variable is assigned (see docs/races.md). On a SIMD mesh the lowered
-    value is a tensor already.
+    Without this function each operation reads the variable again, before or after the variable is
+    assigned (see docs/races.md), because Mesh-TF 0.1.21 lowers a variable to the variable object.
+    On a SIMD mesh the lowered value is a tensor already, and stays as it is.
     """
     lowered = lowering.tensors[variable.value].to_laid_out_tensor()
     if not all(isinstance(x, tf.Tensor) for x in lowered.tensor_list):

@@ -82,9 +82,9 @@ class StepConditions:
 
         `finite` is a boolean scalar: whether the gradients of the shards that are not skipped are
         finite. `has_data` is a boolean scalar: whether any shard has data in this step; None if
-        there always are data. Only the stage that skips shards knows which shards these are. That
-        stage is inside the caller's, so that its operations are made later; both scalars are
-        computed from its mask.
+        there always are data. Both scalars are computed from the mask of the stage that skips
+        shards. This stage is inside the stage that calls `when_finite_is_known`, so that its
+        operations, and the scalars, are made later.
         """
         self._if_finite.append(then)
 
@@ -402,9 +402,10 @@ class StepBuilder(StepConditions):
         """Adds the writes of strategies' new state, from all reductions since the last call.
 
         The builder calls this method before the update. A stage that adds up reduced gradients
-        calls the method itself. `when` makes a boolean scalar, the same on all processors, for
-        steps that may not use the reduced gradients: if the scalar is false, the state does not
-        change. If `when` is None, the state is written in every step.
+        calls the method itself. `when` is for stages that do not use the reduced gradients in every
+        step: a function that makes a boolean scalar, the same on all processors. In steps in which
+        the scalar is false, the state does not change. If `when` is None, the state is written in
+        every step.
         """
         state, self._new_state = self._new_state, []
         if not state:

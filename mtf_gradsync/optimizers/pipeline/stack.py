@@ -405,10 +405,9 @@ def with_conversions(segments: Sequence[Segment], takes_pending: bool) -> tuple[
     """Adds stages to segments so that each stage gets gradients of the form that it takes.
 
     Where a stage would get another form than it takes, a stage that converts gradients is put
-    before it. If
-    gradients are not reduced after the last stage, a reduction is added, unless `takes_pending` is
-    true: then the optimizer inside takes pending gradients, because it has a wrapper inside that
-    reduces them.
+    before it. If gradients are not reduced after the last stage, a reduction is added. No reduction
+    is added if `takes_pending` is true: the optimizer inside then takes pending gradients, because
+    it has a wrapper inside that reduces them.
     """
     left = [stage for segment in segments for stage in segment.stages]
     of_updates = next((s._partition for s in left if s._partition is not None), None)
