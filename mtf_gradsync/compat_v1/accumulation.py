@@ -238,8 +238,8 @@ class GradientAccumulationOptimizer(OffMesh, tf.train.Optimizer):
 
         Before the inner optimizer is called, `allreduce_fn` is called, and sums are divided if
         averages are wanted. `grads` are the gradients of this microbatch step, one or None for each
-        variable. They only tell which variables have sums, and to which dtypes the sums are cast
-        for the inner optimizer. `global_step` is the variable to add one to, or None.
+        variable. These gradients only tell which variables have sums, and to which dtypes the sums
+        are cast for the inner optimizer. `global_step` is the variable to add one to, or None.
         """
         present = [s for s in sums if s is not None]
         owners = [v for g, v in zip(grads, variables) if g is not None]

@@ -221,7 +221,8 @@ class TrainOptimizerInterface:
           `lowering.lowered_operation`; empty if the gradient is None.
 
         Raises:
-          TypeError, ValueError: as `apply_grads` raises them.
+          TypeError: an argument has the wrong type, or the innermost optimizer does not take it.
+          ValueError: the gradient does not fit its variable.
         """
         inner_arguments = PassedOnArguments(args, kwargs)
         (grad,), (var,) = self._checked([grad], [var], inner_arguments)

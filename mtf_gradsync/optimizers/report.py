@@ -355,7 +355,7 @@ def _moved_average(
 
     The value is decay * average + (1 - decay) * new, where `average` is the value before the step.
     `estimates` are all estimates of the step, `new` among them. If one of them is not finite, the
-    result is `average`, unchanged. An average begins at 0, and is so biased towards 0. Callers use
+    result is `average`, unchanged. An average begins at 0, and so is biased towards 0. Callers use
     only the ratio of two averages with the same decay, in which the bias cancels out.
     """
 

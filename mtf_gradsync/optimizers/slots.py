@@ -126,7 +126,7 @@ class SlotOwners(PlanExtension):
         """Records the keeper of slots; raises ValueError if a slot has another keeper already.
 
         If neither a slot's new keeper nor the keeper that it has already has a wrapper of this
-        package around it, there is a warning in place of the error.
+        package around it, a warning is logged, and no error is raised.
 
         Args:
           keeper: the optimizer or wrapper that writes the slots.

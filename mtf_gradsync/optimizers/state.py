@@ -336,8 +336,8 @@ def get_update_step(mesh: mtf.Mesh, name: str = "GradientAccumulationOptimizer")
     wrapper has that name, the first step that a wrapper builds in the graph advances the counter.
     Updates of the innermost optimizer are counted, not steps that only accumulate or are skipped.
 
-    For all schedules of `train`, write `train.run.schedule_step = @get_update_step` in the gin
-    file.
+    To give this number to all schedules of `train`, write
+    `train.run.schedule_step = @get_update_step` in the gin file.
 
     Call `get_update_step` before `apply_grads`. If nothing advances the counter in a graph that
     trains, lowering the graph raises ValueError.
