@@ -71,21 +71,23 @@ class Ring(NamedTuple):
 class StateNote(NamedTuple):
     """A note on how a wrapper's variable is read from another run's checkpoint.
 
+    In the attributes, "the variable" is the variable that the note is about.
+
     Attributes:
       name: the variable's name.
       num_shard_dims: how many of the variable's dims number shards, after the dims that number
         islands; 0 if shards share the variable.
       num_island_dims: how many of the variable's first dims number islands.
-      held: the name of another variable, if this one stores that variable's values on all islands;
-        else None.
+      held: the name of another variable whose values on all islands the variable stores; None if
+        it stores its own values.
       is_share: whether each shard's value is 1/num_shards of what the shard would have by itself,
         as a shard's term in the gradient of a mean over all shards is. False for sums with weights.
       is_total: whether the values of islands have to be added up to get the value for the whole
         batch.
       is_mean: whether the mean of the shards' values is kept if the number of shards changes, and
         not their sum.
-      mean_weight: the name of the variable with the weights of islands. If the number of islands
-        changes, islands begin with the mean by these weights; None for equal weights.
+      mean_weight: the name of another variable, with the weights of islands. If the number of
+        islands changes, islands begin with the mean by these weights; None for equal weights.
       one_shape: whether the shapes in a checkpoint and in the graph, without the dims of islands,
         must be equal.
       fill: the value that every shard gets if the checkpoint has another number of shards: a
@@ -94,15 +96,16 @@ class StateNote(NamedTuple):
       start: the value that the variable gets if the checkpoint does not have it: a number, or the
         name of another variable with the value, which is a scalar or of the same shape. None if
         only the program knows the value.
-      follows: the name of another variable, or None. If the checkpoint lacks that variable, this
-        one begins at zero.
-      counter: the name of the variable that counts additions to this sum, or None. If a checkpoint
-        does not have the counter, the sum in it belongs to another wrapper and is not used.
-      weight: the name of the variable with the total weight of the gradients in this sum; None if
-        they have no weights.
-      ring: the ring of last values to which this variable belongs, or None. If the size of the ring
-        changes, the newest values are kept. If the number of islands changes, no values are kept. A
-        variable with this note that is neither of the ring's two variables begins at zero in both
+      follows: the name of another variable, or None. If the checkpoint lacks that other variable,
+        the variable begins at zero.
+      counter: the name of another variable, if the variable is a sum: the counter of additions to
+        the sum. If a checkpoint lacks the counter, the sum in the checkpoint belongs to another
+        wrapper and is not used. None for variables that are no such sum.
+      weight: the name of another variable, if the variable is a sum of gradients: the total weight
+        of these gradients. None if they have no weights.
+      ring: the `Ring` of last values to which the variable belongs, or None. If the size of the
+        ring changes, the newest values are kept. If the number of islands changes, no values are
+        kept. If the variable is neither of the ring's two variables, it begins at zero in both
         cases.
     """
 
@@ -529,8 +532,8 @@ class Beginnings:
 
     Attributes:
       are_equal: for each derived variable, by name, a boolean scalar: whether its master has the
-        value of its source variable's master. If so, and if no step was made, it can begin anew
-        with the value to which a session sets the source variable.
+        value of its source variable's master. If the scalar is true, and no step was made, the
+        derived variable can begin anew with the value to which a session sets the source variable.
     """
 
     def __init__(self, graph: tf.Graph):

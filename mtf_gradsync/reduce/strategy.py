@@ -175,9 +175,9 @@ class Strategy(abc.ABC):
           values: `LaidOutTensor`s of any shapes and dtypes, with one slice for each processor
             (SIMD: one slice that stands for all).
           groups: the processors that sum with each other, along mesh axes.
-          cuts: for each value, the axes of its slices that are split into parts. Each `Cut` has the
-            number of such an axis, and of the mesh axis over which it is split; this mesh axis is
-            one of those along which the groups run.
+          cuts: for each value, the `Cut`s of its slices. A `Cut` has the number of an axis of the
+            slices that is split into parts, and the number of the mesh axis over which it is split.
+            This mesh axis is one of those along which the groups run.
 
         Returns:
           `LaidOutTensor`s of the dtypes of `values`, in the same order.

@@ -171,10 +171,10 @@ class Accumulators:
           divisor: a scalar by which the sums are divided after they are reduced; None for no
             division. The sums are then cast to the dtypes of the gradients.
           weight: the sum of the weights by which gradients were multiplied; None without weights.
-            The sums are then divided, by the divisor or else by `weight`, before they are reduced,
-            because they may be too large to send.
-          of_reduced: a factor for the sums of gradients that were reduced already when they were
-            added; 1.0 if such sums are right as they are.
+            With weights the sums may be too large to send. So they are divided before they are
+            reduced: by `divisor`, or by `weight` if `divisor` is None.
+          of_reduced: a factor for the sums of those gradients that were reduced already when they
+            were added; 1.0 leaves these sums as they are.
         """
 
         def take(given: GradientSet) -> GradientSet:

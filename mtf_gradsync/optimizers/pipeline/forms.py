@@ -101,8 +101,9 @@ class IslandAxes(NamedTuple):
       inside: the replica axes inside an island; None for a single island without a known mesh.
       axes: all replica axes; None for a single island without a known mesh.
       agree: a function `agree(holds, by_any)`. Each island has its own boolean scalar `holds`. The
-        result is one boolean scalar for all islands: whether `holds` is true on at least one island
-        if `by_any` is true, and otherwise whether it is true on all islands.
+        result is one boolean scalar for all islands. If `by_any` is true, the result says whether
+        `holds` is true on at least one island. If `by_any` is false, the result says whether
+        `holds` is true on all islands.
     """
 
     islands: ReplicaAxes
