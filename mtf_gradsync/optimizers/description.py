@@ -101,7 +101,8 @@ def describe(
     Args:
       opt: an optimizer, usually a stack of wrappers.
       mesh_shape: Mesh-TF's mesh shape, for wrappers that were not given one. None takes the mesh
-        that the program has made for this graph; if there is no such mesh, sizes are not shown.
+        that the program has made for this graph; if there is no such mesh, neither the number of
+        shards nor bytes are shown.
       layout: Mesh-TF's layout rules, which go together with mesh_shape: give both or neither.
       variables: the mesh variables that get gradients, whose bytes are shown. None takes those of
         the last step, if there was one.

@@ -410,10 +410,11 @@ class HeldSlices:
             self.copy_master_to_slices = self.copy_slices_to_master = tf.no_op()
 
     def assign_to_slices(self, assign_fn: Callable[..., Any], values: Sequence[Any]) -> Any:
-        """Assigns a value to each slice, which changes the holder; returns the tf operation.
+        """Assigns a value to each slice; returns the tf operation.
 
+        The numbers of the slices lie in another mesh variable, which the operation changes.
         Mesh-TF's assignments call this method. `assign_fn(variable, slice, value)` assigns one
-        slice, and `values` has a tf tensor for each slice.
+        slice of this mesh variable, and `values` has a tf tensor of that slice's shape for each.
         """
 
         def assign(_: Any, x: Any, value: Any) -> Any:

@@ -554,9 +554,10 @@ class ReportsSkips(Wrapper):
 
     @property
     def steps_without_update(self) -> Watched | None:
-        """The operation that checks max_steps_without_update.
+        """The operation that raises `NoUpdateError` after too many steps without an update.
 
-        The operation is None without a limit, or before gradients were applied.
+        `max_steps_without_update` of the wrapper says how many are too many. The operation is None
+        if the wrapper was given no such limit, or before gradients were applied.
         """
         return self._skips.watched if self._skips and self._skips.limit else None
 

@@ -257,7 +257,7 @@ def scalar_state(
     Raises:
       TypeError: mesh is no mesh, dtype no dtype of numbers, or start neither a number nor a name.
       ValueError: name cannot be a variable's, the graph has another variable of that name, dtype
-        does not hold start, or without checkpoints start is not 0.
+        does not hold start, or start is not 0 although checkpointed is False.
     """
     check_mesh(mesh)
     check_name(name)

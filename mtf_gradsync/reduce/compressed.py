@@ -237,7 +237,7 @@ class CompressedAllReduce(Strategy):
 
     @property
     def has_gradient_reduction(self) -> bool:
-        """Whether the inner strategy reduces an optimizer's gradients in its own way."""
+        """Whether `reducer` has a method `reduce_gradients`, in place of plain all-reduces."""
         return has_gradient_reduction(self.reducer)
 
     def gradient_state(self, gradients: Sequence[GradientOfCores], maker: StateMaker) -> State:

@@ -293,9 +293,10 @@ class SavedCheckpoint:
     def _adds_up_islands(self, note: StateNote) -> bool:
         """Returns True if the saved values of islands are added up, and False if they are averaged.
 
-        `note` is the graph's note on the variable. Sums of gradients are added up if the checkpoint
-        has the weights of the gradients, because they are then sums of gradients times weights. For
-        other values, the note says whether they are added up.
+        `note` is the graph's note on the variable. Accumulated gradients are added up over the
+        islands if the checkpoint has their weights (such as numbers of tokens), because they are
+        then sums of gradients times weights. For other values, the note says whether they are added
+        up.
         """
         return note.is_total if note.weight is None else self.find(note.weight) is not None
 

@@ -371,12 +371,13 @@ def complete_stack(
     program: Program | None,
     islands: IslandAxes | None = None,
 ) -> Stack:
-    """Returns the completed stack of wrappers, with all stages of a step in order.
+    """Returns a stack with all stages of a step in order: those of wrappers, and added conversions.
 
     Args:
       wrappers: the wrappers around the first optimizer that is no wrapper, the outermost first.
       inside: the first optimizer that is no wrapper, and all optimizers inside it, in this order.
-      program: what is known of the program; None if nothing is known.
+      program: finds the replica axes of the program that applies gradients, and counts its meshes;
+        None if there is no program yet.
       islands: the islands of an `OuterOptimizer` around the wrappers; None if there is none.
     """
     # 1. Each wrapper's stages, for its place.

@@ -314,7 +314,7 @@ def divided(grad: mtf.Tensor, by: mtf.Tensor) -> mtf.Tensor:
 def fit_to_weights(
     grads: MaybeGradients, weights: Weights, axes: ReplicaAxes | None, strategy: Strategy
 ) -> list[mtf.Tensor | None]:
-    """Returns gradients of shards, changed so that they fit the weights of the shards.
+    """Returns gradients whose sum over the shards is right for the weights of the shards.
 
     Two things change. A shard with a weight of 0 gets zeros, because its loss may have been 0 / 0.
     The second change is for terms of the loss that depend on no data, such as a penalty on the

@@ -363,8 +363,9 @@ def _traffic(fetches: Sequence[Any], mesh_impl: mtf.MeshImpl, optimizer: Any) ->
     """Counts the bytes that devices of a placement mesh receive in a step.
 
     The result is a dictionary from the names of summaries to numbers of bytes. It is {} if the
-    bytes are not known. For example, the branch for the steps in which `optimizer` makes an update
-    may be a function of TensorFlow. `fetches` are the tf tensors and operations that a step runs.
+    bytes are not known: transfers inside a TensorFlow function cannot be counted, and the branch in
+    which `optimizer` makes an update may be such a function. `fetches` are the tf tensors and
+    operations that a step runs.
     """
     skips = schedules_updates(stages_of(optimizer))
     if skips and has_calls(tf.get_default_graph()):

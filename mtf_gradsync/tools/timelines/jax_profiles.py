@@ -304,7 +304,8 @@ def _executions_of_branch(
         of an execution and the number of a device; here it is the place of the task that ran the
         operation, or None if that is not known.
       began: for each place, when the execution began on the device.
-      trusts_tasks: whether the task of a run says to which execution the run belongs.
+      trusts_tasks: whether a run of the operation belongs to the execution of the program that the
+        run's task of the thread pool names; False to decide by the times alone.
 
     Returns:
       Two values. The first has the pairs (place, run); a place is None if the run belongs to

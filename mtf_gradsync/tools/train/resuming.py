@@ -71,10 +71,10 @@ def adapt_start(start: Start, accept: bool, say: Callable[[str], None], words: s
 
 
 def say_changes(directory: Path, say: Callable[[str], None]) -> None:
-    """Tells the user, by `say`, which settings differ from those that a run had before.
+    """Tells the user which settings, as gin has them now, differ from those a run had before.
 
-    `directory` is the run's directory, in which the run has left its settings. If no settings
-    differ, `say` is not called.
+    `directory` is the run's directory, in which the run has left its settings. If some settings
+    differ, `say` is called once, with a text that lists them; otherwise it is not called.
     """
     lines = [f"\n  {line}" for line in changed_settings(directory).values()]
     if lines:

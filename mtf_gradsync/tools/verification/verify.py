@@ -73,7 +73,8 @@ def verify(
       steps: number of updates.
       divisions: which kinds of further divisions to try: "batch" and "model" (all cores along one
         mesh axis), "order" (mesh axes in the reverse order), "microbatches" (added accumulation),
-        "wrappers" (without one wrapper), "masked" (one shard masked), "runtimes" (other runtimes).
+        "wrappers" (without one wrapper), "masked" (without the gradients of one shard), "runtimes"
+        (other runtimes).
         "mesh" is the program as it is, which is always tried. None tries all kinds if `meshes` is
         None, and no further division if `meshes` is given.
       without: what to remove from the model before its first run: "dropout", "random" (all random

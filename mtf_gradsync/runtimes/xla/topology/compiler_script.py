@@ -23,9 +23,11 @@ _CHIPS_PER_HOST = 4
 def main(private: Any, folder: str) -> dict[str, Any]:
     """Compiles the program in a folder for a TPU; returns the compiler's answer as a dict.
 
-    `folder` has two files, which `compiler_process.compile_in_process` has written:
-    ``module.mlir``, the program, and ``request.json``, which says how to compile it. The compiled
-    programs are written into `folder`. The result is the one that `compile_in_process` returns.
+    `compiler_process.compile_in_process` has written the files of `folder`: ``module.mlir``, the
+    program, and ``request.json``, which says how to compile it and names further programs, whose
+    files lie beside it. The HLO of each compiled program is written into `folder`. The result
+    describes the TPU (its kind and its cores), and has the time, memory and estimates of the
+    compilation, or the compiler's error.
     `private` is the module `mtf_gradsync.runtimes._private.jax`.
     """
     # `private` is the module `mtf_gradsync.runtimes._private.jax`, which cannot be imported here.

@@ -103,7 +103,7 @@ def compile_for_tpu(
 
 
 class LoweredProgram(NamedTuple):
-    """A core's program for the TPU compiler, or the reason for TensorFlow's refusal."""
+    """A core's program for the TPU compiler, or why TensorFlow cannot turn the program into HLO."""
 
     num_replicas: int
     module: str | None  # StableHLO text; None if TensorFlow refused the program
