@@ -144,7 +144,7 @@ class Flow:
     # Which operations compute a tensor.
 
     def _is_split(self, tensor: mtf.Tensor) -> bool:
-        """Returns whether each shard holds its own part of a tensor; keeps the result for later."""
+        """Returns whether the layout splits a tensor over the shards; keeps the result for later."""
         if tensor not in self._split:
             self._split[tensor] = self._layout.is_split_over_shards(tensor)
         return self._split[tensor]
@@ -152,7 +152,7 @@ class Flow:
     def _sources(self, tensor: mtf.Tensor) -> list[mtf.Tensor]:
         """Returns the tensors that a tensor is directly computed from.
 
-        The result is empty for a variable, and for a tensor of which each shard holds its own part.
+        The result is empty for a variable, and for a tensor that the layout splits over the shards.
         """
         operation = tensor.operation
         if self._is_split(tensor) or isinstance(operation, mtf.Variable):
@@ -170,14 +170,14 @@ class Flow:
     def _tensors_before(self, target: mtf.Tensor) -> list[mtf.Tensor]:
         """Returns a tensor and all that it is computed from, directly or indirectly.
 
-        The walk back ends at tensors of which each shard holds its own part; these are left out.
+        The walk back ends at tensors that the layout splits over the shards; these are left out.
         """
         return [t for t in walk([target], self._sources) if not self._is_split(t)]
 
     def operations_before(self, target: mtf.Tensor) -> list[mtf.Operation]:
         """Returns the operations that a tensor is computed by, directly or indirectly.
 
-        The walk back ends at tensors of which each shard holds its own part; the operations that
+        The walk back ends at tensors that the layout splits over the shards; the operations that
         make these are left out.
         """
         return list(dict.fromkeys(t.operation for t in self._tensors_before(target)))

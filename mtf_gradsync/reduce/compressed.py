@@ -237,7 +237,7 @@ class CompressedAllReduce(Strategy):
 
     @property
     def has_gradient_reduction(self) -> bool:
-        """Whether `reducer` has a method `reduce_gradients`, in place of plain all-reduces."""
+        """Whether the strategy that makes the sums has a `reduce_gradients` of its own."""
         return has_gradient_reduction(self.reducer)
 
     def gradient_state(self, gradients: Sequence[GradientOfCores], maker: StateMaker) -> State:

@@ -220,10 +220,10 @@ class _WriteOrderLowering(ExtensionLowering):
         lowering: mtf.Lowering,
         contested: Mapping[mtf.Variable, Sequence[mtf.Assign]],
     ):
-        """Begins a lowering.
+        """Takes part in one lowering of the graph: orders the writes of contested variables.
 
-        `contested` has the variables that several updates write, each with all operations that
-        write it.
+        `lowering` is Mesh-TF's lowering. `contested` has the variables that several updates write,
+        each with all operations that write it.
         """
         self._lowering, self._contested = lowering, contested
         self._commuting = {

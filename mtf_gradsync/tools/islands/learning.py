@@ -258,8 +258,9 @@ class Learning:
             values in it.
           now: a dictionary from the names of variables to their values in the session.
           may_still_merge: whether the contribution in `sent` may still be merged into a later
-            version. If True, its change is in the result, and the contribution stays in `sent`. If
-            False, the version contains its change, and `sent` becomes None.
+            version. If True, the arrays that this method returns contain the contribution's change,
+            and the contribution stays in `sent`. If False, the version contains the change, and
+            `sent` becomes None.
 
         Returns:
           A dictionary from the names in `merged` to arrays, to be added to the values in `merged`.

@@ -294,10 +294,10 @@ def _executions_of_branch(
 ) -> tuple[list[tuple[_Place | None, _ProfiledRun]], set[int]]:
     """Finds the executions (runs of the program) in which an operation of a branch has run.
 
-    If `trusts_tasks` is True, a run of the operation belongs to the execution of the run's task,
-    unless the next execution on the same device began before this run. If the execution of the task
-    is not known, or if `trusts_tasks` is False, the run belongs to the last execution that began
-    before this run.
+    Each run of the operation was made by a task of jax's thread pool. If `trusts_tasks` is True,
+    the run belongs to the execution of this task, unless the next execution on the same device
+    began before the run. If the execution of the task is not known, or if `trusts_tasks` is False,
+    the run belongs to the execution that was the last on any device to begin before the run.
 
     Args:
       of_operation: pairs (place, run) with all runs of the operation. A place is a pair, the number
@@ -308,9 +308,9 @@ def _executions_of_branch(
         run's task of the thread pool names; False to decide by the times alone.
 
     Returns:
-      Two values. The first has the pairs (place, run); a place is None if the run belongs to
-      another execution than the run's task. The second has the numbers of the executions in which
-      the operation has run.
+      Two values. The first has the pairs (place, run). A place is None if it was None, or if the
+      run belongs to another execution than the run's task does. The second has the numbers of the
+      executions in which the operation has run.
     """
     likely, taken = [], set()
     in_order = sorted(began, key=began.__getitem__)
