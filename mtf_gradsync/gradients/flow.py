@@ -144,7 +144,7 @@ class Flow:
     # Which operations compute a tensor.
 
     def _is_split(self, tensor: mtf.Tensor) -> bool:
-        """Returns whether the layout splits a tensor over the shards; keeps the result for later."""
+        """Returns whether the layout splits a tensor over the shards; remembers the result."""
         if tensor not in self._split:
             self._split[tensor] = self._layout.is_split_over_shards(tensor)
         return self._split[tensor]

@@ -12,6 +12,7 @@ from tests.runtimes.cluster.processes import ROOT
 STEPS = 10
 
 
+@pytest.mark.slow
 def test_it_is_a_program():
     assert "--steps" in run("gpt.py", "--help")
 

@@ -83,6 +83,7 @@ def test_gradient_of_a_slice_stays_pending(mesh_kind, order):
     close(out["direct0"], padded.astype(float).sum(0))
 
 
+@pytest.mark.mostly_slow(keep="simd")
 def test_gradient_split_over_a_model_axis(mesh_kind):
     x = data(B, H)
     out = stages(mesh_kind, lambda mesh, t: [pending(mesh, t, (batch, hidden))], x)

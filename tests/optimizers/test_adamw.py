@@ -127,7 +127,7 @@ def test_the_formula_is_optaxs():
 
 
 @pytest.mark.parametrize(("kind", "wrapper"), harness.pairs(["placement", "simd"], wrappers.ALIKE))
-@pytest.mark.mostly_slow
+@pytest.mark.mostly_slow(keep="clip")
 def test_in_every_wrapper(kind, wrapper):
     """One update of each variable counts one, whatever the number of steps."""
     passes = wrappers.passes(wrapper)

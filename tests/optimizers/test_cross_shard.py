@@ -166,6 +166,7 @@ def test_per_shard_gradients_are_summed_away(mesh_kind):
     np.testing.assert_allclose(result.variables["w"], expected, rtol=32 * EPS, atol=32 * EPS)
 
 
+@pytest.mark.mostly_slow(keep="placement")
 def test_an_experts_variable_is_left_split(mesh_kind):
     """A variable split over the replica axis under another name has its sums already."""
     feed = {"x": examples()["x"]}

@@ -222,6 +222,7 @@ def test_the_first_steps_reduce_gradients_as_they_are(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.mostly_slow(keep="shared")
 def test_what_is_not_finite_is_found_and_nothing_of_it_kept(kind, programs):
     feeds = [FEEDS[0], {k: x.copy() for k, x in FEEDS[1].items()}]
     feeds[1]["x"][0, 3] = np.inf

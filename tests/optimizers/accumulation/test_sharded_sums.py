@@ -58,7 +58,7 @@ def synced(optimizer="adam", mesh="2", passes=K, names=tuple(small_model.SHAPES)
         pytest.param("xla", "4", "adam", True, marks=pytest.mark.xla),
     ],
 )
-@pytest.mark.mostly_slow
+@pytest.mark.mostly_slow(keep="placement")
 def test_trains_as_synced_sums_do(kind, mesh, optimizer, is_sharded):
     """Tied variables, a second axis, sizes that nothing divides, and experts are in the model."""
     found = run(kind, mesh, lambda: stack(mesh, "sharded", optimizer, is_sharded), batches(STEPS))
@@ -108,6 +108,7 @@ def sent(where, is_sharded, mesh="4"):
     return found[False], found[True]
 
 
+@pytest.mark.slow
 def test_half_as_many_bytes_are_sent_as_by_synced_sums():
     # Of "odd", which nothing divides, one number is sent: its gradient is that of a mean.
     w1, w2 = (4 * size * 64 * 3 / 4 for size in (8, 64))
@@ -213,7 +214,7 @@ def test_variables_in_bfloat16():
 
 
 @pytest.mark.parametrize(("outer_dims", "warns"), [(("outer",), False), (None, True)])
-@pytest.mark.mostly_slow(keep="None")
+@pytest.mark.slow
 def test_islands_add_up_parts_of_their_own_sums(outer_dims, warns, caplog):
     """An island of one replica has nothing to share."""
     mesh = "2x2x2" if outer_dims else "2x2"
@@ -232,7 +233,7 @@ def test_islands_add_up_parts_of_their_own_sums(outer_dims, warns, caplog):
     assert_close(found, expected, TOLERANCE)
 
 
-@pytest.mark.mostly_slow
+@pytest.mark.slow
 def test_weights_of_steps():
     shape, layout, batch_dims = small_model.MESHES["4"]
     feeds = [{**f, "tokens": np.float32(n)} for f, n in zip(batches(STEPS), (3, 0, 1.5, 7))]

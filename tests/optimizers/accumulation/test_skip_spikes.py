@@ -316,6 +316,7 @@ def test_a_restart_goes_on_with_what_it_knew(kind, restart, tmp_path):
         rules.assert_kept(found)
 
 
+@pytest.mark.slow
 def test_a_plain_saver_says_what_restores_another_window(tmp_path):
     with session_of(built("placement", "alone", 8)) as session:
         path = session.save(str(tmp_path / "model"))

@@ -107,6 +107,7 @@ def test_momentum_takes_narrow_gradients(wrap):
 @pytest.mark.parametrize(
     ("loss_dtype", "scale"), [(tf.float16, 2.0**17), (tf.float16, 4099.0), (tf.bfloat16, 1001.0)]
 )
+@pytest.mark.mostly_slow(keep="1001")
 def test_a_narrow_loss_takes_a_scale_that_it_can_hold(loss_dtype, scale):
     """Gradients are divided by the same number, so that no error is left."""
 

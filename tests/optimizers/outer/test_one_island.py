@@ -90,7 +90,7 @@ def replicas(opt):
 
 
 @pytest.mark.parametrize("inside", [accumulating, replicas])
-@pytest.mark.mostly_slow
+@pytest.mark.slow
 def test_what_has_two_microbatch_steps_inside(mesh_kind, inside):
     """An update counts for a round, however many microbatch steps it takes."""
     feeds = batches(2 * STEPS)

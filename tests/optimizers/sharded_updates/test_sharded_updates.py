@@ -81,7 +81,7 @@ def test_another_program_of_xla_rounds_differently():
         pytest.param("xla", "2x2", "adafactor", {}, marks=pytest.mark.xla),
     ],
 )
-@pytest.mark.mostly_slow
+@pytest.mark.mostly_slow(keep="placement-2x2-sgd")
 def test_trains_as_one_processor_does(kind, mesh, optimizer, kwargs, small_slots_in_parts):
     make, feeds = MAKE[optimizer], batches(STEPS)
     parts = run(kind, mesh, lambda: sharded(make(), mesh), feeds, **kwargs).variables

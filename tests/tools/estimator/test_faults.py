@@ -155,7 +155,7 @@ def test_an_input_that_raises_ends_it_with_its_error(runtime, tmp_path):
 @pytest.mark.parametrize(
     ("runtime", "size"), harness.pairs(["placement_mesh", "cpu_replicas"], of_another_size)
 )
-@pytest.mark.mostly_slow
+@pytest.mark.mostly_slow(keep="placement_mesh")
 def test_a_batch_of_another_size_is_an_error(runtime, size, tmp_path):
     """Mesh-TF alone takes a part of a long one without a word."""
     given = of_another_size[size]

@@ -283,7 +283,7 @@ class TestPlan:
 
     @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
     @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-    @pytest.mark.mostly_slow
+    @pytest.mark.slow
     def test_a_signal_that_python_drops_stops_it(self, machine, number):
         def dropped(shape, layout):
             if shape == "batch:2;model:2":

@@ -549,6 +549,7 @@ def test_optimizers_inside_a_wrapper_add_fields_too(train, capsys):
 
 
 @pytest.mark.parametrize("optimizer", ["AdafactorOptimizer", "CrossShardOptimizer"])
+@pytest.mark.mostly_slow(keep="CrossShard")
 def test_a_step_on_a_placement_mesh_has_no_races(optimizer):
     # An optimizer of Mesh-TensorFlow by itself leaves the order of updates open.
     bound = [f"train.run.optimizer = @{optimizer}", NO_ATTENTION]

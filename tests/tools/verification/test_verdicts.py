@@ -450,7 +450,7 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.mark.mostly_slow(every=13)
+@pytest.mark.mostly_slow(every=26)
 @pytest.mark.parametrize("name", CASES)
 def test_each_verdict_is_earned(name):
     case = CASES[name]
