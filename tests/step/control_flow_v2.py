@@ -2,7 +2,7 @@
 
     python -m tests.step.control_flow_v2
 
-A line for each wrapper and kind of mesh: its name, the kind, and the values of the variable.
+A line for each of `WRAPPERS` and kind of mesh: both, and the values of the variable.
 """
 
 from __future__ import annotations
@@ -15,20 +15,11 @@ import numpy as np
 import mtf_gradsync as gs
 from mtf_gradsync import simd
 from mtf_gradsync._private.libraries import mtf, tf
+from tests.wrappers import wrap
 
 MESH, LAYOUT, STEPS, RATE = "all:2", "batch:all", 4, 0.25
-KNOWN = {"mesh_shape": MESH, "layout": LAYOUT}
-WRAPPERS = {
-    "accumulate": lambda opt: gs.GradientAccumulationOptimizer(
-        opt, 2, average_aggregated_gradients=True, **KNOWN
-    ),
-    "synced": lambda opt: gs.GradientAccumulationOptimizer(
-        opt, 2, average_aggregated_gradients=True
-    ),
-    "sync_replicas": lambda opt: gs.SyncReplicasOptimizer(opt, replicas_to_aggregate=4, **KNOWN),
-    "one_step": lambda opt: gs.SyncReplicasOptimizer(opt, replicas_to_aggregate=2, **KNOWN),
-    "loss_scale": lambda opt: gs.LossScaleOptimizer(opt, initial_scale=4.0, **KNOWN),
-}
+# Wrappers with branches, and how many contributions of two replicas make an update.
+WRAPPERS = [["local", 2], ["synced", 2], ["replicas", 4], ["replicas", 2], ["loss_scale", 2]]
 
 
 def batch(step: int) -> np.ndarray:
@@ -36,7 +27,7 @@ def batch(step: int) -> np.ndarray:
     return np.random.RandomState(step).randint(-2, 3, [4, 2]).astype(np.float32)
 
 
-def train(make, kind: str) -> list[float]:
+def train(name: str, contributions: int, kind: str) -> list[float]:
     """The variable after some steps on sum(mean over the batch of (x * w))."""
     with tf.Graph().as_default():
         x = tf.placeholder(tf.float32, [4, 2])
@@ -48,7 +39,13 @@ def train(make, kind: str) -> list[float]:
             value = mtf.import_tf_tensor(mesh, x, mtf.Shape(dims))
             w = mtf.get_variable(mesh, "w", mtf.Shape(dims[1:]), initializer=tf.ones_initializer())
             loss = mtf.reduce_mean(mtf.reduce_sum(value * w, reduced_dim=dims[1]))
-            opt = make(mtf.optimize.SgdOptimizer(RATE))
+            opt = wrap(
+                name,
+                mtf.optimize.SgdOptimizer(RATE),
+                {"mesh_shape": MESH, "layout": LAYOUT},
+                replicas_to_aggregate=contributions,
+                initial_scale=4.0,
+            )
             updates = opt.minimize(loss, global_step=tf.train.get_or_create_global_step())
             devices = [f"/device:CPU:{i}" for i in range(2)]
             shape, layout = mtf.convert_to_shape(MESH), mtf.convert_to_layout_rules(LAYOUT)
@@ -73,9 +70,9 @@ def train(make, kind: str) -> list[float]:
 def main() -> None:
     """Prints what is trained."""
     assert tf.control_flow_v2_enabled()
-    for name, make in WRAPPERS.items():
+    for wrapper in WRAPPERS:
         for kind in ("placement", "simd"):
-            print(json.dumps([name, kind, train(make, kind)]), flush=True)
+            print(json.dumps([wrapper, kind, train(*wrapper, kind)]), flush=True)
 
 
 if __name__ == "__main__":

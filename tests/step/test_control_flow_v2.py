@@ -7,6 +7,7 @@ import pytest
 
 from tests.forked import Forked
 from tests.step.control_flow_v2 import RATE, STEPS, WRAPPERS, batch
+from tests.wrappers import passes
 
 
 @pytest.mark.slow
@@ -15,9 +16,9 @@ def test_wrappers_with_branches_train_as_by_hand():
     program = Forked(["-m", "tests.step.control_flow_v2"])
     assert program.wait() == 0, program.errors()[-2000:]
     found = [json.loads(line) for line in program.output().splitlines()]
-    assert [name for name, _, _ in found[::2]] == list(WRAPPERS)
+    assert [wrapper for wrapper, _, _ in found[::2]] == WRAPPERS
     # Small multiples of 1/32: exact in float32 in any order.
     moved = RATE * sum(batch(step).mean(0) for step in range(STEPS))
-    for name, kind, value in found:
-        passes = 2 if name in ("accumulate", "synced", "sync_replicas") else 1
-        np.testing.assert_array_equal(value, 1 - moved / passes, err_msg=f"{name} {kind}")
+    for (name, contributions), kind, value in found:
+        steps = passes(name) * contributions // 2
+        np.testing.assert_array_equal(value, 1 - moved / steps, err_msg=f"{name} {kind}")
