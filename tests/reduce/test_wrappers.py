@@ -6,9 +6,9 @@ import gin
 import numpy as np
 import pytest
 
-import mtf_gradsync as gs
 from mtf_gradsync import reduce
 from tests import harness, models
+from tests.wrappers import wrap
 
 STRATEGIES = {
     "one_device": lambda: reduce.ReductionToOneDevice(),
@@ -24,38 +24,29 @@ STRATEGIES = {
 MESH = ("a:2;b:2", "outer:a;batch:b", ("outer", "batch"))
 
 
-def losses(kind, wrap):
+def losses(kind, wrapper, strategy):
     mesh_shape, layout, batch_dims = MESH
-    build = models.train(lambda: wrap(models.OPTIMIZERS["sgd"]()), batch_dims)
+
+    def wrapped():
+        return wrap(
+            wrapper,
+            models.OPTIMIZERS["sgd"](),
+            {"mesh_shape": mesh_shape, "layout": layout, "batch_dims": batch_dims},
+            reducer=strategy,
+            backward_passes_per_step=3,
+            average_aggregated_gradients=False,
+            replicas_to_aggregate=4,
+            clip_norm=0.1,
+        )
+
+    build = models.train(wrapped, batch_dims)
     fetched = harness.run(kind, mesh_shape, layout, build, models.mlp_batches(6)).fetched
     return np.array([step["loss"] for step in fetched])
 
 
-def accumulating(inner, strategy):
-    mesh_shape, layout, batch_dims = MESH
-    return gs.GradientAccumulationOptimizer(
-        inner, 3, mesh_shape=mesh_shape, layout=layout, batch_dims=batch_dims, reducer=strategy
-    )
-
-
-def sync_replicas(inner, strategy):
-    mesh_shape, layout, batch_dims = MESH
-    return gs.SyncReplicasOptimizer(
-        inner, 4, mesh_shape=mesh_shape, layout=layout, batch_dims=batch_dims, reducer=strategy
-    )
-
-
-WRAPPERS = {
-    "cross_shard": lambda inner, strategy: gs.CrossShardOptimizer(inner, reducer=strategy),
-    "accumulation": accumulating,
-    "sync_replicas": sync_replicas,
-    "clip": lambda inner, strategy: gs.ClipByGlobalNormOptimizer(inner, 0.1, reducer=strategy),
-}
-
-
 @functools.lru_cache(maxsize=None)
 def usual_losses(kind, wrapper):
-    return losses(kind, lambda inner: WRAPPERS[wrapper](inner, None))
+    return losses(kind, wrapper, None)
 
 
 # A SIMD mesh has fewer ways to add up.
@@ -64,8 +55,8 @@ def usual_losses(kind, wrapper):
     [
         *(("placement", strategy, "cross_shard") for strategy in STRATEGIES),
         *(("simd", strategy, "cross_shard") for strategy in ("packs", "levels", "bfloat16")),
-        ("placement", "float16", "accumulation"),
-        ("simd", "levels", "accumulation"),
+        ("placement", "float16", "local"),
+        ("simd", "levels", "local"),
     ],
     indirect=["mesh_kind"],
 )
@@ -74,9 +65,7 @@ def test_training_is_the_same_with_every_strategy(mesh_kind, strategy, wrapper):
     check_training(mesh_kind, strategy, wrapper)
 
 
-@pytest.mark.parametrize(
-    ("strategy", "wrapper"), [("collective", "sync_replicas"), ("levels", "clip")]
-)
+@pytest.mark.parametrize(("strategy", "wrapper"), [("collective", "replicas"), ("levels", "clip")])
 @pytest.mark.mostly_slow
 def test_the_other_wrappers_too(monkeypatch, strategy, wrapper):
     monkeypatch.setitem(STRATEGIES, "collective", lambda: reduce.CollectiveAllReduce(3))
@@ -84,25 +73,20 @@ def test_the_other_wrappers_too(monkeypatch, strategy, wrapper):
 
 
 def check_training(mesh_kind, strategy, wrapper):
-    def wrap(inner):
-        return WRAPPERS[wrapper](inner, STRATEGIES[strategy]())
-
     # Losses are about 1 and fall by about a tenth a step: a gradient off by 2**-7 of its size
     # moves a loss by less than 2**-7 / 10 a step. Without compression only float32 rounds.
     tolerance = 6 * 2.0**-7 / 10 if strategy in ("bfloat16", "float16") else 1e-5
-    usual, ours = usual_losses(mesh_kind, wrapper), losses(mesh_kind, wrap)
+    usual = usual_losses(mesh_kind, wrapper)
+    ours = losses(mesh_kind, wrapper, STRATEGIES[strategy]())
     np.testing.assert_allclose(ours, usual, atol=tolerance)
     assert usual[-1] != usual[0]
 
 
-@pytest.mark.parametrize("wrapper", ["cross_shard", "accumulation"])
+@pytest.mark.parametrize("wrapper", ["cross_shard", "local"])
 @pytest.mark.mostly_slow
 def test_overflow_is_said_from_within_an_update(wrapper, capfd):
-    def wrap(inner):
-        strategy = reduce.CompressedAllReduce(wire_dtype="float16", prescale=1e9)
-        return WRAPPERS[wrapper](inner, strategy)
-
-    losses("placement", wrap)
+    strategy = reduce.CompressedAllReduce(wire_dtype="float16", prescale=1e9)
+    losses("placement", wrapper, strategy)
     # Six steps, of which accumulation communicates on two; once infinite, nothing overflows.
     assert capfd.readouterr().err.count("float16 overflow") == 1
 
