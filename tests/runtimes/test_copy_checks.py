@@ -9,6 +9,7 @@ from mtf_gradsync.runtimes._private.mesh_tensorflow import variables_of_cores
 from mtf_gradsync.runtimes.simd.replica_session import VariableAccess
 from mtf_gradsync.runtimes.xla.runner.jax_devices import put
 from tests import harness, models
+from tests.wrappers import wrap
 
 MESH_SHAPE, LAYOUT, _ = harness.MESHES["2x2"]
 # Cores 1 and 3 hold the second half of what "hidden" splits.
@@ -135,21 +136,11 @@ def test_bits_are_compared_and_not_values(kind):
 
 
 # What lies on each shard, or on each core, is rightly another one.
-STACKS = {
-    "sharded updates": lambda opt: gs.ShardedUpdateOptimizer(opt, min_size=1, **WHERE),
-    "islands": lambda opt: gs.OuterOptimizer(opt, 2, fragments=2, **WHERE),
-    "errors of 8 bits": lambda opt: gs.CrossShardOptimizer(
-        opt, reducer=gs.QuantizedAllReduce(block_size=4)
-    ),
-    "errors of low rank": lambda opt: gs.CrossShardOptimizer(
-        opt, reducer=gs.LowRankAllReduce(rank=1, min_compression_rate=1.0)
-    ),
-    "replicas": lambda opt: gs.SyncReplicasOptimizer(opt, 1, **WHERE),
-    "averages": lambda opt: gs.AverageOptimizer(gs.LossScaleOptimizer(opt), 0.5),
-    "sums": lambda opt: gs.GradientAccumulationOptimizer(
-        opt, 2, should_skip_update_fn=gs.skip_not_finite, **WHERE
-    ),
+REDUCERS = {
+    "errors of 8 bits": gs.QuantizedAllReduce(block_size=4),
+    "errors of low rank": gs.LowRankAllReduce(rank=1, min_compression_rate=1.0),
 }
+STACKS = ["sharded", "islands", *REDUCERS, "replicas", "average(loss_scale)", "local"]
 
 
 @pytest.mark.parametrize(
@@ -157,12 +148,19 @@ STACKS = {
     [
         *harness.pairs(["simd", "placement"], STACKS),
         # They read each core's value as CPU replicas do.
-        *(pytest.param("xla", name, marks=pytest.mark.xla) for name in ("islands", "sums")),
+        *(pytest.param("xla", name, marks=pytest.mark.xla) for name in ("islands", "local")),
     ],
 )
 @pytest.mark.slow
 def test_state_of_a_shard_is_no_difference(kind, stack):
-    with Running(kind, lambda: STACKS[stack](models.OPTIMIZERS["adafactor"]())) as running:
+    def make():
+        adafactor = models.OPTIMIZERS["adafactor"]()
+        if stack in REDUCERS:
+            return gs.CrossShardOptimizer(adafactor, reducer=REDUCERS[stack])
+        how = {"fragments": 2, "should_skip_update_fn": gs.skip_not_finite}
+        return wrap(stack, adafactor, WHERE, **how)
+
+    with Running(kind, make) as running:
         for _ in range(3):
             running.step()
 
