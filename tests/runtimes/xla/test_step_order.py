@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 
-import mtf_gradsync as gs
 from mtf_gradsync import simd, xla
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.runtimes._private.jax import compiled_hlo
@@ -13,27 +12,13 @@ from mtf_gradsync.runtimes.xla.runner.jax_devices import DeviceValues
 from mtf_gradsync.xla import executable, runner
 from tests.runtimes.simd.programs import MESHES, Regression
 from tests.runtimes.xla.programs import Conditional
+from tests.wrappers import wrap
 
 pytestmark = pytest.mark.xla
 SHAPE, LAYOUT, _ = MESHES["4x2"]
-WHERE = {"mesh_shape": SHAPE, "layout": LAYOUT}
 
 
-def adam():
-    return mtf.optimize.AdamWeightDecayOptimizer(0.1)
-
-
-STACKS = {
-    "accumulation": lambda: gs.GradientAccumulationOptimizer(
-        gs.CrossShardOptimizer(adam()), 2, accumulate="local", **WHERE
-    ),
-    "sync replicas": lambda: gs.SyncReplicasOptimizer(adam(), 3, **WHERE),
-    "loss scale, clipping, sharded updates": lambda: gs.LossScaleOptimizer(
-        gs.ClipByGlobalNormOptimizer(
-            gs.ShardedUpdateOptimizer(adam(), min_size=1, **WHERE), 1.0
-        )
-    ),
-}  # fmt: skip
+STACKS = ["local(cross_shard)", "replicas", "loss_scale(clip(sharded))"]
 
 
 def compiled(program, lowering):
@@ -45,7 +30,15 @@ def compiled(program, lowering):
 def built(name):
     if name == "loops and branches":
         return Conditional().program, None
-    model = Regression(STACKS[name])
+    model = Regression(
+        lambda: wrap(
+            name,
+            mtf.optimize.AdamWeightDecayOptimizer(0.1),
+            {"mesh_shape": SHAPE, "layout": LAYOUT},
+            clip_norm=1.0,
+            replicas_to_aggregate=3,
+        )
+    )
     model.placeholders()
     with simd.tpu_program(SHAPE, LAYOUT) as program:
         lowering, *_ = model.build(program.mesh_impl)
