@@ -5,48 +5,20 @@ import contextlib
 import numpy as np
 import pytest
 
-import mtf_gradsync as gs
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.optimizers.state import is_marked
 from mtf_gradsync.runtimes.checkpoints import averaged_checkpoint
 from tests import harness
 from tests.sessions import assert_same_bits
+from tests.wrappers import wrap
 
 STEPS = 5
 
 
-def averages(opt, variables, **mesh):
-    return gs.AverageOptimizer(opt, 0.75, **mesh)
+STACKS = ["average(islands(local))", "islands(average)", "replicas"]
 
 
-def outer(opt, variables, **mesh):
-    return gs.OuterOptimizer(opt, 2, 0.5, **mesh)
-
-
-def accumulation(opt, variables, **mesh):
-    return gs.GradientAccumulationOptimizer(opt, 2, **mesh)
-
-
-def replicas(opt, variables, **mesh):
-    return gs.SyncReplicasOptimizer(opt, 2, None, 0.5, variables, **mesh)
-
-
-STACKS = {
-    "average": [averages],
-    "average around outer": [averages, outer, accumulation],
-    "average inside outer": [outer, averages],
-    "replicas with averages": [replicas],
-}
-
-
-def optimizer(wrappers, variables, **mesh):
-    opt = mtf.optimize.MomentumOptimizer(0.1, 0.5)
-    for wrapper in reversed(wrappers):
-        opt = wrapper(opt, variables, **mesh)
-    return opt
-
-
-def built(kind, mesh, wrappers, w=1.0, dtype=tf.float32):
+def built(kind, mesh, stack, w=1.0, dtype=tf.float32):
     """A program that trains w and v, which begin with `w` and with -w."""
     shape, layout = harness.ONE if mesh == "1" else harness.MESHES[mesh][:2]
 
@@ -61,7 +33,18 @@ def built(kind, mesh, wrappers, w=1.0, dtype=tf.float32):
 
         made = [variable("w", w), variable("v", -w)]
         loss = mtf.reduce_mean(mtf.square(x * made[0] - x * made[1] - 1.0))
-        opt = optimizer(wrappers, made, mesh_shape=shape, layout=layout)
+        opt = wrap(
+            stack,
+            mtf.optimize.MomentumOptimizer(0.1, 0.5),
+            mesh_shape=shape,
+            layout=layout,
+            decay=0.75,
+            outer_learning_rate=0.5,
+            average_aggregated_gradients=False,
+            replicas_to_aggregate=2,
+            variable_averages=0.5,
+            **({"variables_to_average": made} if stack == "replicas" else {}),
+        )
         zero = tf.zeros_initializer()
         step = mtf.get_variable(mesh, "step", [], tf.int32, initializer=zero, trainable=False)
         return opt.minimize(loss, step.operation), {"loss": loss}
@@ -144,10 +127,10 @@ def initialize_all(path):
 
 
 CASES = [
-    *((kind, "2", stack) for stack in list(STACKS)[1:] for kind in ("placement", "simd")),
+    *((kind, "2", stack) for stack in STACKS for kind in ("placement", "simd")),
     # Sessions of XLA devices begin as those of CPU replicas do.
-    ("xla", "2", "average around outer"),
-    ("shared", "2x2", "average around outer"),
+    ("xla", "2", "average(islands(local))"),
+    ("shared", "2x2", "average(islands(local))"),
     ("placement", "1", "average"),  # the master is the slice
 ]
 
@@ -155,10 +138,9 @@ CASES = [
 @pytest.mark.mostly_slow(keep="simd")
 @pytest.mark.parametrize(("kind", "mesh", "stack"), CASES)
 def test_values_from_elsewhere_are_those_that_training_begins_with(kind, mesh, stack, pretrained):
-    wrappers = STACKS[stack]
-    with running(built(kind, mesh, wrappers, w=3.0)) as own:
+    with running(built(kind, mesh, stack, w=3.0)) as own:
         expected = own.steps()
-    made = built(kind, mesh, wrappers)
+    made = built(kind, mesh, stack)
     with running(made, assigned=VALUES) as assigned:
         assert_same_bits(assigned.steps(), expected)
     with running(made, lambda: initialize_all(pretrained)) as initialized:
@@ -168,10 +150,10 @@ def test_values_from_elsewhere_are_those_that_training_begins_with(kind, mesh, s
 @pytest.mark.parametrize("kind", ["simd", "xla"])
 @pytest.mark.slow
 def test_values_are_written_again_and_again_before_the_first_step(kind, tmp_path):
-    wrappers = STACKS["average around outer"]
-    with running(built(kind, "2", wrappers, w=3.0)) as own:
+    stack = "average(islands(local))"
+    with running(built(kind, "2", stack, w=3.0)) as own:
         expected = own.steps()
-    with running(built(kind, "2", wrappers)) as one:
+    with running(built(kind, "2", stack)) as one:
         one.assign({"w": VALUES["w"]})
         assert np.all(one.session.read("w/island") == 3.0)
         assert np.all(one.session.read("v/ExponentialMovingAverage") == -1.0)
@@ -187,7 +169,7 @@ def test_values_are_written_again_and_again_before_the_first_step(kind, tmp_path
 
 @pytest.mark.parametrize("kind", ["placement", "simd"])
 def test_variables_in_bfloat16_begin_their_averages_too(kind):
-    made = built(kind, "2", [averages], dtype=tf.bfloat16)
+    made = built(kind, "2", "average", dtype=tf.bfloat16)
     values = {"w": np.full(6, 1.2345, "f")}
     with running(made, assigned=values) as one:
         average = one.variables()["w/ExponentialMovingAverage"]
@@ -201,8 +183,8 @@ def test_variables_in_bfloat16_begin_their_averages_too(kind):
 @pytest.mark.parametrize("kind", ["placement", "simd"])
 @pytest.mark.slow
 def test_a_new_run_takes_no_sums_and_no_counts_of_another(kind, tmp_path, caplog):
-    wrappers = [averages, accumulation]
-    with running(built(kind, "2", wrappers)) as first:
+    stack = "average(local)"
+    with running(built(kind, "2", stack)) as first:
         first.steps(3)  # one update, and half of the next one
         path = str(tmp_path / "model.ckpt")
         if first.is_replicas:
@@ -212,7 +194,7 @@ def test_a_new_run_takes_no_sums_and_no_counts_of_another(kind, tmp_path, caplog
     there = tf.train.load_checkpoint(path)
     assert there.get_tensor("GradientAccumulationOptimizer/mini_step") == 1
     kept = {x: there.get_tensor(x) for x in ("w", "v", "w_momentum_v", "v_momentum_v", "step")}
-    made = built(kind, "2", wrappers)
+    made = built(kind, "2", stack)
     assert kept.keys() <= {v.op.name for v in made.graph.get_collection("variables")}
     with running(made, assigned=kept) as own:
         expected = own.steps()
@@ -221,7 +203,7 @@ def test_a_new_run_takes_no_sums_and_no_counts_of_another(kind, tmp_path, caplog
         "warm_start": lambda: tf.train.warm_start(path, variables_in(path)),
     }
     for prepare in doors.values():
-        with running(built(kind, "2", wrappers), prepare) as new:
+        with running(built(kind, "2", stack), prepare) as new:
             assert_same_bits(new.steps(), expected)
         (text,) = [r.getMessage() for r in caplog.records if "another run" in r.getMessage()]
         assert "mini_step" in text
@@ -230,7 +212,7 @@ def test_a_new_run_takes_no_sums_and_no_counts_of_another(kind, tmp_path, caplog
 
 def test_a_checkpoint_from_before_training_is_one_of_the_values_that_it_begins_with(tmp_path):
     path = str(tmp_path / "model.ckpt")
-    made = built("placement", "2", [averages])
+    made = built("placement", "2", "average")
     with running(made) as one:
         expected = one.steps()
     with made.graph.as_default(), made._session() as session:
