@@ -13,6 +13,7 @@ from tests import harness
 from tests.optimizers.pipeline.rounded_programs import MESHES, Program
 from tests.reduce import compressed
 from tests.reduce.quantized_reference import FEEDS, SIZE, Reference
+from tests.wrappers import wrap
 
 QUANTIZED = gs.QuantizedAllReduce(block_size=SIZE)
 LOW_RANK = gs.LowRankAllReduce(rank=3)
@@ -23,25 +24,14 @@ def sgd():
     return mtf.optimize.SgdOptimizer(compressed.RATE)
 
 
-def accumulate(strategy, mesh):
-    return gs.GradientAccumulationOptimizer(sgd(), 2, reducer=strategy, **mesh)
-
-
-def sharded(strategy, mesh):
-    return gs.ShardedUpdateOptimizer(sgd(), min_size=0, reducer=strategy, **mesh)
-
-
-def loss_scale(strategy, mesh):
-    opt = gs.CrossShardOptimizer(sgd())
-    return gs.LossScaleOptimizer(opt, loss_scale=4.0, reducer=strategy, **mesh)
-
-
-STACKS = {"accumulation": accumulate, "sharded updates": sharded, "loss scale": loss_scale}
+STACKS = ["local", "sharded", "loss_scale"]
 
 
 def program(kind, stack, strategy, **more):
     def make(mesh):
-        return STACKS[stack](strategy, mesh)
+        inner = gs.CrossShardOptimizer(sgd()) if stack == "loss_scale" else sgd()
+        how = {"reducer": strategy, "loss_scale": 4.0, "average_aggregated_gradients": False}
+        return wrap(stack, inner, min_size=0, **how, **mesh)
 
     return Program(kind, "2x2", make, loss=compressed.loss, feed=FEEDS[0], **more)
 
@@ -49,10 +39,10 @@ def program(kind, stack, strategy, **more):
 def fed(stack):
     """Steps, and the sums of those that are reduced: in pairs, and none that is not finite."""
     feeds = FEEDS[:4]
-    if stack == "loss scale":
+    if stack == "loss_scale":
         bad = {k: np.full_like(x, np.nan) for k, x in FEEDS[4].items()}
         return [feeds[0], bad, *feeds[1:]], feeds
-    if stack == "accumulation":
+    if stack == "local":
         # A shard's part of a pair stands together.
         shards = [{k: np.split(x, 2) for k, x in feed.items()} for feed in feeds]
         pairs = zip(shards[::2], shards[1::2])
@@ -65,7 +55,7 @@ def fed(stack):
 @pytest.mark.parametrize(
     ("kind", "stack"),
     [
-        *harness.on_both([(name,) for name in STACKS], [("accumulation",), ("sharded updates",)]),
+        *harness.on_both([(name,) for name in STACKS], [("local",), ("sharded",)]),
         *(("shared", name) for name in STACKS),
     ],
 )
