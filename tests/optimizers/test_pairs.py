@@ -11,7 +11,7 @@ import mtf_gradsync as gs
 from mtf_gradsync import reduce
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.step import advance_step
-from tests import harness, models, reference
+from tests import harness, models, reference, wrappers
 
 SHAPE, LAYOUT, _ = harness.MESHES["2"]
 AXES = {"mesh_shape": SHAPE, "layout": LAYOUT}
@@ -45,28 +45,26 @@ def sgd():
     return mtf.optimize.SgdOptimizer(RATE)
 
 
-# name -> the wrapper, given a strategy; the steps to an update; what these add up to.
-WRAPPERS = {
-    "cross_shard": (lambda r: gs.CrossShardOptimizer(sgd(), reducer=r), 1, 1.0),
-    "clip": (lambda r: gs.ClipByGlobalNormOptimizer(sgd(), NORM, reducer=r), 1, 1.0),
-    "local": (lambda r: gs.GradientAccumulationOptimizer(sgd(), 2, reducer=r, **AXES), 2, 1.0),
-    "synced": (
-        lambda r: gs.GradientAccumulationOptimizer(
-            PairByPair(gs.CrossShardOptimizer(sgd())), 2, accumulate="synced", reducer=r
-        ),
-        2, 1.0,
-    ),
-    "sharded sums": (
-        lambda r: gs.GradientAccumulationOptimizer(
-            sgd(), 2, accumulate="sharded", reducer=r, **AXES
-        ),
-        2, 1.0,
-    ),
-    "sync_replicas": (lambda r: gs.SyncReplicasOptimizer(sgd(), 4, reducer=r, **AXES), 2, 0.5),
-    "loss_scale": (lambda r: gs.LossScaleOptimizer(sgd(), reducer=r), 1, 1.0),
-    "outer": (lambda r: gs.OuterOptimizer(sgd(), 1, 1.0, 0.0, reducer=r, **AXES), 1, 1.0),
-    "inside": (lambda r: PairByPair(gs.CrossShardOptimizer(sgd(), reducer=r)), 1, 1.0),
-}  # fmt: skip
+# One island reduces nothing. In "inside", the wrapper is in an optimizer that passes pairs on.
+NAMES = [*(name for name in wrappers.KINDS if name != "one island"), "inside"]
+
+
+def wrapped(name, strategy=None):
+    """Makes a wrapper whose update is of the sum of its steps, or of replicas the mean."""
+    if name == "inside":
+        return PairByPair(gs.CrossShardOptimizer(sgd(), reducer=strategy))
+    return wrappers.wrap(
+        name,
+        PairByPair(gs.CrossShardOptimizer(sgd())) if name == "synced" else sgd(),
+        AXES,
+        reducer=strategy,
+        clip_norm=NORM,
+        average_aggregated_gradients=False,
+        replicas_to_aggregate=4,
+        inner_steps=1,
+        outer_learning_rate=1.0,
+        outer_momentum=0.0,
+    )
 
 
 def apply_pairs(make):
@@ -86,37 +84,37 @@ def apply_pairs(make):
     return build
 
 
-def expected(every, share, clips):
-    sgd = reference.Sgd(RATE)
-    update = reference.Clipped(sgd, NORM) if clips else sgd
-    averages = share == 1 / every and every > 1
+def expected(name):
+    passes = 1 if name == "inside" else wrappers.passes(name)
+    every = 2 if name == "replicas" else passes
+    update = reference.Sgd(RATE)
+    update = reference.Clipped(update, NORM) if name == "clip" else update
     return reference.train(
-        reference.Accumulation(update, every, averages), models.mlp_batches(STEPS)
+        reference.Accumulation(update, every, name == "replicas"), models.mlp_batches(STEPS)
     )
 
 
 # What each says of pairs is the same on a placement mesh: one of each number of steps is built.
-ON_PLACEMENT = ["clip", "local", "sync_replicas"]
+ON_PLACEMENT = ["clip", "local", "replicas"]
 
 
 @pytest.mark.parametrize(
     ("kind", "name"),
-    harness.on_both([(name,) for name in sorted(WRAPPERS)], [(name,) for name in ON_PLACEMENT]),
+    harness.on_both([(name,) for name in NAMES], [(name,) for name in ON_PLACEMENT]),
 )
 @pytest.mark.mostly_slow
 def test_pairs_are_reduced_together_and_train_as_numpy_does(kind, name):
-    make, every, share = WRAPPERS[name]
     counted = Counted()
     feeds = models.mlp_batches(STEPS)
-    build = apply_pairs(lambda: make(counted))
+    build = apply_pairs(lambda: wrapped(name, counted))
     made = harness.built(kind, SHAPE, LAYOUT, build, feeds[0])
-    # All gradients; of sums in parts, the one that is not split.
-    whole = 1 if name == "sharded sums" else 3
+    # All gradients; of sums and updates in parts, the one that is not split.
+    whole = 1 if name in ("sharded", "sharded sums") else 3
     assert counted.calls.count(whole) == 1
     assert counted.calls.count(1) <= 3  # squares, flags and counts of all
     assert kind == "simd" or not made.races()
     found = made.run(feeds).variables
-    for variable, value in expected(every, share, name == "clip").items():
+    for variable, value in expected(name).items():
         np.testing.assert_allclose(
             found[variable], value, rtol=TOLERANCE, atol=TOLERANCE, err_msg=variable
         )
@@ -133,7 +131,7 @@ def inputs():
     return {k: tf.constant(v) for k, v in models.mlp_batches(1)[0].items()}
 
 
-@pytest.mark.parametrize("name", ["local", "sync_replicas"])
+@pytest.mark.parametrize("name", ["local", "replicas"])
 @pytest.mark.mostly_slow
 def test_state_has_the_names_of_one_call(name):
     def names(apply):
@@ -143,10 +141,10 @@ def test_state_has_the_names_of_one_call(name):
             return [v.op.name for v in tf.global_variables()]
 
     def one_by_one(grads, variables):
-        optimizer = WRAPPERS[name][0](None)
+        optimizer = wrapped(name)
         return [op for pair in zip(grads, variables) for op in optimizer.apply_grad(*pair)]
 
-    together = names(lambda g, v: WRAPPERS[name][0](None).apply_grads(g, v))
+    together = names(lambda g, v: wrapped(name).apply_grads(g, v))
     assert names(one_by_one) == together
 
 
