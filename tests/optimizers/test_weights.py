@@ -17,7 +17,7 @@ from tests.optimizers.pipeline import stack_reference
 from tests.optimizers.pipeline.stack_reference import Islands, weighted_mean
 from tests.sessions import session_of
 from tests.sessions import train as steps
-from tests.wrappers import BATCH_DIMS, LAYOUT, SHAPE, WORKS, order_table
+from tests.wrappers import BATCH_DIMS, KINDS, LAYOUT, SHAPE, WORKS, order_table, parts, wrap
 
 SHARDS, LENGTH, FEATURES, RATE = 4, 8, 4, 0.1  # the table's optimizer is plain descent at that rate
 START = np.array([0.5, -1.0, 0.25, 2.0], np.float32)
@@ -192,59 +192,43 @@ def test_three_microbatches_of_four_shards(mesh_kind, where):
 
 
 # Wrappers to whose stacks a step without data, and shards without, are no trouble.
-EMPTY = {
-    "cross_shard": (lambda opt: gs.CrossShardOptimizer(opt, **order_table.MESH), []),
-    "loss_scale": (
-        lambda opt: gs.LossScaleOptimizer(gs.AverageOptimizer(opt, 0.5), **order_table.MESH),
-        [],
-    ),
-    "clip": (lambda opt: gs.ClipByGlobalNormOptimizer(opt, 1.0, **order_table.MESH), [CLIPS]),
-    "sharded": (order_table.WRAPPERS["ShardedUpdateOptimizer"], []),
-    "local": (lambda opt: accumulation("local", 2, lambda: opt)(), [ACCUMULATES]),
-    "skipping": (
-        lambda opt: accumulation(
-            "local", 2, lambda: opt, should_skip_update_fn=gs.skip_not_finite
-        )(),
-        [ACCUMULATES],
-    ),
-    "synced": (
-        lambda opt: gs.LossScaleOptimizer(
-            gs.GradientAccumulationOptimizer(
-                opt, 2, True, should_skip_update_fn=gs.skip_not_finite, accumulate="synced"
-            ),
-            **order_table.MESH,
-        ),
-        [ACCUMULATES],
-    ),
-    "replicas": (
-        lambda opt: gs.SyncReplicasOptimizer(opt, 1, **order_table.MESH),
-        ["SyncReplicasOptimizer"],
-    ),
-    "islands": (
-        lambda opt: gs.OuterOptimizer(
-            opt, 2, outer_dims=("outer",), leave_out_not_finite=True, **order_table.MESH
-        ),
-        ["OuterOptimizer"],
-    ),
-}
+EVERY_STEP = ["cross_shard", "loss_scale(average)", "clip", "sharded"]
+SKIPPING = ["local, skipping", "loss_scale(synced)"]
+EMPTY = [*EVERY_STEP, "local", "replicas", "islands", *SKIPPING]
+
+
+def classes_of(stack):
+    return [KINDS[part].name for part in parts(stack.partition(",")[0])]
 
 
 @pytest.mark.parametrize(
     ("kind", "name"),
     harness.on_both(
-        [(name,) for name in EMPTY], [("clip",), ("skipping",), ("replicas",), ("islands",)]
+        [(name,) for name in EMPTY], [("clip",), (SKIPPING[0],), ("replicas",), ("islands",)]
     ),
 )
 @pytest.mark.mostly_slow
 def test_no_data_is_no_nan(kind, name):
     """The loss of a shard without tokens is 0 / 0 here, and so are its gradients."""
-    wrap, does = EMPTY[name]
     feeds = batches(WITH_EMPTY)
-    expected, without_data = train(does, feeds, passes=2, average=True)
-    found = run(kind, lambda: wrap(order_table.plain()), feeds)
+    expected, without_data = train(classes_of(name), feeds, passes=2, average=True)
+    skips = {"should_skip_update_fn": gs.skip_not_finite} if name in SKIPPING else {}
+
+    def make():
+        return wrap(
+            name.partition(",")[0],
+            order_table.plain(),
+            **order_table.MESH,
+            **skips,
+            clip_norm=1.0,
+            outer_dims=("outer",),
+            leave_out_not_finite=True,
+        )
+
+    found = run(kind, make, feeds)
     assert np.isfinite(expected).all()
     assert_close(found, expected)
-    if name in ("cross_shard", "loss_scale", "clip", "sharded"):
+    if name in EVERY_STEP:
         assert [f["updates_without_data"] for f in found.fetched] == [0, 1, 1, 1, 2, 3]
     elif name != "islands":
         assert found.fetched[-1]["updates_without_data"] == without_data
@@ -339,25 +323,13 @@ def test_any_mesh_and_schedule_of_k(kind, where, mesh):
     assert found.variables["acc/weight"] == sum(np.sum(x) for x in UNEQUAL[2:4])
 
 
-SECOND = {
-    "clip": lambda opt, axes: gs.ClipByGlobalNormOptimizer(opt, 1.0, **axes),
-    "loss_scale": lambda opt, axes: gs.LossScaleOptimizer(opt, **axes),
-    "local": lambda opt, axes: gs.GradientAccumulationOptimizer(opt, 2, **axes),
-    "replicas": lambda opt, axes: gs.SyncReplicasOptimizer(opt, 1, **axes),
-    "islands": lambda opt, axes: gs.OuterOptimizer(opt, 2, **axes),
-}
-DOES = {
-    "clip": [CLIPS],
-    "loss_scale": [],
-    "local": [ACCUMULATES],
-    "replicas": ["SyncReplicasOptimizer"],
-    "islands": ["OuterOptimizer"],
-}
-
-
 @pytest.mark.parametrize(
     ("kind", "name"),
-    [*(("shared", name) for name in SECOND), ("simd", "local"), ("simd", "islands")],
+    [
+        *(("shared", name) for name in ("clip", "loss_scale", "local", "replicas", "islands")),
+        ("simd", "local"),
+        ("simd", "islands"),
+    ],
 )
 @pytest.mark.mostly_slow
 def test_wrappers_on_a_second_axis(name, kind):
@@ -365,11 +337,14 @@ def test_wrappers_on_a_second_axis(name, kind):
     shape, layout = "a:2;b:2", "batch:b"
     axes = {"mesh_shape": shape, "layout": layout}
     feeds = batches(UNEQUAL[:4])
-    step = program(
-        lambda: SECOND[name](order_table.plain(), axes), dims=("batch",), sizes=(SHARDS,)
-    )
+
+    def make():
+        more = {"clip_norm": 1.0, "average_aggregated_gradients": False}
+        return wrap(name, order_table.plain(), **axes, **more)
+
+    step = program(make, dims=("batch",), sizes=(SHARDS,))
     made = harness.built(kind, shape, layout, step, feeds[0])
-    expected, _ = train(DOES[name], feeds)
+    expected, _ = train(classes_of(name), feeds)
     assert not made.races()
     for result in made.runs(feeds, 3) if kind == "shared" else [made.run(feeds)]:
         assert_close(result, expected)
@@ -524,14 +499,7 @@ def test_on_xla_devices(name):
     assert_close(run("xla", made(name), feeds), expected)
 
 
-CHECKPOINTED = {
-    "local": lambda opt, axes: gs.GradientAccumulationOptimizer(opt, 3, True, name="opt", **axes),
-    # Two steps of four contributions, and one of two.
-    "replicas": lambda opt, axes: gs.SyncReplicasOptimizer(opt, 10, name="opt", **axes),
-}
-
-
-@pytest.mark.parametrize("name", CHECKPOINTED)
+@pytest.mark.parametrize("name", ["local", "replicas"])
 @pytest.mark.slow
 def test_a_checkpoint_between_goes_on_on_another_mesh(name, tmp_path):
     """The sum of weights goes with the sums of gradients."""
@@ -539,8 +507,12 @@ def test_a_checkpoint_between_goes_on_on_another_mesh(name, tmp_path):
 
     def build(shards):
         axes = {"mesh_shape": f"all:{shards}", "layout": "batch:all"}
+        # Three steps of accumulation; of contributions two steps of four, and one of two.
+        passes = {"backward_passes_per_step": 3, "replicas_to_aggregate": 10}
         step = program(
-            lambda: CHECKPOINTED[name](order_table.plain(), axes), dims=("batch",), sizes=(4,)
+            lambda: wrap(name, order_table.plain(), axes, name="opt", **passes),
+            dims=("batch",),
+            sizes=(4,),
         )
         return harness.built("simd", *axes.values(), step, feeds[0])
 
