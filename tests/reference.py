@@ -28,6 +28,22 @@ def mlp_grads(values: Values, x: np.ndarray, y: np.ndarray) -> Values:
     }
 
 
+def norm(grads: Values) -> float:
+    """The norm of all numbers of all gradients."""
+    return np.sqrt(sum(np.sum(np.square(g)) for g in grads.values()))
+
+
+def clipped(grads: Values, limit: float) -> Values:
+    """Gradients, scaled down together where their norm is larger than a limit."""
+    # np.maximum keeps NaN: what has no norm has no gradient.
+    factor = limit / np.maximum(norm(grads), limit)
+    return {k: g * factor for k, g in grads.items()}
+
+
+def is_finite(values: Values) -> bool:
+    return all(np.isfinite(value).all() for value in values.values())
+
+
 def _rms(x: np.ndarray) -> float:
     return np.sqrt(np.mean(np.square(x)))
 
@@ -146,9 +162,8 @@ class Clipped:
         self.update, self.norm, self.clipped = update, norm, 0
 
     def __call__(self, values: Values, grads: Values) -> Values:
-        norm = np.sqrt(sum(np.square(g).sum() for g in grads.values()))
-        self.clipped += norm > self.norm
-        return self.update(values, {k: g * min(1, self.norm / norm) for k, g in grads.items()})
+        self.clipped += norm(grads) > self.norm
+        return self.update(values, clipped(grads, self.norm))
 
 
 class Accumulation:

@@ -5,7 +5,7 @@ import pytest
 
 import mtf_gradsync as gs
 from mtf_gradsync._private.libraries import mtf, tf
-from tests import harness
+from tests import harness, reference
 from tests.optimizers.sync_replicas.sync_replicas_reference import SyncReplicas
 from tests.properties.models import small_models, training, uses
 from tests.properties.sync_replicas_schedules import parts
@@ -122,8 +122,7 @@ def test_shards_of_two_axes_are_recoverable(mesh_kind):
 # Synchronous replicas: what those that contribute make of it.
 
 
-def sgd(values, grads):
-    return {k: values[k] - RATE * grads[k] for k in values}
+sgd = reference.Sgd(RATE)
 
 
 class Expected:

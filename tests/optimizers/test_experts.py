@@ -9,7 +9,7 @@ import pytest
 
 import mtf_gradsync as gs
 from mtf_gradsync._private.libraries import mtf, tf
-from tests import harness
+from tests import harness, reference
 from tests.programs import mixture
 
 KINDS = ["shared", "placement", "simd"]
@@ -127,7 +127,7 @@ def test_sync_replicas_averages_the_gradients_of_those_that_contribute(kind, mes
     for feed in feeds:
         with np.errstate(invalid="ignore"):
             found = shards_of(values, feed)
-        fresh = [all(np.isfinite(g).all() for g in one.values()) for one in found]
+        fresh = [reference.is_finite(one) for one in found]
         waiting += [one for one, ok, may in zip(found, feed["ok"], fresh) if ok and may]
         if len(waiting) >= to_aggregate:
             mean = {k: np.mean([one[k] for one in waiting], 0) for k in values}
@@ -243,7 +243,7 @@ def test_norms_of_shards_are_of_their_terms_of_the_sums_that_gradients_are_made_
     (feed,) = feeds_of(1)
     (found,) = harness.built(kind, MESHES[mesh], LAYOUT, build, feed).run([feed]).fetched
     terms = [{k: g / 2 for k, g in one.items()} for one in shards_of(START, feed)]
-    expected = [np.sqrt(sum(np.sum(np.square(g)) for g in one.values())) for one in terms]
+    expected = [reference.norm(one) for one in terms]
     np.testing.assert_allclose(found["norms"], expected, rtol=32 * 2**-24)
 
 

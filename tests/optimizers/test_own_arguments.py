@@ -60,18 +60,14 @@ def given(form, mesh, weights):
     return SCALE / (1.0 / factor) if form == "mesh tensor" else factor * SCALE
 
 
-def expected(every, share, clips):
+def expected(every, average, clips):
     values = {k: np.asarray(v, np.float64) for k, v in models.mlp_values().items()}
-    total = {}
-    for number, (feed, factor) in enumerate(zip(models.mlp_batches(len(FACTORS)), FACTORS), 1):
+    step = reference.Accumulation(None, every, average)
+    for feed, factor in zip(models.mlp_batches(len(FACTORS)), FACTORS):
+        update = reference.Sgd(0.01 / factor)
+        step.update = reference.Clipped(update, NORM) if clips else update
         grads = reference.mlp_grads(values, *(feed[k].astype(np.float64) for k in "xy"))
-        total = {k: total.get(k, 0.0) + g * share for k, g in grads.items()}
-        if number % every:
-            continue
-        norm = np.sqrt(sum(np.square(g).sum() for g in total.values()))
-        kept = min(1, NORM / norm) if clips else 1
-        values = {k: v - 0.01 * kept / factor * total[k] for k, v in values.items()}
-        total = {}
+        values = step(values, grads)
     return values
 
 
@@ -98,8 +94,7 @@ def test_an_update_uses_the_argument_of_its_step(kind, name):
     made = harness.built(kind, SHAPE, LAYOUT, build, feeds[0])
     assert kind != "placement" or not made.races()
     found = made.run(feeds).variables
-    share = 0.5 if name == "replicas" else 1.0
-    for variable, value in expected(every, share, name == "clip").items():
+    for variable, value in expected(every, name == "replicas", name == "clip").items():
         np.testing.assert_allclose(
             found[variable], value, rtol=TOLERANCE, atol=TOLERANCE, err_msg=variable
         )

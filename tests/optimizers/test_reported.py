@@ -35,14 +35,10 @@ def axes_of(mesh):
     return gs.ReplicaAxes(*harness.MESHES[mesh])
 
 
-def norm(grads):
-    return np.sqrt(sum(np.square(g).sum() for g in grads.values()))
-
-
 def shard_norms(values, feed, num_shards):
     """Of each shard's term of the gradient of the mean over the batch."""
     parts = zip(*(np.split(feed[k], num_shards) for k in ("x", "y")))
-    return [norm(reference.mlp_grads(values, *part)) / num_shards for part in parts]
+    return [reference.norm(reference.mlp_grads(values, *part)) / num_shards for part in parts]
 
 
 def start():
@@ -65,13 +61,10 @@ def test_norms_of_an_update_and_of_its_shards(kind):
     values = start()
     for feed, found in zip(feeds, steps):
         grads = reference.mlp_grads(values, feed["x"], feed["y"])
-        close(found["gradient_norm/before_clipping"], norm(grads))
-        close(found["gradient_norm/applied"], min(CLIP, norm(grads)))
+        close(found["gradient_norm/before_clipping"], reference.norm(grads))
+        close(found["gradient_norm/applied"], min(CLIP, reference.norm(grads)))
         close(found["gradient_norm/of_shards"], shard_norms(values, feed, 2))
-        values = {
-            k: v - 0.1 * g * min(1, CLIP / norm(grads))
-            for (k, v), g in zip(values.items(), grads.values())
-        }
+        values = reference.Sgd()(values, reference.clipped(grads, CLIP))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -95,8 +88,8 @@ def test_steps_without_an_update_keep_the_norms_of_the_newest(kind):
                 reference.mlp_grads(values, f["x"], f["y"]) for f in feeds[number - 1 : number + 1]
             ]
             mean = {k: (both[0][k] + both[1][k]) / K for k in values}
-            newest = norm(mean)
-            values = {k: values[k] - 0.1 * mean[k] * min(1, CLIP / newest) for k in values}
+            newest = reference.norm(mean)
+            values = reference.Sgd()(values, reference.clipped(mean, CLIP))
         close(found["gradient_norm/before_clipping"], newest)
         close(found["gradient_norm/applied"], np.minimum(CLIP, newest))
         assert found["accumulation/micro_step"] == (number + 1) % K
@@ -140,7 +133,7 @@ def test_a_model_that_is_split_too(mesh_kind):
     (feed,) = models.mlp_batches(1)
     make = lambda: gs.CrossShardOptimizer(sgd())  # noqa: E731
     (found,) = run(mesh_kind, "2x2", make, [feed], axes=axes_of("2x2")).fetched
-    close(found["gradient_norm/applied"], norm(reference.mlp_grads(start(), **feed)))
+    close(found["gradient_norm/applied"], reference.norm(reference.mlp_grads(start(), **feed)))
     close(found["gradient_norm/of_shards"], shard_norms(start(), feed, 2))
 
 

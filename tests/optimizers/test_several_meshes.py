@@ -80,10 +80,6 @@ def gradients(values, feed):
     return {"one": x.T @ d_h, "two": h.T @ d_out + push}
 
 
-def norm_of(grads):
-    return np.sqrt(sum(np.square(g).sum() for g in grads.values()))
-
-
 def sgd_by_hand():
     return reference.Sgd(RATE)
 
@@ -101,18 +97,16 @@ def adam_by_hand():
 def trained(given, update, passes=1, clips=False):
     """Values after each step, norms, and averages with a decay of one half."""
     values = {k: v.astype(float) for k, v in START.items()}
-    averages, total, count, history = dict(values), {}, 0, []
+    update = reference.Clipped(update, NORM) if clips else update
+    step = reference.Accumulation(
+        update, passes, True, lambda grads: not reference.is_finite(grads)
+    )
+    averages, history = dict(values), []
     for feed in given:
-        if np.isfinite(feed["push"]).all():
-            grads = gradients(values, feed)
-            total = {k: total.get(k, 0) + g / passes for k, g in grads.items()}
-            count += 1
-        if count == passes:
-            norm = norm_of(total)
-            scale = min(1, NORM / norm) if clips else 1
-            values = update(values, {k: g * scale for k, g in total.items()})
+        updates = step.update_step
+        values = step(values, gradients(values, feed))
+        if step.update_step > updates:
             averages = {k: (averages[k] + v) / 2 for k, v in values.items()}
-            total, count = {}, 0
         history.append(values)
     return history, averages
 
@@ -251,7 +245,7 @@ def test_norms_and_counts_are_those_of_all(apply, mesh_kind):
     start = {k: v.astype(float) for k, v in START.items()}
     one, two = (gradients(start, feed) for feed in given[:2])
     reported = result.fetched[1]
-    norm = norm_of({k: (one[k] + two[k]) / 2 for k in one})
+    norm = reference.norm({k: (one[k] + two[k]) / 2 for k in one})
     np.testing.assert_allclose(reported["gradient_norm/before_clipping"], norm, rtol=2.0**-20)
     np.testing.assert_allclose(reported["gradient_norm/applied"], NORM, rtol=2.0**-20)
     assert [step["update_step"] for step in result.fetched] == [0, 1, 1, 2]
@@ -336,8 +330,7 @@ def test_weights_are_those_of_the_loss_of_all_meshes(mesh_kind):
         parts = [(n, gradients(values, x)) for n, x in zip(weights[number:], given[number:][:2])]
         total = sum(n for n, _ in parts)
         grads = {k: sum(n * g[k] for n, g in parts) / total for k in values}
-        scale = min(1, NORM / norm_of(grads))
-        values = sgd_by_hand()(values, {k: g * scale for k, g in grads.items()})
+        values = sgd_by_hand()(values, reference.clipped(grads, NORM))
         for name in START:
             np.testing.assert_allclose(found[number + 1][name], values[name], **CLOSE)
 

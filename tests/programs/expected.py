@@ -11,6 +11,7 @@ from mtf_gradsync._private.libraries import mtf, tf
 from tests import harness
 from tests.programs.style import ROWS, STEPS, Feed, Style, Values, imported, made_in_float64
 from tests.programs.wrappers import DECAY, NORM, WRAPPERS, Wrapper
+from tests.reference import clipped, is_finite
 
 Gradients = Callable[[Values, Feed], "tuple[float, Values]"]
 
@@ -73,16 +74,6 @@ class Expected(NamedTuple):
     variables: Values
 
 
-def clipped(grads: Values, norm: float | None) -> Values:
-    """All by the norm of all."""
-    found = np.sqrt(sum(np.sum(g**2) for g in grads.values()))
-    return {k: g * min(1.0, norm / found) for k, g in grads.items()} if norm else grads
-
-
-def finite(values: Values) -> bool:
-    return all(np.isfinite(v).all() for v in values.values())
-
-
 class _Island:
     """A copy of the variables, moved by the gradients of the examples that it has."""
 
@@ -106,14 +97,14 @@ class _Island:
         weights = np.where(self.share > 0, feed["weights"] * self.share, 0.0)
         feed = {**feed, "weights": weights}
         loss, grads = self.gradients(self.values, feed)
-        if self.wrapper.nan == "shard" and not finite(grads) and not self.style.mixes:
+        if self.wrapper.nan == "shard" and not is_finite(grads) and not self.style.mixes:
             grads = self.gradients(self.values, self._of_shards(feed))[1]
-        if self.wrapper.nan in ("shard", "step") and not finite(grads):
+        if self.wrapper.nan in ("shard", "step") and not is_finite(grads):
             return loss
-        self.waiting.append(clipped(grads, self.style.clip))
+        self.waiting.append(clipped(grads, self.style.clip) if self.style.clip else grads)
         if len(self.waiting) == self.wrapper.micro_steps:
             mean = {k: np.mean([g[k] for g in self.waiting], 0) for k in grads}
-            mean = clipped(mean, NORM if self.wrapper.clips else None)
+            mean = clipped(mean, NORM) if self.wrapper.clips else mean
             self.values, self.waiting = self.move(self.values, mean, feed), []
             self.updates += 1
         return loss
@@ -131,10 +122,10 @@ def expected(style: Style, name: str) -> Expected:
     for number, feed in enumerate(given([style], [name]), 1):
         losses.append(np.mean([island.step(feed) for island in islands]))
         if apart and number % wrapper.inner_steps == 0:
-            there = [island.values for island in islands if finite(island.values)]
+            there = [island.values for island in islands if is_finite(island.values)]
             mean = {k: np.mean([v[k] for v in there], 0) for k in averages}
             for island in islands:
-                if not finite(island.values):
+                if not is_finite(island.values):
                     island.restart(mean)
                 island.values = mean
         values = islands[0].values

@@ -1,6 +1,7 @@
 """A program that walks its operations in reverse and adds gradients up in buffers of its own."""
 
 from mtf_gradsync._private.libraries import mtf, tf
+from tests import reference
 from tests.programs import style
 from tests.programs.style import imported, variable
 
@@ -39,17 +40,8 @@ class Buffers:
 
 
 def moves():
-    waiting = []
-
-    def move(values, grads, feed):
-        waiting.append(grads)
-        if len(waiting) == EVERY:
-            total = {k: sum(g[k] for g in waiting) for k in grads}
-            waiting.clear()
-            values = {k: v - RATE * total[k] for k, v in values.items()}
-        return values
-
-    return move
+    update = reference.Accumulation(reference.Sgd(RATE), EVERY)
+    return lambda values, grads, feed: update(values, grads)
 
 
 def loss(mesh, inputs):

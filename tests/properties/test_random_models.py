@@ -92,12 +92,13 @@ class Setup(NamedTuple):
         """Values after the steps; how large numbers became; for replicas, what they counted."""
         update = reference.OPTIMIZERS[self.inner]()
         if self.clip is not None:
-            update = clipped(update, self.clip)
+            update = reference.Clipped(update, self.clip)
         values = {k: np.asarray(v, np.float64) for k, v in values.items()}
         number, size = int(np.prod(shard_sizes)), 1.0
         replicas = SyncReplicas(update, number, self.count, values)
         if self.wrapper == "accumulate":
-            update = reference.Accumulation(update, self.count, self.average, self._skips)
+            skip = (lambda grads: not reference.is_finite(grads)) if self.skips else None
+            update = reference.Accumulation(update, self.count, self.average, skip)
         for feed in self.feeds(shard_sizes):
             if self.wrapper == "sync":
                 grads = training.shard_gradients(model, values, feed, shard_sizes)
@@ -111,20 +112,6 @@ class Setup(NamedTuple):
                 sizes = (np.abs(x)[np.isfinite(x)] for x in one.values())
                 size = max(size, *(np.max(x, initial=0) for x in sizes))
         return values, size, replicas
-
-    @property
-    def _skips(self):
-        if not self.skips:
-            return None
-        return lambda grads: not all(np.all(np.isfinite(g)) for g in grads.values())
-
-
-def clipped(update, norm):
-    def clip(values, grads):
-        whole = np.sqrt(sum(np.sum(g**2) for g in grads.values()))
-        return update(values, {k: g * norm / max(whole, norm) for k, g in grads.items()})
-
-    return clip
 
 
 @st.composite

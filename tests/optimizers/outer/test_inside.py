@@ -5,7 +5,7 @@ import pytest
 
 import mtf_gradsync as gs
 from mtf_gradsync import simd
-from tests import harness, models
+from tests import harness, models, reference
 from tests.optimizers.outer import outer_reference
 from tests.optimizers.outer.outer_programs import MESHES, assert_as_reference, batches, built, where
 from tests.optimizers.outer.outer_reference import ALL
@@ -31,9 +31,8 @@ def test_each_island_clips_by_its_own_norm(mesh, mesh_kind):
     norms = []
 
     def clip(grads):
-        norm = np.sqrt(sum(np.sum(np.square(g)) for g in grads.values()))
-        norms.append(norm)
-        return {k: g * min(1.0, CLIP / norm) for k, g in grads.items()}
+        norms.append(reference.norm(grads))
+        return reference.clipped(grads, CLIP)
 
     feeds = batches(4)
     expected = expected_of(mesh, feeds, change=clip)

@@ -6,7 +6,7 @@ import pytest
 import mtf_gradsync as gs
 from mtf_gradsync import simd
 from mtf_gradsync._private.libraries import mtf
-from tests import harness, models
+from tests import harness, models, reference
 from tests.optimizers.outer import outer_reference
 from tests.optimizers.outer.outer_programs import TWO_OF_SLICES, batches
 from tests.optimizers.outer.outer_reference import ALL
@@ -104,11 +104,7 @@ def test_a_clip_around_it(mesh_kind):
     """Around several islands it would reduce their gradients, which is an error."""
     made = built(mesh_kind, "two replicas", wrap=lambda x: gs.ClipByGlobalNormOptimizer(x, 0.01))
     feeds = batches(STEPS)
-
-    def clipped(grads):
-        norm = np.sqrt(sum(np.sum(g**2) for g in grads.values()))
-        return {k: g * min(1.0, 0.01 / norm) for k, g in grads.items()}
-
+    clipped = lambda grads: reference.clipped(grads, 0.01)  # noqa: E731
     assert_close(made.run(feeds).variables, expected(feeds, change=clipped))
 
 

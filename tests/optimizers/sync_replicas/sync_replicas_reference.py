@@ -9,7 +9,7 @@ from typing import Callable, Sequence
 
 import numpy as np
 
-from tests.reference import Values
+from tests.reference import Values, is_finite
 
 
 class SyncReplicas:
@@ -60,8 +60,7 @@ class SyncReplicas:
         for replica, grads in enumerate(grads_by_replica):
             asked = contributes is None or contributes[replica]
             fresh = self.local_step[replica] >= self.global_step
-            finite = all(np.all(np.isfinite(grads[k])) for k in self.values)
-            if not (asked and fresh and finite):
+            if not (asked and fresh and is_finite(grads)):
                 self.dropped[replica] += 1
                 continue
             self.made[replica] += 1

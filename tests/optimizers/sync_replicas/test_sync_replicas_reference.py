@@ -17,13 +17,9 @@ from tests.properties.sync_replicas_schedules import (
 )
 
 
-def sgd(values, grads):
-    return {k: values[k] - 0.5 * grads[k] for k in values}
-
-
 def quadratic(num_replicas=3, replicas_to_aggregate=3, **kwargs):
     start = {"x": np.array([10.0, -10.0])}
-    return SyncReplicas(sgd, num_replicas, replicas_to_aggregate, start, **kwargs)
+    return SyncReplicas(reference.Sgd(0.5), num_replicas, replicas_to_aggregate, start, **kwargs)
 
 
 def gradients(model):
@@ -96,7 +92,7 @@ def test_nobody_contributes_and_all_stand_still():
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 def test_one_bad_entry_keeps_a_whole_replica_out(value):
-    model = SyncReplicas(sgd, 2, 1, {"a": np.zeros(2), "b": np.zeros(2)})
+    model = SyncReplicas(reference.Sgd(0.5), 2, 1, {"a": np.zeros(2), "b": np.zeros(2)})
     assert model.step([{"a": np.ones(2), "b": np.ones(2)}, {"a": np.ones(2), "b": [3, value]}])
     assert [list(model.values[k]) for k in "ab"] == [[-0.5, -0.5], [-0.5, -0.5]]
     assert (list(model.made), list(model.dropped)) == ([1, 0], [0, 1])

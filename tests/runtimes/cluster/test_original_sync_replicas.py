@@ -5,6 +5,7 @@ import pytest
 
 import mtf_gradsync as gs
 from mtf_gradsync._private.libraries import mtf, tf
+from tests import reference
 from tests.optimizers.sync_replicas.sync_replicas_reference import SyncReplicas
 from tests.properties.settable_program import program
 from tests.runtimes.cluster.sync_replicas_worker import (
@@ -26,9 +27,7 @@ MESH, LAYOUT = f"all:{WORKERS}", "batch:all"
 
 
 def model_trajectory(replicas_to_aggregate, contributes):
-    def sgd(values, grads):
-        return {k: values[k] - LEARNING_RATE * grads[k] for k in values}
-
+    sgd = reference.Sgd(LEARNING_RATE)
     model = SyncReplicas(sgd, WORKERS, replicas_to_aggregate, {"x": np.array(START)})
     seen = [model.values["x"]]
     for _ in range(UPDATES):
