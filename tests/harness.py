@@ -163,6 +163,10 @@ class Built(NamedTuple):
                 after.append(session.variables() if self.program else session.run(masters))
         return after
 
+    def collectives(self) -> simd.CommunicationReport:
+        """What the cores of a SIMD program exchange."""
+        return simd.list_collectives(self.program, lowering=self.lowering)
+
     def races(self) -> list[ordering.Race]:
         """What the graph of a step leaves open; of a SIMD program's, on CPU replicas."""
         assert not self.is_settled, "Build it with may_race=True."

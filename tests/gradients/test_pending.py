@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 import mtf_gradsync as gs
-from mtf_gradsync import simd
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.gradients.pending import PendingSums
 from mtf_gradsync.step import Branch, Conditional, Gate, StepPlan
@@ -35,15 +34,13 @@ def losses(mesh):
 
 def gradient_rows(change, make):
     """Sums of at least three numbers; see `gradient_sums`."""
-    with tf.Graph().as_default(), simd.tpu_program(MESH, LAYOUT) as program:
-        mesh = mtf.Mesh(mtf.Graph(), "mesh")
+
+    def build(mesh, inputs):
         loss, variables = losses(mesh)
         grads = change(mtf.gradients([loss], [v.value for v in variables]))
-        operations = make().apply_grads(grads, variables)
-        lowering = mtf.Lowering(mesh.graph, {mesh: program.mesh_impl})
-        for op in operations:
-            lowering.lowered_operation(op)
-        rows = simd.list_collectives(program, lowering=lowering).rows
+        return make().apply_grads(grads, variables), {}
+
+    rows = harness.built("simd", MESH, LAYOUT, build, {}).collectives().rows
     return [row for row in rows if np.prod(row.shape) >= 3]
 
 

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 import mtf_gradsync as gs
-from mtf_gradsync import simd
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.optimizers import DescribedLine
 from tests import harness, models
@@ -110,7 +109,7 @@ def test_bytes_and_groups_are_those_of_the_program(wrap):
         return opt.apply_gradients(pairs), {"loss": loss}
 
     built = harness.built("simd", SHAPE, LAYOUT, build, models.mlp_batches(1)[0])
-    rows = simd.list_collectives(built.program, lowering=built.lowering).rows
+    rows = built.collectives().rows
     sums = [r for r in rows if r.variables and r.operation == "CrossReplicaSum"]
     sums = [r for r in sums if "rows" in r.group.split("+")]  # not those of the model
     (line,) = (x for x in gs.describe(opt).lines if x.what.startswith("reduce over"))

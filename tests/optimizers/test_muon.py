@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 import mtf_gradsync as gs
-from mtf_gradsync import simd
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.optimizers import muon
 from mtf_gradsync.optimizers.muon import Matrix
@@ -135,7 +134,7 @@ def sent(size):
 
     feed = {"gradient": np.ones([size, 64], "f")}
     made = harness.built("simd", SHAPE, LAYOUT, build, feed)
-    rows = simd.list_collectives(made.program, lowering=made.lowering).rows
+    rows = made.collectives().rows
     assert {row.operation for row in rows} == {"CrossReplicaSum"}
     return sum(row.bytes_per_core for row in rows)
 

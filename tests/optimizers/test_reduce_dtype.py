@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 
 import mtf_gradsync as gs
-from mtf_gradsync import simd
 from mtf_gradsync._private.libraries import mtf, tf
 from tests import harness
 
@@ -40,14 +39,8 @@ def build_with(make, dtype=tf.float32):
 
 def sent(make, dtype):
     """The dtypes that gradients are sent in, and the bytes of it."""
-    with tf.Graph().as_default(), simd.tpu_program(MESH, LAYOUT) as program:
-        mesh = mtf.Mesh(mtf.Graph(), "mesh")
-        inputs = {"x": tf.ones([BATCH.size, D.size])}
-        operations, _ = build_with(make, dtype)(mesh, inputs)
-        lowering = mtf.Lowering(mesh.graph, {mesh: program.mesh_impl})
-        for op in operations:
-            lowering.lowered_operation(op)
-        rows = simd.list_collectives(program, lowering=lowering).rows
+    feed = {"x": np.ones([BATCH.size, D.size], "f")}
+    rows = harness.built("simd", MESH, LAYOUT, build_with(make, dtype), feed).collectives().rows
     return [(row.dtype, row.bytes_per_core) for row in rows if row.shape == (D.size,)]
 
 

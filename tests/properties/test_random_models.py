@@ -14,8 +14,6 @@ from hypothesis import assume, event, given, settings
 from hypothesis import strategies as st
 
 import mtf_gradsync as gs
-from mtf_gradsync import simd
-from mtf_gradsync._private.libraries import mtf, tf
 from tests import harness, models, reference
 from tests.optimizers.sync_replicas.sync_replicas_reference import SyncReplicas
 from tests.properties.models import random_models, small_models, training, uses
@@ -208,17 +206,12 @@ def sent(model, mesh, make_optimizer):
     """The collectives of a SIMD step."""
     mesh_shape, layout, batch_dims = harness.MESHES[mesh]
     (feed,) = small_models.batches(1)
-    with tf.Graph().as_default():
-        inputs = {k: tf.placeholder(tf.as_dtype(v.dtype), v.shape) for k, v in feed.items()}
-        with simd.tpu_program(mesh_shape, layout) as program:
-            graph = mtf.Graph()
-            mesh = mtf.Mesh(graph, "mesh")
-            grads, variables = training.gradients_on(model, mesh, inputs, batch_dims)
-            operations = make_optimizer().apply_grads(grads, variables)
-            lowering = mtf.Lowering(graph, {mesh: program.mesh_impl})
-            for operation in operations:
-                lowering.lowered_operation(operation)
-        return simd.list_collectives(program, lowering=lowering).update_step
+
+    def build(mesh, inputs):
+        grads, variables = training.gradients_on(model, mesh, inputs, batch_dims)
+        return make_optimizer().apply_grads(grads, variables), {}
+
+    return harness.built("simd", mesh_shape, layout, build, feed).collectives().update_step
 
 
 def check_sent(model, mesh):

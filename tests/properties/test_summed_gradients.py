@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 
 import mtf_gradsync as gs
-from mtf_gradsync import simd
 from mtf_gradsync._private.libraries import mtf, tf
 from tests import harness
 from tests.properties.models import small_models, training, uses
@@ -253,15 +252,13 @@ def test_nan_of_a_reduced_gradient_drops_all_replicas():
 
 def bytes_of_sums(change, make):
     """What a core puts into sums of more numbers than there are replicas, in a step."""
-    with tf.Graph().as_default(), simd.tpu_program(MESH, LAYOUT) as program:
-        mesh = mtf.Mesh(mtf.Graph(), "mesh")
-        inputs = {k: tf.constant(v) for k, v in small_models.batches(1)[0].items()}
+
+    def build(mesh, inputs):
         grads, variables, _ = changed(mesh, inputs, change)
-        operations = make().apply_grads(grads, variables)
-        lowering = mtf.Lowering(mesh.graph, {mesh: program.mesh_impl})
-        for op in operations:
-            lowering.lowered_operation(op)
-        rows = simd.list_collectives(program, lowering=lowering).rows
+        return make().apply_grads(grads, variables), {}
+
+    made = harness.built("simd", MESH, LAYOUT, build, small_models.batches(1)[0])
+    rows = made.collectives().rows
     return sum(row.bytes_per_core for row in rows if np.prod(row.shape) > AXES.num_shards)
 
 

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 import mtf_gradsync as gs
-from mtf_gradsync import simd
 from mtf_gradsync._private.libraries import mtf, tf
 from tests import harness
 from tests.optimizers.pipeline.rounded_programs import MESHES, Program
@@ -87,7 +86,7 @@ def test_norms_and_flags_do_not_go_that_way():
         return gs.LossScaleOptimizer(clip, loss_scale=4.0, reducer=QUANTIZED, **mesh)
 
     made = Program("simd", "2x2", make, True, compressed.loss, FEEDS[0]).built
-    rows = simd.list_collectives(made.program, lowering=made.lowering).rows
+    rows = made.collectives().rows
     narrow = [row for row in rows if row.dtype in ("int8", "bfloat16")]
     # One pair of exchanges, of the gradient of w alone.
     assert [row.operation for row in narrow] == ["AllToAll"] * 4

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 import mtf_gradsync as gs
-from mtf_gradsync import simd
 from mtf_gradsync._private.libraries import mtf, tf
 from tests import harness
 
@@ -128,19 +127,16 @@ PROGRAMS = {
 
 def sums(make_loss, mesh_shape, layout, make):
     """Groups of the sums of gradients of a step: their shapes, and who sums."""
-    with tf.Graph().as_default(), simd.tpu_program(mesh_shape, layout) as program:
-        mesh = mtf.Mesh(mtf.Graph(), "mesh")
+
+    def build(mesh, inputs):
         grads = make_loss(mesh)
         variables = mesh.graph.trainable_variables
         if isinstance(grads, mtf.Tensor):
             grads = mtf.gradients([grads], [v.value for v in variables])
-        operations = make().apply_grads(grads, variables)
-        lowering = mtf.Lowering(mesh.graph, {mesh: program.mesh_impl})
-        for op in operations:
-            lowering.lowered_operation(op)
-        rows = simd.list_collectives(program, lowering=lowering).rows
+        return make().apply_grads(grads, variables), {}
+
     groups = collections.defaultdict(list)
-    for row in rows:
+    for row in harness.built("simd", mesh_shape, layout, build, {}).collectives().rows:
         if np.prod(row.shape) >= 3:
             groups[row.together or row.name].append((row.shape, row.group))
     return sorted(sorted(group) for group in groups.values())

@@ -7,7 +7,6 @@ import functools
 import numpy as np
 
 import mtf_gradsync as gs
-from mtf_gradsync import simd
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.optimizers.accumulation import LOCAL, SYNCED
 from tests import harness, models
@@ -70,15 +69,8 @@ MESH, LAYOUT, _ = harness.MESHES["2x2"]
 
 def simd_report(make, mesh_shape=MESH, layout=LAYOUT):
     """The collectives of the model's training step."""
-    with tf.Graph().as_default():
-        inputs = {k: tf.constant(v) for k, v in models.mlp_batches(1)[0].items()}
-        with simd.tpu_program(mesh_shape, layout) as program:
-            graph = mtf.Graph()
-            mesh = mtf.Mesh(graph, "mesh")
-            _, fetches = models.train(make)(mesh, inputs)
-            lowering = mtf.Lowering(graph, {mesh: program.mesh_impl})
-            lowering.export_to_tf_tensor(fetches["loss"])
-        return simd.list_collectives(program, lowering=lowering)
+    (feed,) = models.mlp_batches(1)
+    return harness.built("simd", mesh_shape, layout, models.train(make), feed).collectives()
 
 
 def gradient_rows(report):

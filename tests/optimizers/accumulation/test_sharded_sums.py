@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 import mtf_gradsync as gs
-from mtf_gradsync import simd
 from mtf_gradsync._private.libraries import mtf, tf
 from tests import harness, sessions
 from tests.optimizers.sharded_updates import small_model
@@ -95,7 +94,7 @@ def sent(where, is_sharded, mesh="4"):
         "simd", mesh, lambda: stack(mesh, where, is_sharded=is_sharded), batches(1)[0],
         names=("w1", "w2", "odd"),
     )  # fmt: skip
-    report = simd.list_collectives(made.program, lowering=made.lowering)
+    report = made.collectives()
     shards = axes_of(mesh).num_shards
     # Around a ring an all-reduce sends 2 (s - 1) / s of its operand, and a reduce-scatter half of
     # that; so does an all-gather, which is an all-to-all of copies of the part.

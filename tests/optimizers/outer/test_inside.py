@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 
 import mtf_gradsync as gs
-from mtf_gradsync import simd
 from tests import harness, models, reference
 from tests.optimizers.outer import outer_reference
 from tests.optimizers.outer.outer_programs import MESHES, assert_as_reference, batches, built, where
@@ -131,7 +130,7 @@ def test_the_reducer_is_for_outer_gradients_alone():
     dtypes = {}
     for reducer in (None, gs.reduce.CompressedAllReduce()):
         made = built("simd", "2x2", ROUND, reducer=reducer)
-        rows = simd.list_collectives(made.program, lowering=made.lowering).rows
+        rows = made.collectives().rows
         dtypes[reducer is None] = [(r.group, r.dtype, r.shape) for r in rows]
     plain, narrow = dtypes[True], dtypes[False]
     changed = [(x, y) for x, y in zip(plain, narrow) if x != y]

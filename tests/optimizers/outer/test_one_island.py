@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 
 import mtf_gradsync as gs
-from mtf_gradsync import simd
 from mtf_gradsync._private.libraries import mtf
 from tests import harness, models, reference
 from tests.optimizers.outer import outer_reference
@@ -71,7 +70,7 @@ def test_nothing_is_sent():
     def sent(make):
         shape, layout, _ = WHERE["two replicas"]
         made = harness.built("simd", shape, layout, models.train(make), batches(1)[0])
-        rows = simd.list_collectives(made.program, lowering=made.lowering).rows
+        rows = made.collectives().rows
         return sorted((row.group, row.bytes_per_step, row.is_conditional) for row in rows)
 
     inner = models.OPTIMIZERS["momentum"]

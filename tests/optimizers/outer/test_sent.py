@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 import mtf_gradsync as gs
-from mtf_gradsync import simd
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.optimizers.outer_values import fragments_of
 from mtf_gradsync.optimizers.pipeline.strategy_state import VariablePiece, variable_of
@@ -22,7 +21,7 @@ def rows_between_islands(make, mesh):
     (feed,) = models.mlp_batches(1)
     made = harness.built("simd", shape, layout, models.train(make, dims), feed)
     axis = shape.split(":")[0]
-    rows = simd.list_collectives(made.program, lowering=made.lowering).rows
+    rows = made.collectives().rows
     return [row for row in rows if axis in row.group.split("+")]
 
 

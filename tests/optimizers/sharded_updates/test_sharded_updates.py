@@ -115,7 +115,7 @@ def program(mesh, make, **kwargs):
 
 def groups_of(made, operation):
     """Bytes a core by shape sent, of the groups that collectives of a type are made in."""
-    rows = simd.list_collectives(made.program, lowering=made.lowering).rows
+    rows = made.collectives().rows
     groups = collections.defaultdict(list)
     for row in rows:
         if row.operation == operation:
@@ -135,7 +135,7 @@ def test_sums_are_scattered_and_new_values_gathered_in_a_group():
     assert groups_of(made, "AllToAll") == [SIZES]
     # The statistics that are summed over the model's axis alone are one group; the other sum over
     # this axis is that of the forward pass.
-    rows = simd.list_collectives(made.program, lowering=made.lowering).rows
+    rows = made.collectives().rows
     over_model = collections.Counter()
     for row in rows:
         if row.group == "cols" and row.operation == "CrossReplicaSum":

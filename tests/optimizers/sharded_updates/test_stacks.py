@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 
 import mtf_gradsync as gs
-from mtf_gradsync import simd
 from mtf_gradsync._private.libraries import mtf, tf
 from tests import harness, wrappers
 from tests.optimizers.sharded_updates import small_model
@@ -86,10 +85,7 @@ def test_clipping_around_parts_is_clipping_inside(outer):
             names=small_model.FEW,
         )  # fmt: skip
     rows = {
-        name: [
-            (row.operation, row.bytes_per_core)
-            for row in simd.list_collectives(x.program, lowering=x.lowering).rows
-        ]
+        name: [(row.operation, row.bytes_per_core) for row in x.collectives().rows]
         for name, x in made.items()
     }
     assert "XlaReduceScatter" in [operation for operation, _ in rows["around"]]
