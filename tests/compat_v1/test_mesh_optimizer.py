@@ -238,25 +238,18 @@ def test_an_error_leaves_no_slots_behind():
     ],
 )
 def test_scalars_of_every_dtype(rate, make):
-    with tf.Graph().as_default():
-        graph = mtf.Graph()
-        mesh = mtf.Mesh(graph, "mesh")
+    given = []
+
+    def build(mesh, inputs):
         variable = mesh_variable(mesh, "a")
-        given = rate(mesh)
-        optimizer = gs.MeshOptimizer(make(given))
-        updates = optimizer.apply_grads([mtf.ones(mesh, variable.shape)], [variable])
-        lowering = mtf.Lowering(graph, {mesh: harness.placement("all:2", "features:all")})
-        update = [lowering.lowered_operation(op) for op in updates]
-        back = lowering.copy_slices_to_masters()
-        master = next(v for v in tf.global_variables() if v.op.name == "a")
-        with tf.Session(config=harness.placement_config(2)) as session:
-            session.run(tf.global_variables_initializer())
-            session.run(lowering.copy_masters_to_slices())
-            session.run(update)
-            session.run(back)
-            # The first step of either is the learning rate, for a gradient of ones.
-            left = 1.0 - (1.0 if given.dtype == tf.int32 else 0.5)
-            np.testing.assert_allclose(session.run(master), np.full(4, left), atol=1e-5)
+        given.append(rate(mesh))
+        optimizer = gs.MeshOptimizer(make(given[0]))
+        return optimizer.apply_grads([mtf.ones(mesh, variable.shape)], [variable]), {}
+
+    values = harness.run("placement", "all:2", "features:all", build, [{}]).variables
+    # The first step of either is the learning rate, for a gradient of ones.
+    left = 1.0 - (1.0 if given[0].dtype == tf.int32 else 0.5)
+    np.testing.assert_allclose(values["a"], np.full(4, left), atol=1e-5)
 
 
 def test_what_a_variable_begins_with_is_no_mtf_tensor():
@@ -293,23 +286,13 @@ def test_none_gradients_make_no_slots():
 
 @pytest.mark.parametrize("dtype", [tf.float64, tf.bfloat16])
 def test_slots_have_the_dtype_of_the_master(dtype):
-    with tf.Graph().as_default():
-        graph = mtf.Graph()
-        mesh = mtf.Mesh(graph, "mesh")
+    def build(mesh, inputs):
         kind = mtf.VariableDType(dtype, dtype, tf.float32)
         variable = mesh_variable(mesh, "a", kind)
         optimizer = gs.MeshOptimizer(tf.train.AdamOptimizer(0.5))
-        updates = optimizer.apply_grads([variable.value * 3.0], [variable])
-        lowering = mtf.Lowering(graph, {mesh: harness.placement("all:2", "features:all")})
-        update = [lowering.lowered_operation(op) for op in updates]
-        back = lowering.copy_slices_to_masters()
-        masters = {v.op.name: v for v in tf.global_variables()}
-        with tf.Session(config=harness.placement_config(2)) as session:
-            session.run(tf.global_variables_initializer())
-            session.run(lowering.copy_masters_to_slices())
-            session.run(update)
-            session.run(back)
-            values = session.run(masters)
+        return optimizer.apply_grads([variable.value * 3.0], [variable]), {}
+
+    values = harness.run("placement", "all:2", "features:all", build, [{}]).variables
     assert {v.dtype for n, v in values.items() if "power" not in n} == {
         np.dtype(dtype.as_numpy_dtype)
     }

@@ -11,6 +11,7 @@ from mtf_gradsync._private.libraries import mtf, tf
 from tests import harness, models, reference, wrappers
 from tests.optimizers.outer import outer_reference
 from tests.reference import AdamW
+from tests.sessions import ran
 
 SHAPE, LAYOUT, _ = harness.MESHES["2x2"]
 AXES = {"mesh_shape": SHAPE, "layout": LAYOUT}
@@ -180,31 +181,14 @@ def test_islands_count_their_own_updates(mesh_kind, monkeypatch):
 
 def adam_session(make, path, steps, directory, has_step=True):
     """Makes steps on a weight whose gradient is half of it; returns variables and a checkpoint."""
-    with tf.Graph().as_default():
-        if has_step:
-            tf.train.get_or_create_global_step()
-        graph = mtf.Graph()
-        mesh, mesh_impl = mtf.Mesh(graph, "mesh"), harness.placement("all:1", "")
+
+    def build(mesh, inputs):
+        step = tf.train.get_or_create_global_step() if has_step else None
         w = mtf.get_variable(mesh, "w", mtf.Shape([]), initializer=tf.ones_initializer())
-        operations = make().apply_grads([w * 0.5], [w.operation])
-        lowering = mtf.Lowering(graph, {mesh: mesh_impl})
-        updates = [lowering.lowered_operation(op) for op in operations]
-        if has_step:
-            updates.append(tf.train.get_global_step().assign_add(1))
-        hook = mtf.MtfRestoreHook(lowering)
-        saver = gs.ReshardingSaver()
-        restore, collect = lowering.copy_masters_to_slices(), lowering.copy_slices_to_masters()
-        del hook
-        with tf.Session() as sess:
-            sess.run(tf.global_variables_initializer())
-            if path:
-                saver.restore(sess, path)
-            sess.run(restore)
-            for _ in range(steps):
-                sess.run(updates)
-            sess.run(collect)
-            values = sess.run({v.op.name: v for v in tf.global_variables()})
-            return values, saver.save(sess, f"{directory}/model")
+        return make().apply_gradients([(w * 0.5, w.operation)], step), {}
+
+    made, saved = harness.built("placement", *harness.ONE, build, {}), f"{directory}/model"
+    return ran(made, [{}] * steps, path, saved), saved
 
 
 def alone(opt):

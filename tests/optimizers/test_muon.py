@@ -151,23 +151,16 @@ def test_of_both_ways_the_one_with_fewer_bytes_is_taken(size, stays_split, monke
 
 
 def test_zeros_stay_zeros_and_others_are_nearly_orthogonal():
-    with tf.Graph().as_default():
-        mesh = mtf.Mesh(mtf.Graph(), "mesh")
-        dims = [mtf.Dimension("a", 12), mtf.Dimension("b", 7)]
-        rng = np.random.RandomState(0)
-        given = np.stack([np.zeros((12, 7)), rng.randn(12, 7)]).astype("f")
-        made = [
-            muon.orthogonal(
-                mtf.import_tf_tensor(mesh, tf.constant(x), mtf.Shape(dims)), 5, Matrix((0,), (1,))
-            )
-            for x in given
-        ]
-        impl = harness.placement("one:1", "")
-        lowering = mtf.Lowering(mesh.graph, {mesh: impl})
-        with tf.Session() as session:
-            zeros, matrix = session.run([lowering.export_to_tf_tensor(x) for x in made])
-    assert not zeros.any()
-    found = np.linalg.svd(matrix, compute_uv=False)
+    def build(mesh, inputs):
+        shape = mtf.Shape([mtf.Dimension("a", 12), mtf.Dimension("b", 7)])
+        given = {k: mtf.import_tf_tensor(mesh, x, shape) for k, x in inputs.items()}
+        return [], {k: muon.orthogonal(x, 5, Matrix((0,), (1,))) for k, x in given.items()}
+
+    random = np.random.RandomState(0).randn(12, 7).astype("f")
+    feed = {"zeros": np.zeros((12, 7), "f"), "matrix": random}
+    (made,) = harness.run("placement", *harness.ONE, build, [feed]).fetched
+    assert not made["zeros"].any()
+    found = np.linalg.svd(made["matrix"], compute_uv=False)
     assert found.min() > 0.6
     assert found.max() < 1.3
 

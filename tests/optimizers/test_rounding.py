@@ -9,6 +9,7 @@ import pytest
 import mtf_gradsync as gs
 from mtf_gradsync._private.libraries import mtf, tf
 from tests import harness, wrappers
+from tests.sessions import ran
 
 SHAPE, LAYOUT, _ = harness.MESHES["2x2"]
 AXES = {"mesh_shape": SHAPE, "layout": LAYOUT}
@@ -174,27 +175,14 @@ def test_a_skipped_step_changes_nothing(mesh_kind):
 
 def trained(make, path, steps, directory):
     """Makes steps from a checkpoint; returns the variables and a new checkpoint."""
-    with tf.Graph().as_default():
-        graph = mtf.Graph()
-        mesh, mesh_impl = mtf.Mesh(graph, "mesh"), harness.placement("all:1", "")
+
+    def build(mesh, inputs):
         shape = mtf.Shape([mtf.Dimension("in", 8), mtf.Dimension("out", 4)])
         w = mtf.get_variable(mesh, "w", shape, BFLOAT16, initializer=tf.ones_initializer())
-        operations = make().apply_grads([mtf.ones(mesh, shape)], [w.operation])
-        lowering = mtf.Lowering(graph, {mesh: mesh_impl})
-        updates = [lowering.lowered_operation(op) for op in operations]
-        hook, saver = mtf.MtfRestoreHook(lowering), gs.ReshardingSaver()
-        restore, collect = lowering.copy_masters_to_slices(), lowering.copy_slices_to_masters()
-        del hook
-        with tf.Session() as session:
-            session.run(tf.global_variables_initializer())
-            if path:
-                saver.restore(session, path)
-            session.run(restore)
-            for _ in range(steps):
-                session.run(updates)
-            session.run(collect)
-            values = session.run({v.op.name: v for v in tf.global_variables()})
-            return as_float32(values), saver.save(session, f"{directory}/model")
+        return make().apply_grads([mtf.ones(mesh, shape)], [w.operation]), {}
+
+    made, saved = harness.built("placement", *harness.ONE, build, {}), f"{directory}/model"
+    return as_float32(ran(made, [{}] * steps, path, saved)), saved
 
 
 @pytest.mark.parametrize("name", ["adamw with narrow slots", "muon", "adam of tensorflow"])

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any, Callable, Iterator, Sequence
+from typing import Callable, Iterator, Sequence
 
 import numpy as np
 
-from mtf_gradsync import simd
 from mtf_gradsync._private.libraries import mtf, tf
 from tests import harness
 
@@ -17,23 +16,17 @@ Build = Callable[[mtf.Mesh, "dict[str, tf.Tensor]"], Sequence[mtf.Operation]]
 class Program:
     """A session, and what was made in its graph."""
 
-    def __init__(
-        self,
-        session: Any,
-        lowering: mtf.Lowering,
-        inputs: dict[str, tf.Tensor],
-        step: Sequence[tf.Operation],
-    ):
-        self._inputs, self._step = inputs, step
+    def __init__(self, made: harness.Built):
+        self._inputs, self._step = made.inputs, made.updates
         self._masters = {v.op.name: v for v in tf.global_variables()}
         self._values = {
             k: tf.placeholder(v.dtype.base_dtype, v.shape) for k, v in self._masters.items()
         }
         self._assign = {k: tf.assign(v, self._values[k]) for k, v in self._masters.items()}
-        self._to_slices = lowering.copy_masters_to_slices()
-        self._to_masters = lowering.copy_slices_to_masters()
+        self._to_slices = made.lowering.copy_masters_to_slices()
+        self._to_masters = made.lowering.copy_slices_to_masters()
         init = tf.global_variables_initializer()
-        self._session = session()
+        self._session = made._session()
         # The session of a SIMD program has done so; once more changes nothing.
         self._session.run(init)
         self._session.run(self._to_slices)
@@ -77,25 +70,6 @@ def program(
     Yields:
       The `Program`.
     """
-    with tf.Graph().as_default():
-        inputs = {
-            name: tf.placeholder(tf.as_dtype(value.dtype), value.shape)
-            for name, value in feed.items()
-        }
-        block = simd.tpu_program(mesh_shape, layout) if kind == "simd" else contextlib.nullcontext()
-        with block as cores:
-            mesh_impl = cores.mesh_impl if cores else harness.placement(mesh_shape, layout)
-            graph = mtf.Graph()
-            mesh = mtf.Mesh(graph, "mesh")
-            operations = build(mesh, inputs)
-            lowering = mtf.Lowering(graph, {mesh: mesh_impl})
-            step = [lowering.lowered_operation(op) for op in operations]
-
-        def session() -> Any:
-            if cores:
-                return cores.session(lowering)
-            return tf.Session(config=harness.placement_config(mesh_impl.size))
-
-        running = Program(session, lowering, inputs, step)
-        with contextlib.closing(running):
-            yield running
+    made = harness.built(kind, mesh_shape, layout, lambda *given: (build(*given), {}), feed)
+    with made.graph.as_default(), contextlib.closing(Program(made)) as running:
+        yield running

@@ -14,6 +14,7 @@ from tests.optimizers.accumulation.accumulation_runs import (
     LAYOUT,
     MESH,
     NoUpdate,
+    built,
     gradient_rows,
     report_without_update,
     simd_report,
@@ -129,18 +130,11 @@ def test_a_skip_function_exchanges_scalars_only():
 
 def operations_of_every_step(make):
     """Names of operations without a conditional context, by type; the lowered update."""
-    with tf.Graph().as_default() as graph:
-        inputs = {k: tf.constant(v) for k, v in models.mlp_batches(1)[0].items()}
-        mtf_graph = mtf.Graph()
-        mesh = mtf.Mesh(mtf_graph, "mesh")
-        operations, _ = models.train(make)(mesh, inputs)
-        lowering = mtf.Lowering(mtf_graph, {mesh: harness.placement(MESH, LAYOUT)})
-        lowered = [lowering.lowered_operation(op) for op in operations]
-        found = {}
-        for op in graph.get_operations():
-            if op._get_control_flow_context() is None and "Initializer" not in op.name:
-                found.setdefault(op.type, []).append(op.name)
-    return found, lowered
+    made, found = built("placement", "2x2", make), {}
+    for op in made.graph.get_operations():
+        if op._get_control_flow_context() is None and "Initializer" not in op.name:
+            found.setdefault(op.type, []).append(op.name)
+    return found, made.updates
 
 
 @pytest.fixture(scope="module")
@@ -164,15 +158,10 @@ def test_placement_update_stands_in_the_branch(optimizer, floor):
 
 
 @pytest.mark.slow
-def test_microbatch_steps_write_accumulators_and_counters_only(fresh_graph):
-    inputs = {k: tf.constant(v) for k, v in models.mlp_batches(1)[0].items()}
-    graph = mtf.Graph()
-    mesh = mtf.Mesh(graph, "mesh")
-    operations, _ = models.train(lambda: local(models.OPTIMIZERS["adam"]()))(mesh, inputs)
-    lowering = mtf.Lowering(graph, {mesh: harness.placement(MESH, LAYOUT)}, autostack=False)
-    for op in operations:
-        lowering.lowered_operation(op)
-    every_step, with_an_update = writes(fresh_graph)
+def test_microbatch_steps_write_accumulators_and_counters_only():
+    make = models.OPTIMIZERS["adam"]
+    made = built("placement", "2x2", lambda: local(make()), autostack=False)
+    every_step, with_an_update = writes(made.graph)
     assert all("/gradient_accumulator_slice_" in n for n in every_step["AssignAddVariableOp"])
     assert any("adam_m" in name for name in with_an_update)
     assert every_step["AssignAddVariableOp"] < with_an_update
@@ -180,7 +169,9 @@ def test_microbatch_steps_write_accumulators_and_counters_only(fresh_graph):
     counters = {n for n in every_step["AssignVariableOp"] if "GradientAccumulationOptimizer" in n}
     assert all(n.startswith(("GradientAccumulationOptimizer/", "stacked/Grad")) for n in counters)
     step_writes = {n for n in every_step["AssignVariableOp"] if "_slice_" in n} - counters
-    assert {n.split("_slice_")[0] for n in step_writes} <= {v.name for v in graph.all_variables}
+    assert {n.split("_slice_")[0] for n in step_writes} <= {
+        v.name for v in made.lowering.graph.all_variables
+    }
 
 
 def writes(graph):
@@ -205,50 +196,35 @@ def writes(graph):
     return outside, inside
 
 
-def test_skipping_the_update_skips_one_call(fresh_graph):
+def test_skipping_the_update_skips_one_call():
     """Nothing that belongs to an update passes through the executor, dead or alive."""
-    inputs = {k: tf.constant(v) for k, v in models.mlp_batches(1)[0].items()}
-    graph = mtf.Graph()
-    mesh = mtf.Mesh(graph, "mesh")
-    models.train(lambda: local(models.OPTIMIZERS["adafactor"]()))(mesh, inputs)
-    mtf.Lowering(graph, {mesh: harness.placement(MESH, LAYOUT)})
-    calls = [op for op in fresh_graph.get_operations() if op.type == "StatefulPartitionedCall"]
+    graph = built("placement", "2x2", lambda: local(models.OPTIMIZERS["adafactor"]())).graph
+    calls = [op for op in graph.get_operations() if op.type == "StatefulPartitionedCall"]
     if tf.__version__.startswith("2.12"):
         pytest.skip("TensorFlow 2.12 inlines every function")
     (call,) = calls
-    in_branch = [op for op in fresh_graph.get_operations() if op._get_control_flow_context()]
+    in_branch = [op for op in graph.get_operations() if op._get_control_flow_context()]
     # Values that are handed in: the count and what Adafactor makes of scalars while it is built.
     assert len(call.inputs) <= 2 * len(models.mlp_values()) + 1
     assert len(in_branch) <= len(call.inputs) + 8
-    (function,) = fresh_graph.as_graph_def().library.function
+    (function,) = graph.as_graph_def().library.function
     assert function.attr["_noinline"].b
     assert len(function.node_def) > 250
 
 
-def test_unchecked_state_has_no_host_master(fresh_graph):
-    inputs = {k: tf.constant(v) for k, v in models.mlp_batches(1)[0].items()}
-    graph = mtf.Graph()
-    mesh = mtf.Mesh(graph, "mesh")
+def test_unchecked_state_has_no_host_master():
     make = lambda: local(  # noqa: E731
         models.OPTIMIZERS["sgd"](), checkpoint_accumulators=False
     )
-    operations, _ = models.train(make)(mesh, inputs)
-    lowering = mtf.Lowering(graph, {mesh: harness.placement(MESH, LAYOUT)})
-    updates = [lowering.lowered_operation(op) for op in operations]
-    saved = {v.op.name for v in tf.global_variables()}
-    assert not any("accumulator" in name or "mini_step" in name for name in saved)
-    assert any("update_step" in name for name in saved)
-    assert not tf.local_variables()
-    with tf.Session(config=harness.placement_config(4)) as session:
-        for _ in range(2):  # the second time as a restart of the session's state would
-            session.run([tf.global_variables_initializer(), tf.local_variables_initializer()])
-            session.run(lowering.copy_masters_to_slices())
-            for _ in range(K + 1):
-                session.run(updates)
-            session.run(lowering.copy_slices_to_masters())
-            values = session.run({v.op.name: v for v in tf.global_variables()})
-            assert np.any(values["w1"] != models.mlp_values()["w1"])
-            assert values["GradientAccumulationOptimizer/update_step"] == 1
+    made = built("placement", "2x2", make)
+    with made.graph.as_default():
+        assert not tf.local_variables()
+    # The second time as a restart of the session's state would.
+    for values in made.runs(models.mlp_batches(1) * (K + 1), 2):
+        saved = values.variables
+        assert not any("accumulator" in name or "mini_step" in name for name in saved)
+        assert np.any(saved["w1"] != models.mlp_values()["w1"])
+        assert saved["GradientAccumulationOptimizer/update_step"] == 1
 
 
 @pytest.mark.parametrize("size", ["one:1", "all:2"])

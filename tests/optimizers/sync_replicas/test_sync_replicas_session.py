@@ -7,6 +7,7 @@ import mtf_gradsync as gs
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.optimizers.state import scalar_state
 from tests import harness, models
+from tests.sessions import ran, session_of
 
 MESH, LAYOUT, BATCH_DIMS = harness.MESHES["4"]
 SHARDS = 4
@@ -272,38 +273,26 @@ def test_an_average_is_not_there_where_applying_gradients_failed():
 
 @pytest.mark.slow
 def test_a_graph_that_only_evaluates_restores_the_average(tmp_path):
-    def session(lowering, restore=None):
-        session = tf.Session(config=harness.placement_config(4))
-        if restore:
-            tf.train.Saver().restore(session, restore)
-        else:
-            session.run(tf.global_variables_initializer())
-        session.run(lowering.copy_masters_to_slices())
-        return session
-
-    with tf.Graph().as_default():
-        mesh = mtf.Mesh(mtf.Graph(), "mesh")
+    def trains(mesh, inputs):
         opt, loss, *_ = averaged(mesh)
-        operations = opt.minimize(loss, tf.train.get_or_create_global_step())
-        lowering = mtf.Lowering(mesh.graph, {mesh: harness.placement(MESH, LAYOUT)})
-        step = [lowering.lowered_operation(op) for op in operations]
-        to_masters = lowering.copy_slices_to_masters()
-        with session(lowering) as training:
-            training.run(step)
-            training.run(to_masters)
-            path = tf.train.Saver().save(training, str(tmp_path / "model.ckpt"))
-    # w goes from 1 by 0.1 * 2 * (1 + 1), and its average half of the way.
-    with tf.Graph().as_default():
-        mesh = mtf.Mesh(mtf.Graph(), "mesh")
+        return opt.minimize(loss, tf.train.get_or_create_global_step()), {}
+
+    def evaluates(mesh, inputs):
         w = mtf.get_variable(mesh, "w", mtf.Shape([]))
         with tf.variable_scope("evaluation"):
             average = gs.moving_average(w)
         assert mesh.graph.all_variables == [w.operation, average]
-        doubled = average.value * 2.0
-        lowering = mtf.Lowering(mesh.graph, {mesh: harness.placement(MESH, LAYOUT)})
-        fetch = lowering.export_to_tf_tensor(doubled)
-        with session(lowering, path) as evaluating:
-            assert np.isclose(evaluating.run(fetch), 2 * 0.8)
+        return [], {"doubled": average.value * 2.0}
+
+    path = str(tmp_path / "model.ckpt")
+    training, evaluating = (
+        harness.built("placement", MESH, LAYOUT, build, {}) for build in (trains, evaluates)
+    )
+    ran(training, [{}], save=path, make_saver=tf.train.Saver)
+    # w goes from 1 by 0.1 * 2 * (1 + 1), and its average half of the way.
+    with session_of(evaluating, tf.train.Saver) as session:
+        session.restore(path)
+        assert np.isclose(session.run(evaluating.fetched["doubled"]), 2 * 0.8)
 
 
 def test_moving_average_wants_a_mesh_variable():
