@@ -52,27 +52,21 @@ def means_of_shards(w, feed):
 
 def train(stack, feeds, passes=2, average=False):
     """The variable at the end, and how many updates had no data."""
-    islands = 2 if "OuterOptimizer" in stack else 1
+    islands = 2 if "OuterOptimizer" in stack else "Outer, one island" in stack
     specs = stack_reference.specs_of(
         stack, backward_passes_per_step=passes, average_aggregated_gradients=average
     )
 
     def make():
-        return stack_reference.layers_of(specs, reference.Sgd(RATE), SHARDS // islands)
+        return stack_reference.layers_of(specs, reference.Sgd(RATE), SHARDS // (islands or 1))
 
     def parts_of(feed):
         return lambda values: [({"w": g}, n) for g, n in means_of_shards(values["w"], feed)]
 
-    start = {"w": START.astype("d")}
-    if any(name.startswith("Outer") for name in stack):
-        model = Islands(make, islands, start)
-        for feed in feeds:
-            model(parts_of(feed))
-        return model.outer["w"], None
-    layers, values = make(), start
+    model = Islands(make, islands, {"w": START.astype("d")})
     for feed in feeds:
-        values, _ = layers[0](values, parts_of(feed)(values))
-    return values["w"], layers[-1].without_data
+        model(parts_of(feed))
+    return model.outer["w"], model.stacks[0][-1].without_data
 
 
 def token_mean(mesh, inputs, how="shards", dims=BATCH_DIMS, sizes=(2, 2), unit=1.0):

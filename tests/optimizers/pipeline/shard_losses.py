@@ -62,10 +62,10 @@ def specs(stack):
 
 def expected(stack, feeds, factor=1.0):
     """The variable after training with `factor` times the mean of all losses, in float64."""
-    islands = 2 if "OuterOptimizer" in stack else 1
+    islands = 2 if "OuterOptimizer" in stack else 0
 
     def layers():
-        made = stack_reference.layers_of(specs(stack), "sgd", SHARDS // islands)
+        made = stack_reference.layers_of(specs(stack), "sgd", SHARDS // (islands or 1))
         for layer in made[:-1]:
             layer.mask = MASK if "masked" in stack else [True] * SHARDS
         return made
@@ -73,16 +73,10 @@ def expected(stack, feeds, factor=1.0):
     def parts_of(feed):
         return lambda values: [({"w": g * factor}, 1.0) for g in gradients(values["w"], feed)]
 
-    values = {"w": START.astype(np.float64)}
-    if any(name.startswith("OuterOptimizer") for name in stack):
-        model = stack_reference.Islands(layers, islands, values)
-        for feed in feeds:
-            model(parts_of(feed))
-        return model.outer["w"]
-    outermost = layers()[0]
+    model = stack_reference.Islands(layers, islands, {"w": START.astype(np.float64)})
     for feed in feeds:
-        values, _ = outermost(values, parts_of(feed)(values))
-    return values["w"]
+        model(parts_of(feed))
+    return model.outer["w"]
 
 
 def make(stack, suffix=""):

@@ -358,11 +358,14 @@ def layers_of(stack: Sequence[Spec], inner: Any, num_shards: int) -> list[Any]:
 class Islands:
     """Stacks of islands, with an outer step every two updates, weighted by what islands had.
 
+    A `number` of 0 is one stack without outer steps.
+
     Attributes:
-      outer: the outer values.
+      outer: the outer values, or those of the one stack.
     """
 
     def __init__(self, make: Callable[[], list[Any]], number: int, start: Values):
+        self.has_outer_steps, number = number > 0, number or 1
         self.stacks = [make() for _ in range(number)]
         self.outer, self.own, self.weights = start, [start] * number, np.zeros(number)
         self.velocity, self.updates = dict.fromkeys(start, 0.0), 0
@@ -383,7 +386,9 @@ class Islands:
         self.own = [values for values, _ in moved]
         self.weights = self.weights + [weight for _, weight in moved]
         self.updates += is_updated
-        if is_updated and self.updates % 2 == 0:
+        if not self.has_outer_steps:
+            (self.outer,) = self.own
+        elif is_updated and self.updates % 2 == 0:
             for name, outer in self.outer.items():
                 away = [(outer - own[name], n) for own, n in zip(self.own, self.weights)]
                 difference, _ = weighted_mean(away)
