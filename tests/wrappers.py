@@ -118,7 +118,7 @@ def parts(stack: str) -> list[str]:
     return stack.rstrip(")").split("(")
 
 
-def wrap(stack: str, opt: Any, axes: Mapping[str, Any] = NOTHING, **given: Any) -> Any:
+def wrap(stack: str, opt: Any, axes: Mapping[str, Any] = NOTHING, /, **given: Any) -> Any:
     """Makes wrappers around an optimizer.
 
     Args:

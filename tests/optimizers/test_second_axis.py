@@ -13,6 +13,8 @@ from mtf_gradsync._private.libraries import mtf, tf
 from tests import harness
 from tests.optimizers.pipeline import stack_reference
 from tests.optimizers.pipeline.stack_reference import BATCH, HIDDEN, INPUTS, Spec
+from tests.wrappers import KINDS as WRAPPERS
+from tests.wrappers import parts, wrap
 
 SESSIONS = 6
 # Mesh, layout, batch dimensions, shards. On the last one, one variable is split and one is not.
@@ -30,71 +32,32 @@ def axes_of(mesh):
     return gs.ReplicaAxes(*MESHES[mesh][:3])
 
 
-def local(opt, **given):
-    return gs.GradientAccumulationOptimizer(
-        opt, 2, True, should_skip_update_fn=gs.skip_not_finite, **given
-    )
-
-
-def synced(opt, **given):
-    return local(opt, accumulate="synced", **given)
-
-
-def loss_scale(opt, **given):
-    return gs.LossScaleOptimizer(opt, initial_scale=1024.0, growth_steps=2, **given)
-
-
-def replicas(to_aggregate):
-    def make(opt, contributes, variables, **given):
-        averages = {"variable_averages": 0.5, "variables_to_average": variables}
-        return gs.SyncReplicasOptimizer(
-            opt, to_aggregate, contributes=contributes, **averages, **given
-        )
-
-    return make
-
-
-def accumulation(where):
-    common = {"backward_passes_per_step": 2, "average_aggregated_gradients": True, "skips": True}
-    return Spec("GradientAccumulationOptimizer", {"accumulate": where, **common})
-
-
-def sync_replicas(to_aggregate):
-    common = {"accept_summed": False, "decay": 0.5}
-    return Spec("SyncReplicasOptimizer", {"replicas_to_aggregate": to_aggregate, **common})
-
-
-CLIP = Spec("ClipByGlobalNormOptimizer", {"clip_norm": 0.05})
-AVERAGE = Spec("AverageOptimizer", {"decay": 0.5})
-LOSS_SCALE = Spec(
-    "LossScaleOptimizer", {"loss_scale": "dynamic", "initial_scale": 1024.0, "growth_steps": 2}
-)
-# By number of shards: what numpy does, from the outside in, and the wrappers.
-STACKS = {
-    "local": lambda n: [(accumulation("local"), local)],
-    "synced": lambda n: [(accumulation("synced"), synced)],
-    "replicas": lambda n: [(sync_replicas(n), replicas(n))],
-    "more than replicas": lambda n: [(sync_replicas(n + 1), replicas(n + 1))],
-    "replicas(clip)": lambda n: [
-        (sync_replicas(n), replicas(n)),
-        (CLIP, lambda opt, **given: gs.ClipByGlobalNormOptimizer(opt, 0.05, **given)),
-    ],
-    "average(loss_scale)": lambda n: [
-        (AVERAGE, lambda opt, **given: gs.AverageOptimizer(opt, 0.5, **given)),
-        (LOSS_SCALE, loss_scale),
-    ],
-    "loss_scale(replicas)": lambda n: [
-        (LOSS_SCALE, loss_scale),
-        (sync_replicas(n), replicas(n)),
-    ],
-    "local(sharded)": lambda n: [
-        (accumulation("local"), local),
-        (
-            Spec("ShardedUpdateOptimizer", {}),
-            lambda opt, **given: gs.ShardedUpdateOptimizer(opt, min_size=1, **given),
-        ),
-    ],
+DECAY = 0.5
+GIVEN = {
+    "clip_norm": 0.05,
+    "decay": DECAY,
+    "loss_scale": "dynamic",
+    "initial_scale": 1024.0,
+    "growth_steps": 2,
 }
+STACKS = [
+    "local",
+    "synced",
+    "replicas",
+    "replicas, one more",
+    "replicas(clip)",
+    "average(loss_scale)",
+    "loss_scale(replicas)",
+    "local(sharded)",
+]
+
+
+def spec_of(part, given):
+    """What numpy does as the wrapper; accumulation skips what is not finite."""
+    kind = WRAPPERS[part]
+    accumulates = kind.name == "GradientAccumulationOptimizer"
+    more = {"accept_summed": False, **({"skips": True} if accumulates else {})}
+    return Spec(kind.name, {**kind.given, **given, **more})
 
 
 def feeds_for(shards):
@@ -131,20 +94,27 @@ def mean_squared_error(mesh, inputs, batch_dims):
 
 def trains_as_numpy(kind, mesh, stack, sessions=SESSIONS):
     mesh_shape, layout, batch_dims, shards = MESHES[mesh]
-    specs, makers = zip(*STACKS[stack](shards))
-    names = [f"wrapper_{number}" for number in range(len(makers))]
+    stack, *more = stack.split(", ")
+    given = {**GIVEN, "replicas_to_aggregate": shards + len(more)}
+    specs = [spec_of(part, given) for part in parts(stack)]
+    names = [f"wrapper_{number}" for number in range(len(specs))]
 
     def build(of, inputs):
         loss = mean_squared_error(of, inputs, batch_dims)
         opt = mtf.optimize.MomentumOptimizer(0.05, 0.9)
-        for name, make, spec in reversed([*zip(names, makers, specs)]):
-            given = {"name": name, "axes": axes_of(mesh)}
-            if spec.kind == "SyncReplicasOptimizer":
-                given["contributes"] = tf.reshape(
-                    inputs["contributes"], [d.size for d in axes_of(mesh).shard_dims]
-                )
-                given["variables"] = list(of.graph.trainable_variables)
-            opt = make(opt, **given)
+        contributes = tf.reshape(inputs["contributes"], [d.size for d in axes_of(mesh).shard_dims])
+        for name, part in reversed([*zip(names, parts(stack))]):
+            opt = wrap(
+                part,
+                opt,
+                **given,
+                name=name,
+                axes=axes_of(mesh),
+                should_skip_update_fn=gs.skip_not_finite,
+                contributes=contributes,
+                variable_averages=DECAY,
+                variables_to_average=list(of.graph.trainable_variables),
+            )
         return opt.minimize(loss, tf.train.get_or_create_global_step()), {"loss": loss}
 
     feeds = feeds_for(shards)
