@@ -23,6 +23,7 @@ from tests.runtimes.xla.programs import Conditional
 from tests.runtimes.xla.topology.hlo_modules import FOUND, TEXT
 from tests.tools.planning.machines import LAYOUT as LAYER
 from tests.tools.planning.machines import build as small_layer
+from tests.wrappers import wrap
 
 pytestmark = [
     pytest.mark.tpu,
@@ -32,32 +33,22 @@ pytestmark = [
 SHAPE, LAYOUT, BATCH_DIMS = MESHES["4x2"]
 AXES = {"mesh_shape": SHAPE, "layout": LAYOUT, "batch_dims": BATCH_DIMS}
 
-# name -> what makes it around an inner optimizer, and whether its gradients cross in a branch.
-# A new wrapper is one more line.
-WRAPPERS = {
-    "bare": (lambda opt: opt, False),
-    "cross_shard": (gs.CrossShardOptimizer, False),
-    # Norms of the model's gradients are far below: the trajectory is the bare one.
-    "clip": (lambda opt: gs.ClipByGlobalNormOptimizer(opt, clip_norm=1e6), False),
-    "accumulate_local": (
-        lambda opt: gs.GradientAccumulationOptimizer(opt, backward_passes_per_step=2, **AXES),
-        True,
-    ),
-}
+# Norms of the model's gradients are far below that of "clip": the trajectory is the bare one.
+WRAPPERS = ["bare", "cross_shard", "clip", "local"]
 
 
 class Step:
     """A training step of the tests' model, as a SIMD program."""
 
-    def __init__(self, wrapper, optimizer="adam"):
+    def __init__(self, wrapper):
         feeds = models.mlp_batches(1)[0]
         self.inputs = {k: tf.placeholder(tf.float32, v.shape, k) for k, v in feeds.items()}
         with simd.tpu_program(SHAPE, LAYOUT) as self.program:
             graph = mtf.Graph()
             mesh = mtf.Mesh(graph, "mesh")
-            operations, fetches = models.train(
-                lambda: WRAPPERS[wrapper][0](models.OPTIMIZERS[optimizer]()), BATCH_DIMS
-            )(mesh, self.inputs)
+            opt = models.OPTIMIZERS["adam"]()
+            opt = opt if wrapper == "bare" else wrap(wrapper, opt, AXES)
+            operations, fetches = models.train(lambda: opt, BATCH_DIMS)(mesh, self.inputs)
             loss = mtf.anonymize(fetches["loss"])
             self.lowering = mtf.Lowering(graph, {mesh: self.program.mesh_impl})
             self.loss = self.lowering.export_to_tf_tensor(loss)
@@ -79,13 +70,12 @@ def all_reduces(collectives, **where):
 def check_taken(compiled, wrapper, step):
     """A step is accepted, with its sums where they should be, and fits."""
     assert compiled.accepted, compiled.error
-    in_branch = WRAPPERS[wrapper][1]
     for found in (compiled.before, compiled.after, compiled.after_unsharded):
         # The loss is a sum over the replicas, too, of one number.
         replicas = all_reduces(found, groups=((0, 2, 4, 6), (1, 3, 5, 7)))
         gradients = [c for c in replicas if c.bytes_per_core > 4]
         if wrapper != "bare":
-            assert {c.is_conditional for c in gradients} == {in_branch}
+            assert {c.is_conditional for c in gradients} == {wrapper == "local"}
             # The compiler combines sums that stand beside each other.
             assert found is compiled.before or len(gradients) == 1
     # Updates are not dead code: new values are written over the old ones.
@@ -109,7 +99,7 @@ def test_the_compiler_takes_the_training_step(wrapper, topology):
     step = Step(wrapper)
     compiled = xla.compile_for_tpu(step.program, [step.loss], topology, update_not_split=True)
     check_taken(compiled, wrapper, step)
-    if WRAPPERS[wrapper][1]:
+    if wrapper == "local":
         # The estimate of a step with its branch is larger than of one without.
         update, other = (compiled.estimates[f"conditions_{v}"] for v in ("true", "false"))
         assert update.bytes_accessed > other.bytes_accessed > 0
