@@ -16,7 +16,7 @@ from mtf_gradsync._private.libraries import mtf, tf
 from tests import harness
 from tests.programs.expected import expected, given, loss_of, on_one_core
 from tests.programs.style import STEPS
-from tests.programs.wrappers import WRAPPERS, Maker
+from tests.programs.wrappers import WRAPPERS, wrap
 
 # Of float32: some dozen layers' terms, with Adam's quotients of small numbers.
 TOLERANCE = STEPS * 2.0**9 * np.finfo(np.float32).eps
@@ -39,8 +39,8 @@ def build(styles, names):
                 variables = [v for v in mesh.graph.trainable_variables if v.mesh is mesh]
                 grads = style.gradients([loss], [v.value for v in variables])
                 axes = gs.ReplicaAxes(style.shape, style.layout, style.batch_dims)
-                make = Maker(axes, f"_{number}" if number else "")
-                optimizer = WRAPPERS[names[number]].wrap(style.optimizer(mesh, inputs), make)
+                inner, suffix = style.optimizer(mesh, inputs), f"_{number}" if number else ""
+                optimizer = wrap(names[number], inner, axes, suffix)
                 operations += style.apply(optimizer, grads, variables)
                 fetches[f"loss {number}"] = loss
         return operations, fetches
@@ -113,7 +113,7 @@ def check_sums(found, wanted, flags, name):
         assert sum(found.values()) >= sum(wanted), found
         return
     # Parts of variables are scattered, those of the rest are summed.
-    groups, others = (3 if WRAPPERS[name].shards else 1), []
+    groups, others = (3 if "sharded" in WRAPPERS[name].parts else 1), []
     left = sum(wanted)
     for size in sorted(found.values(), reverse=True):
         if groups and size <= left:

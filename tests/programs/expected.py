@@ -10,7 +10,7 @@ import numpy as np
 from mtf_gradsync._private.libraries import mtf, tf
 from tests import harness
 from tests.programs.style import ROWS, STEPS, Feed, Style, Values, imported, made_in_float64
-from tests.programs.wrappers import DECAY, NORM, WRAPPERS, Wrapper
+from tests.programs.wrappers import DECAY, INNER_STEPS, NORM, WRAPPERS, Wrapper
 from tests.reference import clipped, is_finite
 
 Gradients = Callable[[Values, Feed], "tuple[float, Values]"]
@@ -104,7 +104,7 @@ class _Island:
         self.waiting.append(clipped(grads, self.style.clip) if self.style.clip else grads)
         if len(self.waiting) == self.wrapper.micro_steps:
             mean = {k: np.mean([g[k] for g in self.waiting], 0) for k in grads}
-            mean = clipped(mean, NORM) if self.wrapper.clips else mean
+            mean = clipped(mean, NORM) if "clip" in self.wrapper.parts else mean
             self.values, self.waiting = self.move(self.values, mean, feed), []
             self.updates += 1
         return loss
@@ -121,7 +121,7 @@ def expected(style: Style, name: str) -> Expected:
     averages, losses, updates = dict(islands[0].values), [], 0
     for number, feed in enumerate(given([style], [name]), 1):
         losses.append(np.mean([island.step(feed) for island in islands]))
-        if apart and number % wrapper.inner_steps == 0:
+        if apart and number % INNER_STEPS == 0:
             there = [island.values for island in islands if is_finite(island.values)]
             mean = {k: np.mean([v[k] for v in there], 0) for k in averages}
             for island in islands:
@@ -132,6 +132,6 @@ def expected(style: Style, name: str) -> Expected:
         if islands[0].updates > updates:
             updates = islands[0].updates
             averages = {k: DECAY * v + (1 - DECAY) * values[k] for k, v in averages.items()}
-    if wrapper.averages:
+    if "average" in wrapper.parts:
         values = values | {f"{k}/ExponentialMovingAverage": v for k, v in averages.items()}
     return Expected(losses, values)

@@ -8,7 +8,7 @@ from examples import gpt
 from mtf_gradsync._private.libraries import mtf, tf
 from tests.programs import table
 from tests.programs.expected import feeds, loss_of
-from tests.programs.wrappers import WRAPPERS, Maker
+from tests.programs.wrappers import wrap
 
 # A stack for each program that it can have, and most of them in some program; and kinds of
 # divisions, all of them in some programs. Not into microbatches where the program clips by a norm
@@ -33,7 +33,7 @@ def program(style, name):
         variables = mesh.graph.trainable_variables
         grads = style.gradients([loss], [v.value for v in variables])
         axes = gs.ReplicaAxes(params["mesh_shape"], params["layout"], style.batch_dims)
-        optimizer = WRAPPERS[name].wrap(style.optimizer(mesh, inputs), Maker(axes))
+        optimizer = wrap(name, style.optimizer(mesh, inputs), axes)
         return loss, style.apply(optimizer, grads, variables)
 
     return step
