@@ -191,16 +191,22 @@ class OneByOne:
 
 SHARDS = {"mesh_shape": "b:2", "layout": "batch:b"}
 NAN = float("nan")
+
+
+def _wrap(stack, **given):
+    return lambda opt: wrap(stack, opt, SHARDS, **given)
+
+
 # Wrappers around an optimizer, and the gradients of their steps; 1 where there is no more to see.
 COUNTED = {
     **{
-        name: (functools.partial(wrap, name, axes=SHARDS, backward_passes_per_step=1), [1] * 8)
+        name: (_wrap(name, backward_passes_per_step=1), [1] * 8)
         for name in KINDS
         # A scalar has no parts, and islands make updates of their own.
         if name not in ("sharded", "islands")
     },
     "replicas": (
-        functools.partial(wrap, "replicas", axes=SHARDS, replicas_to_aggregate=2),
+        _wrap("replicas", replicas_to_aggregate=2),
         [1, 1, NAN, 1, 1, 1, 1, 1],
     ),
     "loss_scale": (gs.LossScaleOptimizer, [1, 1, NAN, NAN, 1, 1, 1, 1]),
