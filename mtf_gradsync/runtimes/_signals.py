@@ -7,7 +7,7 @@ import ctypes
 import signal
 import threading
 import time
-from typing import Any, Callable, Iterator, TypeVar
+from typing import Any, Callable, Iterator, Sequence, TypeVar
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 # Terminals and process managers deliver one Ctrl-C more than once.
@@ -23,21 +23,30 @@ class StopSignal:
     `received` is the number of the first signal, or None if no signal has come. The first signal
     calls `on_first` with its number. A second signal, unless it comes almost at the same time as
     the first, raises a KeyboardInterrupt: a user who presses Ctrl-C twice does not want to wait.
+    A signal that an `Interruption` around this block has received, and whose KeyboardInterrupt was
+    lost, counts as the first signal; `on_first` is not called for it.
     """
 
-    def __init__(self, on_first: Callable[[int], None] = lambda number: None):
+    def __init__(
+        self,
+        on_first: Callable[[int], None] = lambda number: None,
+        numbers: Sequence[int] = _SIGNALS,
+    ):
         self.received: int | None = None
-        self._on_first = on_first
+        self._on_first, self._numbers = on_first, numbers
         self._received_at = 0.0
         self._undo = contextlib.ExitStack()
 
     def __enter__(self: _Self) -> _Self:
         # Python only lets the main thread set handlers; elsewhere nobody can press Ctrl-C.
         if threading.current_thread() is threading.main_thread():
-            for number in _SIGNALS:
+            for number in self._numbers:
                 self._undo.enter_context(preserve_handler(number))
                 before = signal.signal(number, self._handle)  # None if it is no handler of Python's
                 self._undo.callback(signal.signal, number, before or signal.SIG_DFL)
+                around = getattr(before, "__self__", None)
+                if isinstance(around, StopSignal) and around.received is not None:
+                    self.received, self._received_at = around.received, around._received_at
         return self
 
     def __exit__(self, *unused_exception: Any) -> None:
@@ -53,15 +62,23 @@ class StopSignal:
 
 
 class Interruption(StopSignal):
-    """A context manager that turns SIGINT and SIGTERM into a KeyboardInterrupt at once.
+    """A context manager that turns signals, by default SIGINT and SIGTERM, into KeyboardInterrupts.
 
     Python drops an exception that a signal's handler raises in a callback of the garbage collector,
     and handlers often run in such callbacks if jax is imported. So a program calls `check` between
-    the parts of its work: `check` raises the KeyboardInterrupt again.
+    the parts of its work: `check` raises the KeyboardInterrupt again. A `StopSignal` inside the
+    block has received the signal from its start. Other libraries catch every exception and raise
+    their own, as TensorFlow's ``DType.max`` does: an Exception that leaves the block after a signal
+    is replaced by the KeyboardInterrupt.
     """
 
-    def __init__(self) -> None:
-        super().__init__(_interrupt)
+    def __init__(self, numbers: Sequence[int] = _SIGNALS) -> None:
+        super().__init__(_interrupt, numbers)
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        super().__exit__(kind, error, trace)
+        if self.received is not None and isinstance(error, Exception):
+            raise KeyboardInterrupt(self.received) from error
 
     def check(self) -> None:
         """Raises the KeyboardInterrupt if a signal has come since the context began."""

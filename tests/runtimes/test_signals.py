@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from mtf_gradsync.runtimes._signals import Interruption, signal_of
+from mtf_gradsync.runtimes._signals import Interruption, StopSignal, signal_of
 from tests.tools.planning.machines import interrupted_and_dropped
 
 
@@ -62,3 +62,31 @@ def test_outside_the_main_thread_nothing_is_changed():
 
     with concurrent.futures.ThreadPoolExecutor(1) as other:
         assert other.submit(entered).result() == handlers()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_loop_begins_with_a_signal_that_was_dropped_before_it():
+    with Interruption([signal.SIGINT]):
+        with StopSignal() as stop:
+            assert stop.received is None
+        interrupted_and_dropped(signal.SIGINT)
+        with StopSignal() as stop:
+            assert stop.received == signal.SIGINT
+
+
+def test_an_error_that_a_library_raises_in_place_of_the_interrupt_is_replaced_by_it():
+    def interrupted_in_a_library():
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+        except:  # noqa: E722
+            raise TypeError("Cannot find maximum value") from None
+
+    with pytest.raises(KeyboardInterrupt) as raised, Interruption():
+        interrupted_in_a_library()
+    assert signal_of(raised.value) == signal.SIGTERM
+    assert isinstance(raised.value.__cause__, TypeError)
+
+
+def test_errors_without_a_signal_stay_as_they_are():
+    with pytest.raises(TypeError), Interruption():
+        raise TypeError("no signal")

@@ -17,7 +17,7 @@ from mtf_gradsync.runtimes._private.jax import (
     distributed_is_initialized,
     use_cpu_collectives,
 )
-from mtf_gradsync.runtimes._signals import preserve_handler
+from mtf_gradsync.runtimes._signals import preserve_handler, signal_of
 from mtf_gradsync.runtimes.processes.meeting import MeetingAddress, meet_at
 from mtf_gradsync.runtimes.processes.members import Member, ProcessesError, all_given
 from mtf_gradsync.runtimes.processes.watchdog import Alarm, Membership, Watchdog
@@ -187,6 +187,8 @@ class Processes(Membership):
     def _fail(self, error: BaseException) -> None:
         if not self._closed:
             code = error.code if isinstance(error, SystemExit) else 1
+            if isinstance(error, KeyboardInterrupt):
+                code = 128 + signal_of(error)
             self._exit_code = code if isinstance(code, int) else 1
         super()._fail(error)
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import signal
 import tempfile
 from typing import Any, Callable, Mapping
 
 from mtf_gradsync.extension import tf
 from mtf_gradsync.runtimes import xla
 from mtf_gradsync.runtimes._common import ConfigError, TrainingError, mesh_text
-from mtf_gradsync.runtimes._signals import StopSignal
+from mtf_gradsync.runtimes._signals import Interruption
 from mtf_gradsync.runtimes.cluster import Task, join_cluster
 from mtf_gradsync.runtimes.processes.members import MissingProcessesError, ProcessesError
 from mtf_gradsync.runtimes.starting import Start
@@ -95,7 +94,7 @@ def run_on_processes(
             cpu_devices=each,
             **meeting,
             settings={**schedule, **(settings or {})},
-        ) as processes, StopSignal(_end_by_signal):
+        ) as processes, Interruption():
             role = RunRole(choose_start=lambda choose: _choose_on_all_processes(processes, choose))
             if process_id == 0:
                 return work(config, model_dir, say, accepted, role)
@@ -125,15 +124,6 @@ def _choose_on_all_processes(processes: xla.Processes, choose: Callable[[], Star
         "Give all processes the same directory, on a disk that they share.",
     )
     return start
-
-
-def _end_by_signal(number: int) -> None:
-    """Raises the exception that ends this process as the signal `number` would.
-
-    The function is a handler for `StopSignal`. It is needed because jax may have a handler that
-    ignores SIGTERM.
-    """
-    raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
 
 
 def run_on_cluster(

@@ -17,7 +17,7 @@ from typing import Any, NoReturn, Sequence
 
 from mtf_gradsync.extension import did_you_mean
 from mtf_gradsync.runtimes._common import ConfigError, TrainingError
-from mtf_gradsync.runtimes._signals import signal_of
+from mtf_gradsync.runtimes._signals import Interruption, signal_of
 from mtf_gradsync.tools.train.cli import (
     compile,
     env,
@@ -120,7 +120,9 @@ def main(argv: list[str] | None = None) -> int:
         parser.print_help()
         return 0
     try:
-        code = _run(args)
+        # SIGTERM ends the process at once, even in a library's C code, unless a command catches it.
+        with Interruption([signal.SIGINT]):
+            code = _run(args)
         sys.stdout.flush()
         return code
     except BrokenPipeError:
