@@ -142,8 +142,7 @@ def measure_kills(options: report.Options) -> report.Table:
     happened = f"{sum(trained.kills)} kills and {row['faults']} faults"
     return report.Table(
         name="islands_kills",
-        title=f"{ISLANDS} islands and their merger that live some seconds, in a folder that often"
-        " fails",
+        title=f"Kills of {ISLANDS} islands and their merger while requests to their folder fail",
         rows=[row],
         notes=(
             "These islands train no model: their variables are numbers that change at random. A"
