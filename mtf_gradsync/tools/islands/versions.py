@@ -54,7 +54,7 @@ class MergeSettings(NamedTuple):
     """The settings of versions. The first merger writes them into the folder, where they stay.
 
     Attributes:
-      outer_learning_rate: the learning rate of SGD on the outer values.
+      outer_learning_rate: the learning rate of SGD on the outer values, above 0 and below 10.
       outer_momentum: the momentum of that SGD, 0 for none.
       nesterov: whether the momentum is Nesterov's.
       fragments: the number of sets into which variables are divided. Each version changes the
@@ -80,7 +80,8 @@ class MergeSettings(NamedTuple):
         """Raises ValueError if a setting is out of range."""
         if not is_number(self.outer_learning_rate) or not 0.0 < self.outer_learning_rate < 10.0:
             raise ValueError(
-                f"outer_learning_rate must be positive, got {self.outer_learning_rate!r}."
+                "outer_learning_rate must be above 0 and below 10, got "
+                f"{self.outer_learning_rate!r}."
             )
         if not is_number(self.outer_momentum) or not 0.0 <= self.outer_momentum < 1.0:
             raise ValueError(f"outer_momentum must be in [0, 1), got {self.outer_momentum!r}.")

@@ -273,7 +273,10 @@ def test_settings_of_a_folder_do_not_change(folder):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: MergeSettings(-1.0).check(), "outer_learning_rate must be positive, got -1.0"),
+        (
+            lambda: MergeSettings(-1.0).check(),
+            "outer_learning_rate must be above 0 and below 10, got -1.0",
+        ),
         (lambda: MergeSettings(outer_momentum=1.0).check(), r"outer_momentum must be in \[0, 1\)"),
         (lambda: MergeSettings(fragments=0).check(), "fragments must be a whole number"),
         (
