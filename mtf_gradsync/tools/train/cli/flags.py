@@ -179,6 +179,28 @@ def add_gin_arguments(parser: Any) -> None:
     )
 
 
+def add_number(
+    parser: Any,
+    flag: str,
+    metavar: str,
+    what: str,
+    default: float | None = None,
+    kind: Callable[[str], float] | None = None,
+) -> None:
+    """Adds a flag for a number; its help is `what`, and the default if there is one.
+
+    `kind` parses the number, such as a result of `whole_number`; None takes `nonnegative_number`.
+    """
+    shown = "" if default is None else f" (default: {default:g})"
+    parser.add_argument(
+        flag,
+        type=kind or nonnegative_number,
+        default=default,
+        metavar=metavar,
+        help=f"{what}{shown}",
+    )
+
+
 def whole_number(least: int = 1, below: int | None = None) -> Callable[[str], int]:
     """Returns a function, for `type=` of argparse, that parses a whole number of `least` or more.
 

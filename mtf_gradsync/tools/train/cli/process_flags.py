@@ -7,7 +7,7 @@ import os
 from typing import TYPE_CHECKING, Any, Callable, Mapping, Sequence
 
 from mtf_gradsync.runtimes._common import ConfigError
-from mtf_gradsync.tools.train.cli.flags import nonnegative_number, whole_number
+from mtf_gradsync.tools.train.cli.flags import add_number, whole_number
 
 if TYPE_CHECKING:
     from mtf_gradsync.runtimes.cluster import Task
@@ -32,12 +32,8 @@ def add_cluster_arguments(parser: argparse.ArgumentParser) -> None:
         help='all tasks, like worker=host1:2222,host2:2222 or {"worker": ["host1:2222", ...]}',
     )
     group.add_argument("--job_name", metavar="JOB", help="the job of this task: chief, worker, ps")
-    group.add_argument(
-        "--task_index",
-        type=whole_number(0),
-        metavar="N",
-        help="the number of this task in its job, from 0",
-    )
+    index = "the number of this task in its job, from 0"
+    add_number(group, "--task_index", "N", index, kind=whole_number(0))
     group.add_argument(
         "--watch_port",
         type=whole_number(1, 1 << 16),
@@ -56,26 +52,13 @@ def add_cluster_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="HOST:PORT",
         help="address of process 0, with any free port of its machine",
     )
-    group.add_argument(
-        "--num_processes", type=whole_number(1), metavar="N", help="how many processes there are"
-    )
-    group.add_argument(
-        "--process_id", type=whole_number(0), metavar="N", help="the number of this process, from 0"
-    )
-    group.add_argument(
-        "--timeout",
-        type=nonnegative_number,
-        default=300.0,
-        metavar="SECONDS",
-        help="how long to wait for the other processes at the start (default: 300)",
-    )
-    group.add_argument(
-        "--silence",
-        type=nonnegative_number,
-        default=20.0,
-        metavar="SECONDS",
-        help="a process that sends no heartbeat for this long counts as lost (default: 20)",
-    )
+    number, own = "how many processes there are", "the number of this process, from 0"
+    add_number(group, "--num_processes", "N", number, kind=whole_number())
+    add_number(group, "--process_id", "N", own, kind=whole_number(0))
+    timeout = "how long to wait for the other processes at the start"
+    add_number(group, "--timeout", "SECONDS", timeout, 300.0)
+    silence = "a process that sends no heartbeat for this long counts as lost"
+    add_number(group, "--silence", "SECONDS", silence, 20.0)
 
 
 def is_alone(args: argparse.Namespace) -> bool:

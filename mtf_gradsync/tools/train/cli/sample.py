@@ -26,8 +26,8 @@ from mtf_gradsync.runtimes._common import ConfigError
 from mtf_gradsync.tools.train.cli.flags import (
     add_gin_arguments,
     add_json_argument,
+    add_number,
     config_of_run,
-    nonnegative_number,
     output_path,
     whole_number,
     write_output,
@@ -39,27 +39,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of ``mtf-gradsync sample`` to its parser."""
     parser.add_argument("--model_dir", required=True, metavar="DIR", help="the run's directory")
     parser.add_argument("--prompt", required=True, metavar="TEXT", help="what the text begins with")
-    parser.add_argument(
-        "--num_samples",
-        type=whole_number(),
-        default=1,
-        metavar="N",
-        help="how many texts (default: 1)",
-    )
-    parser.add_argument(
-        "--max_tokens",
-        type=whole_number(),
-        default=160,
-        metavar="N",
-        help="how many tokens the model writes (default: 160)",
-    )
-    parser.add_argument(
-        "--temperature",
-        type=nonnegative_number,
-        default=0.5,
-        metavar="T",
-        help="0 takes the most likely token, 1 draws from the model's distribution (default: 0.5)",
-    )
+    add_number(parser, "--num_samples", "N", "how many texts", 1, whole_number())
+    add_number(parser, "--max_tokens", "N", "how many tokens the model writes", 160, whole_number())
+    temperature = "0 takes the most likely token, 1 draws from the model's distribution"
+    add_number(parser, "--temperature", "T", temperature, 0.5)
     parser.add_argument(
         "--keep_top_k",
         type=whole_number(0),
@@ -67,13 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="K",
         help="choose only among this many most likely tokens (default: 0, among all)",
     )
-    parser.add_argument(
-        "--seed",
-        type=whole_number(0, 1 << 32),
-        default=0,
-        metavar="N",
-        help="seed of the random numbers (default: 0)",
-    )
+    add_number(parser, "--seed", "N", "seed of the random numbers", 0, whole_number(0, 1 << 32))
     add_json_argument(parser, "write the samples as JSON, too, with all characters")
     add_gin_arguments(parser)
 

@@ -34,6 +34,7 @@ from mtf_gradsync.runtimes.processes.members import MissingProcessesError
 from mtf_gradsync.tools.train.cli.flags import (
     add_gin_arguments,
     add_json_argument,
+    add_number,
     config_of_run,
     named_write_errors,
     names_in,
@@ -58,20 +59,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="take a checkpoint of another configuration: a variable of the checkpoint alone "
         "is dropped, and one of the run alone begins as in a new run",
     )
-    parser.add_argument(
-        "--steps",
-        type=whole_number(),
-        default=10,
-        metavar="N",
-        help="steps to record, tens rather than thousands: they are held in memory (default: 10)",
-    )
-    parser.add_argument(
-        "--warm_up",
-        type=whole_number(),
-        default=5,
-        metavar="N",
-        help="steps to make before the recorded ones, which compile and fill caches (default: 5)",
-    )
+    steps = "steps to record, tens rather than thousands: they are held in memory"
+    add_number(parser, "--steps", "N", steps, 10, whole_number())
+    warm_up = "steps to make before the recorded ones, which compile and fill caches"
+    add_number(parser, "--warm_up", "N", warm_up, 5, whole_number())
     parser.add_argument(
         "--trace",
         default="timeline.trace.json.gz",

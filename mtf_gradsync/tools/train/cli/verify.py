@@ -25,6 +25,7 @@ import argparse
 from mtf_gradsync.runtimes._signals import Interruption
 from mtf_gradsync.tools.train.cli.flags import (
     add_gin_arguments,
+    add_number,
     add_output_arguments,
     output_paths,
     whole_number,
@@ -53,9 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="WHAT[,WHAT...]",
         help="what to take out of the model: dropout, random",
     )
-    parser.add_argument(
-        "--steps", type=whole_number(1), default=1, metavar="N", help="updates (default: 1)"
-    )
+    add_number(parser, "--steps", "N", "updates", 1, whole_number())
     parser.add_argument(
         "--runtime",
         default="cpu_replicas",
