@@ -15,7 +15,7 @@ from mtf_gradsync.runtimes.processes.members import MissingProcessesError, Proce
 from mtf_gradsync.runtimes.starting import Start
 from mtf_gradsync.tools.train.config import RunConfig, check_positive, check_schedule
 from mtf_gradsync.tools.train.mesh_settings import resolve_mesh
-from mtf_gradsync.tools.train.run import NOTHING, Accepted, RunRole, run
+from mtf_gradsync.tools.train.run import RunRole, run
 from mtf_gradsync.tools.train.runner import choose_runtime
 
 # Settings from which each process finds how many steps to make, and when all exchange values.
@@ -30,7 +30,6 @@ def run_on_processes(
     process_id: int,
     *,
     say: Callable[[str], None] = print,
-    accepted: Accepted = NOTHING,
     work: Callable[..., Any] = run,
     settings: Mapping[str, int] | None = None,
     first_does: str = "",
@@ -50,9 +49,8 @@ def run_on_processes(
       num_processes: how many processes there are.
       process_id: the number of this process, from 0.
       say: called with each line of text for the user.
-      accepted: which unusual checkpoints the run may go on from.
-      work: the function that each process calls once all have met, with the arguments of `run`:
-        config, model_dir, say, accepted and role.
+      work: the function that each process calls once all have met, with arguments of `run`:
+        config, model_dir, say and role.
       settings: numbers by name, such as {"--steps": 10}, which have to be the same in all
         processes; None for none.
       first_does: what process 0 does alone, in words, for a line that the other processes print; ""
@@ -97,13 +95,13 @@ def run_on_processes(
         ) as processes, Interruption():
             role = RunRole(choose_start=lambda choose: _choose_on_all_processes(processes, choose))
             if process_id == 0:
-                return work(config, model_dir, say, accepted, role)
+                return work(config, model_dir, say, role=role)
             say(f"process 0 {first_does or f'evaluates, and writes to {model_dir}'}")
             role = role._replace(checkpoint_dir=model_dir)
             config = dataclasses.replace(config, eval_dataset_fn=None)
             # Process 0 writes the same files to model_dir; those of this process are deleted.
             with tempfile.TemporaryDirectory() as own:
-                return work(config, own, lambda line: None, accepted, role)
+                return work(config, own, lambda line: None, role=role)
     except MissingProcessesError:
         raise
     except (ProcessesError, ValueError) as error:
@@ -132,7 +130,6 @@ def run_on_cluster(
     task: Task,
     *,
     say: Callable[[str], None] = print,
-    accepted: Accepted = NOTHING,
     work: Callable[..., Any] = run,
     **meeting: Any,
 ) -> Any:
@@ -147,9 +144,8 @@ def run_on_cluster(
       model_dir: the directory of the run.
       task: the tasks of the cluster, and which of them this process is.
       say: called with each line of text for the user.
-      accepted: which unusual checkpoints the run may go on from.
-      work: the function that the chief calls, with the arguments of `run`: config, model_dir, say,
-        accepted and role.
+      work: the function that the chief calls, with arguments of `run`: config, model_dir, say and
+        role.
       **meeting: the arguments watch_port, timeout, silence and open_to_network of `join_cluster`.
         Timeout and silence are in seconds; silence is the time without a heartbeat after which a
         task counts as lost.
@@ -174,7 +170,7 @@ def run_on_cluster(
         raise TrainingError(str(error)) from error
     with cluster:
         if cluster.is_chief:
-            return work(config, model_dir, say, accepted, RunRole(target=cluster.target))
+            return work(config, model_dir, say, role=RunRole(target=cluster.target))
         say(f"serves its devices until {task.names[0]} ends")
     return None
 

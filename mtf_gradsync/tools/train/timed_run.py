@@ -14,65 +14,63 @@ from mtf_gradsync.tools.timelines import Timeline, TimelineError
 from mtf_gradsync.tools.train.config import RunConfig
 from mtf_gradsync.tools.train.errors import raised_as
 from mtf_gradsync.tools.train.resuming import adapt_start
-from mtf_gradsync.tools.train.run import ALONE, NOTHING, Accepted, RunRole
+from mtf_gradsync.tools.train.run import ALONE, RunRole
 from mtf_gradsync.tools.train.runner import Runner, prepare, training_graph
 
 # Named in errors in place of a flag of timeline, which may not move files of a run.
 _SKIP_SETTING = f"`mtf-gradsync train {SKIP_FLAG}`"
 
 
-class TimedRun:
-    """A recorder of `steps` training steps; it is called with the same arguments as `run`.
+def record_steps(
+    config: RunConfig,
+    model_dir: str | None = None,
+    say: Callable[[str], None] = print,
+    role: RunRole = ALONE,
+    *,
+    steps: int,
+    warm_up: int,
+    accepts_differences: bool = False,
+) -> Timeline:
+    """Makes steps after the newest checkpoint of model_dir, and returns a timeline of them.
 
-    Before the recording begins, `warm_up` steps are made that are not recorded. `warm_up` is at
-    least one, because the first step includes the compilation.
+    If `model_dir` is None, the steps begin with new initial values of the variables. No file in
+    `model_dir` changes.
+
+    Args:
+      config: the settings of the run.
+      model_dir: the directory of the run, or None.
+      say: called with each line for the user.
+      role: what this process does in a run of several processes.
+      steps: the number of steps in the timeline.
+      warm_up: the number of steps that are made before, and not recorded; at least 1, because the
+        first step includes the compilation.
+      accepts_differences: whether the steps may begin from a checkpoint of another configuration.
+
+    Raises:
+      ConfigError: if a setting cannot work, or the checkpoint is damaged or not accepted.
+      TrainingError: if a step fails, or nothing can be recorded.
     """
-
-    def __init__(self, steps: int, warm_up: int):
-        self._steps, self._warm_up = steps, warm_up
-
-    def __call__(
-        self,
-        config: RunConfig,
-        model_dir: str | None = None,
-        say: Callable[[str], None] = print,
-        accepted: Accepted = NOTHING,
-        role: RunRole = ALONE,
-    ) -> Timeline:
-        """Makes steps after the newest checkpoint of model_dir, and returns a timeline of them.
-
-        If `model_dir` is None, the steps begin with new initial values of the variables. No file in
-        `model_dir` changes. `config` has the settings of the run, and `say` is called with each
-        line for the user. `accepted` says which unusual checkpoints the steps may begin from, and
-        `role` what this process does in a run of several processes.
-
-        Raises:
-          ConfigError: if a setting cannot work, or the checkpoint is damaged or not accepted.
-          TrainingError: if a step fails, or nothing can be recorded.
-        """
-        runtime, job, session = prepare(config, role.target)
-        checkpoints = role.checkpoint_dir or model_dir
-        start = Start()
-        if checkpoints is not None:
-            start = role.choose_start(
-                lambda: choose_checkpoint(checkpoints, False, say, _SKIP_SETTING)
-            )
-        say(f"steps run on {runtime}")
-        job = job._replace(examples_before=start.step * job.model.batch_size)
-        with Interruption() as stop, tf.Graph().as_default(), job.batches() as batches:
-            _, _, make_runner = training_graph(job, batches, runtime, session)
-            if start.path:
-                say(f"from {start.path}")
-                start = adapt_start(start, accepted.differences, say, "which is")
-            with tempfile.TemporaryDirectory() as own:
-                with make_runner(own, start, config) as runner:
-                    with raised_as(TrainingError, TimelineError, tf.errors.OpError):
-                        before = _make_steps(runner, self._warm_up, stop)
-                        timeline = runner.timeline()
-                        with timeline:
-                            made = _make_steps(runner, self._steps, stop)
-                        timeline.mark_updates([*before[-1:], *made])
-                        return timeline
+    runtime, job, session = prepare(config, role.target)
+    checkpoints = role.checkpoint_dir or model_dir
+    start = Start()
+    if checkpoints is not None:
+        start = role.choose_start(lambda: choose_checkpoint(checkpoints, False, say, _SKIP_SETTING))
+    say(f"steps run on {runtime}")
+    job = job._replace(examples_before=start.step * job.model.batch_size)
+    with Interruption() as stop, tf.Graph().as_default(), job.batches() as batches:
+        _, _, make_runner = training_graph(job, batches, runtime, session)
+        if start.path:
+            say(f"from {start.path}")
+            start = adapt_start(start, accepts_differences, say, "which is")
+        with tempfile.TemporaryDirectory() as own:
+            with make_runner(own, start, config) as runner:
+                with raised_as(TrainingError, TimelineError, tf.errors.OpError):
+                    before = _make_steps(runner, warm_up, stop)
+                    timeline = runner.timeline()
+                    with timeline:
+                        made = _make_steps(runner, steps, stop)
+                    timeline.mark_updates([*before[-1:], *made])
+                    return timeline
 
 
 def _make_steps(runner: Runner, count: int, stop: Interruption) -> list[int]:

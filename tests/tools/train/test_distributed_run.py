@@ -86,8 +86,8 @@ def test_what_the_others_say_of_process_0(joined, more, said):
 
 def test_all_go_on_from_the_same_step(joined):
     def run_from(step):
-        def work(config, model_dir, say, accepted, part):
-            return part.choose_start(lambda: Start(step=step))
+        def work(config, model_dir, say, role):
+            return role.choose_start(lambda: Start(step=step))
 
         run_on_processes(gin_files.bound_run_config(), "here", "localhost:1", 2, 1, work=work)
 
@@ -111,6 +111,6 @@ def test_signals_end_a_process(joined, ignored, number):
     where = "here", "localhost:1", 2, 0
     with pytest.raises(KeyboardInterrupt) as raised:
         run_on_processes(
-            gin_files.bound_run_config(), *where, work=lambda *_: signal.raise_signal(number)
+            gin_files.bound_run_config(), *where, work=lambda *_, **__: signal.raise_signal(number)
         )
     assert signal_of(raised.value) == number

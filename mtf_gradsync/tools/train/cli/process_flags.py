@@ -12,7 +12,6 @@ from mtf_gradsync.tools.train.cli.flags import add_number, whole_number
 if TYPE_CHECKING:
     from mtf_gradsync.runtimes.cluster import Task
     from mtf_gradsync.tools.train.config import RunConfig
-    from mtf_gradsync.tools.train.run import Accepted
 
 _TASK = ("cluster_spec", "job_name", "task_index")
 _PROCESS = ("coordinator", "num_processes", "process_id")
@@ -71,7 +70,6 @@ def run_by_flags(
     args: argparse.Namespace,
     config: RunConfig,
     model_dir: str | None,
-    accepted: Accepted,
     work: Callable[..., Any],
     settings: Mapping[str, int] | None = None,
     first_does: str = "",
@@ -85,9 +83,8 @@ def run_by_flags(
       args: the parsed flags of the command.
       config: the settings of the run, which gin has bound.
       model_dir: the directory of the run. It may be None only if the run has a single process.
-      accepted: which unusual checkpoints the run may go on from, as flags allow it.
-      work: a function with the arguments of `run`: config, model_dir, say, accepted and role. It is
-        `run` itself, or it does other work on all processes, such as recording a timeline.
+      work: a function of config and model_dir, and of say and role as `run` has them. It is `run`
+        itself, or it does other work on all processes, such as recording a timeline.
       settings: numbers by name, such as {"--steps": 10}, which have to be the same in all processes
         with XLA devices. None for no such numbers.
       first_does: what process 0 does and the other processes with XLA devices do not, in words for
@@ -103,10 +100,9 @@ def run_by_flags(
     process = _process_of_flags(args)
     task = None if process else _task_of_flags(args)
     if not (process or task):
-        return work(config, model_dir, accepted=accepted)
+        return work(config, model_dir)
     assert model_dir is not None
-    given: dict[str, Any] = {"accepted": accepted, "work": work}
-    given.update(timeout=args.timeout, silence=args.silence)
+    given: dict[str, Any] = {"work": work, "timeout": args.timeout, "silence": args.silence}
     if process:
         return run_on_processes(
             config, model_dir, **process, **given, settings=settings, first_does=first_does

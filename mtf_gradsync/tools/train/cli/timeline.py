@@ -25,6 +25,7 @@ shows.
 from __future__ import annotations
 
 import argparse
+import functools
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -144,16 +145,19 @@ def _recorded(args: argparse.Namespace) -> Timeline | None:
         # Not above: these take seconds, which `--help` need not.
         from mtf_gradsync.tools.train import gin_files
         from mtf_gradsync.tools.train.errors import raised_as
-        from mtf_gradsync.tools.train.run import Accepted
-        from mtf_gradsync.tools.train.timed_run import TimedRun
+        from mtf_gradsync.tools.train.timed_run import record_steps
+
+        recorded = {"steps": args.steps, "warm_up": args.warm_up}
+        work = functools.partial(
+            record_steps, accepts_differences=args.accept_checkpoint_differences, **recorded
+        )
 
         with raised_as(TrainingError, MissingProcessesError):
             return run_by_flags(
                 args,
                 gin_files.bound_run_config(),
                 args.model_dir or (None if is_alone(args) else empty),
-                Accepted(differences=args.accept_checkpoint_differences),
-                TimedRun(args.steps, args.warm_up),
-                settings={"--steps": args.steps, "--warm_up": args.warm_up},
+                work,
+                settings={f"--{name}": number for name, number in recorded.items()},
                 first_does="prints and writes the timeline",
             )

@@ -21,6 +21,7 @@ docs/training.md lists the bindings of train.run and the files that a run writes
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import sys
 from pathlib import Path
@@ -80,7 +81,8 @@ def main(args: argparse.Namespace) -> int:
         accepted = Accepted(args.accept_checkpoint_differences, args.skip_damaged_checkpoint)
         config = gin_files.bound_run_config()
         try:
-            result = run_by_flags(args, config, model_dir, accepted, run)
+            work = functools.partial(run, accepted=accepted)
+            result = run_by_flags(args, config, model_dir, work)
         except MissingProcessesError as error:
             print(f"mtf-gradsync: error: {error}", file=sys.stderr)
             return LOST_PROCESS_EXIT_CODE

@@ -12,7 +12,6 @@ from mtf_gradsync.runtimes._signals import Interruption
 from mtf_gradsync.tools.timelines import Table, Timeline
 from mtf_gradsync.tools.train import timed_run
 from mtf_gradsync.tools.train.cli.main import main
-from mtf_gradsync.tools.train.timed_run import TimedRun
 from tests.tools.planning.machines import interrupted_and_dropped
 from tests.tools.timelines.recordings import two_cores
 from tests.tools.train.conftest import NO_EVAL, QUICK, TINY
@@ -77,8 +76,8 @@ def test_of_a_run_that_recorded_its_own(train, tmp_path, capsys):
 @pytest.fixture
 def timed(monkeypatch):
     """What steps were asked for; none are made."""
-    made = mock.create_autospec(TimedRun.__call__, return_value=Timeline.of([two_cores()]))
-    monkeypatch.setattr(TimedRun, "__call__", made)
+    made = mock.create_autospec(timed_run.record_steps, return_value=Timeline.of([two_cores()]))
+    monkeypatch.setattr(timed_run, "record_steps", made)
     return made
 
 
@@ -86,7 +85,7 @@ def test_a_checkpoint_of_another_configuration(timed, tmp_path):
     (tmp_path / "operative_config.gin").write_text(f"include '{TINY}'")
     for flags, accepted in (([], False), (["--accept_checkpoint_differences"], True)):
         assert main(["timeline", f"--model_dir={tmp_path}", "--trace=", *flags]) == 0
-        assert timed.call_args.kwargs["accepted"].differences is accepted
+        assert timed.call_args.kwargs["accepts_differences"] is accepted
 
 
 def test_a_run_that_has_no_config(timed, tmp_path, capsys):
