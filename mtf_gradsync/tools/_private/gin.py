@@ -5,21 +5,39 @@ from __future__ import annotations
 import contextlib
 import inspect
 import re
-from typing import Any, Iterable, Iterator
+from typing import Any, Iterable, Iterator, NamedTuple
 
 import gin
 
 from mtf_gradsync.extension import load_configurables
 
 
-def bindings() -> dict[tuple[str, str, str], Any]:
-    """Returns all values that gin has bound, by scope, full name of configurable, and parameter.
+class Binding(NamedTuple):
+    """A parameter to which gin binds a value; as text it is "scope/name.parameter".
 
-    The scope is "" for a binding without a scope. Values are as gin keeps them: the function of a
-    reference such as ``@f()`` is not called.
+    `scope` is "" for a binding without a scope. `selector` is the configurable's full name.
+    """
+
+    scope: str
+    selector: str
+    parameter: str
+
+    @property
+    def name(self) -> str:
+        """The configurable's name without its modules."""
+        return self.selector.split(".")[-1]
+
+    def __str__(self) -> str:
+        return f"{self.scope}/{short_name(self.selector)}.{self.parameter}".lstrip("/")
+
+
+def bindings() -> dict[Binding, Any]:
+    """Returns all values that gin has bound.
+
+    Values are as gin keeps them: the function of a reference such as ``@f()`` is not called.
     """
     return {
-        (scope, selector, parameter): value
+        Binding(scope, selector, parameter): value
         for (scope, selector), values in gin.config._CONFIG.items()
         for parameter, value in values.items()
     }
@@ -33,8 +51,8 @@ def bindings_that_call(name: str) -> list[str]:
     a scope begins with the scope and a slash.
     """
     return [
-        f"{scope}/{gin.config._REGISTRY.minimal_selector(selector)}.{parameter}".lstrip("/")
-        for (scope, selector, parameter), value in bindings().items()
+        str(key)
+        for key, value in bindings().items()
         for one in gin.config.iterate_references(value)
         if one.evaluate and one.selector.split(".")[-1] == name
     ]
@@ -73,6 +91,11 @@ def short_name(selector: str) -> str:
     return gin.config._REGISTRY.minimal_selector(selector)
 
 
+def macros() -> list[str]:
+    """Returns the names of the macros that have a value."""
+    return [key.scope for key in bindings() if key.selector == _MACRO]
+
+
 def unused_macros() -> list[str]:
     """Returns the names of the macros that no binding refers to."""
     macro = gin.get_configurable("gin.macro")
@@ -81,11 +104,11 @@ def unused_macros() -> list[str]:
         for one in gin.config.iterate_references(gin.config._CONFIG, to=macro)
         for scope, _ in [one.config_key]
     }
-    return [scope for scope, selector, _ in bindings() if selector == _MACRO and scope not in used]
+    return [scope for scope in macros() if scope not in used]
 
 
 # What `note_user_bindings` was told, and the parameters that were bound then.
-_written: tuple[set[tuple[str, str, str]], set[tuple[str, str]]] = (set(), set())
+_written: tuple[set[Binding], set[tuple[str, str]]] = (set(), set())
 
 
 def note_user_bindings(texts: Iterable[str]) -> None:
@@ -114,20 +137,20 @@ def unread_bindings() -> list[str]:
         for parameter in values
     }
 
-    def is_read(scope: str, selector: str, parameter: str) -> bool:
+    def is_read(key: Binding) -> bool:
         return any(
-            (selector, parameter) == (one, name)
-            and (not scope or where == scope or where.startswith(scope + "/"))
+            (key.selector, key.parameter) == (one, name)
+            and (not key.scope or where == key.scope or where.startswith(key.scope + "/"))
             for where, one, name in read
         )
 
     return [
-        f"{scope}/{gin.config._REGISTRY.minimal_selector(selector)}.{parameter}".lstrip("/")
-        for scope, selector, parameter in bindings()
-        if selector != _MACRO and not is_read(scope, selector, parameter)
+        str(key)
+        for key in bindings()
+        if key.selector != _MACRO and not is_read(key)
         if not is_noted
-        or not selector.endswith("Optimizer")
-        or (selector.split(".")[-1], parameter) in written
+        or not key.name.endswith("Optimizer")
+        or (key.name, key.parameter) in written
     ]
 
 

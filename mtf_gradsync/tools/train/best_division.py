@@ -21,7 +21,7 @@ from mtf_gradsync.runtimes import simd
 from mtf_gradsync.runtimes._common import ConfigError
 from mtf_gradsync.runtimes.simd.program import compiled_only
 from mtf_gradsync.tools import planning
-from mtf_gradsync.tools._private.gin import bindings, bound, short_name
+from mtf_gradsync.tools._private.gin import bindings, bound
 from mtf_gradsync.tools.planning.best import Best, Checked, Choice, all_choices, best_of
 from mtf_gradsync.tools.planning.costs import Predictor, StepCosts, read_costs
 from mtf_gradsync.tools.planning.machines import Machine
@@ -93,7 +93,7 @@ class BestDivision:
         )
 
     def _selector(self, name: str) -> str:
-        return next((s for _, s, _ in bindings() if s.split(".")[-1] == name), "")
+        return next((key.selector for key in bindings() if key.name == name), "")
 
     def _steps_of_config(self) -> int:
         if JOINS not in self._stack.dividing:
@@ -124,9 +124,8 @@ class BestDivision:
         if self._config.schedule_step and counts:
             return f"train.run.schedule_step and {counts[0].split()[0]} both count updates"
         lines = [*self._undivided_lines(), *counts, *self._schedule_step_lines()]
-        with bound(lines), tf.Graph().as_default():
-            with gin_files.bound_to_mesh("all:1", ""):
-                opt, rate = _optimizer_alone(_on_one_core(gin_files.bound_run_config()))
+        with bound([*lines, *_one_core_lines()]), tf.Graph().as_default():
+            opt, rate = _optimizer_alone(gin_files.bound_run_config())
             innermost = opt.innermost() if isinstance(opt, Wrapper) else opt
             if settings_by_global_step(types.SimpleNamespace(rate=rate), _UNLIKELY_K):
                 return "its learning rate follows microbatch steps"
@@ -160,19 +159,17 @@ class BestDivision:
         predicted. Both results are read from an mtf graph for one core; nothing is trained.
         """
         lines = [*self._undivided_lines(), f"train.run.batch_size = {self._batch}"]
-        lines += _microbatch_step_lines(1)
+        lines += [*_microbatch_step_lines(1), *_one_core_lines()]
         with bound(lines), tf.Graph().as_default():
-            job = resolve_job(_on_one_core(gin_files.bound_run_config()))
-            with gin_files.bound_to_mesh("all:1", ""):
-                model = MeshModel(job.model)
-                step = tf.identity(tf.train.get_or_create_global_step().read_value())
-                features = placeholders(job)
-                loss, pairs, opt, _ = model_and_optimizer(job, model, features, step)
-                grads, variables = [g for g, _ in pairs], [v for _, v in pairs]
-                opt.apply_grads(grads, variables)
-                inner = opt.innermost() if isinstance(opt, Wrapper) else opt
-                trained = without_frozen(inner, grads, variables)
-                return read_costs(loss, trained, variables, _BATCH, self._batch), variables
+            job = resolve_job(gin_files.bound_run_config())
+            model = MeshModel(job.model)
+            step = tf.identity(tf.train.get_or_create_global_step().read_value())
+            loss, pairs, opt, _ = model_and_optimizer(job, model, placeholders(job), step)
+            grads, variables = [g for g, _ in pairs], [v for _, v in pairs]
+            opt.apply_grads(grads, variables)
+            inner = opt.innermost() if isinstance(opt, Wrapper) else opt
+            trained = without_frozen(inner, grads, variables)
+            return read_costs(loss, trained, variables, _BATCH, self._batch), variables
 
     def predict_choices(
         self,
@@ -243,7 +240,7 @@ class BestDivision:
         if stack.steps > 1:
             lines += self._schedule_step_lines()
         lines += _microbatch_step_lines(stack.steps)
-        return lines + _mesh_lines(choice.mesh_shape, choice.layout)
+        return lines + gin_files.mesh_lines(choice.mesh_shape, choice.layout)
 
     @staticmethod
     def _dividing_wrappers(stack: Stack) -> list[str]:
@@ -288,7 +285,8 @@ class BestDivision:
 
         def check(choice: Choice) -> Checked:
             with self._bound(choice, fewer):
-                found = search(self._build, [_candidate(choice, machine)], refusals=(ConfigError,))
+                candidate = Candidate(choice.mesh_shape, choice.layout, machine)
+                found = search(self._build, [candidate], refusals=(ConfigError,))
             if found.is_partial:  # a signal that `search` has turned into a partial plan
                 raise KeyboardInterrupt
             if not found.rows:
@@ -372,14 +370,14 @@ def _optimizer_alone(config: RunConfig) -> tuple[Any, Any]:
     return optimizer_and_rate(resolve_job(config), step, mtf.Mesh(mtf.Graph(), "mesh"))
 
 
-def _on_one_core(config: RunConfig) -> RunConfig:
-    return dataclasses.replace(
-        config, mesh_shape="all:1", layout_rules="", mesh_devices=None, mesh_impl=None
-    )
-
-
-def _candidate(choice: Choice, machine: Machine) -> Candidate:
-    return Candidate(choice.mesh_shape, choice.layout, machine)
+def _one_core_lines() -> list[str]:
+    return [
+        'train.run.mesh_shape = "all:1"',
+        'train.run.layout_rules = ""',
+        "train.run.mesh_devices = None",
+        "train.run.mesh_impl = None",
+        *gin_files.mesh_lines("all:1", ""),
+    ]
 
 
 def _microbatch_step_lines(steps: int) -> list[str]:
@@ -389,25 +387,10 @@ def _microbatch_step_lines(steps: int) -> list[str]:
     now, such as a schedule that counts updates. There is no line for GradientAccumulationOptimizer.
     """
     return [
-        f"{scope}/{short_name(selector)}.{MICROBATCHES} = {steps}".lstrip("/")
-        for scope, selector, parameter in bindings()
-        if parameter == MICROBATCHES and selector.split(".")[-1] != JOINS
+        f"{key} = {steps}"
+        for key in bindings()
+        if key.parameter == MICROBATCHES and key.name != JOINS
     ]
-
-
-def _mesh_lines(mesh_shape: str, layout: str) -> list[str]:
-    """Returns gin lines that replace the mesh and layout that gin binds on optimizers now.
-
-    The result has a line for each bound parameter `mesh_shape` or `layout` of this package, except
-    those of ``train.run``.
-    """
-    given = {"mesh_shape": mesh_shape, "layout": layout}
-    return [
-        f'{scope}/{short_name(selector)}.{parameter} = "{given[parameter]}"'.lstrip("/")
-        for scope, selector, parameter in bindings()
-        if parameter in given and selector.startswith("mtf_gradsync.")
-        and selector != "mtf_gradsync.train.run"
-    ]  # fmt: skip
 
 
 def _smaller_model_lines(most: dict[str, int]) -> tuple[list[str], str]:
@@ -418,10 +401,11 @@ def _smaller_model_lines(most: dict[str, int]) -> tuple[list[str], str]:
     config is not larger gets no line. If no parameter gets a line, both results are empty.
     """
     lines, words = {}, {}
-    for (scope, selector, parameter), given in bindings().items():
-        if parameter not in most or not selector.startswith("mesh_tensorflow."):
+    for binding, given in bindings().items():
+        parameter = binding.parameter
+        if parameter not in most or not binding.selector.startswith("mesh_tensorflow."):
             continue
-        key, value = follow_macros(f"{scope}/{short_name(selector)}.{parameter}".lstrip("/"), given)
+        key, value = follow_macros(str(binding), given)
         if isinstance(value, int) and value > most[parameter]:
             lines[key] = f"{key} = {most[parameter]}"
             words[parameter] = f"{parameter} {most[parameter]} in place of {value}"

@@ -221,6 +221,11 @@ class RunConfig:
     watch_copies_steps: int | None = None
     timeline_steps: int = 0
 
+    def on_mesh(self, mesh_shape: MeshShapeLike, layout: LayoutLike, **more: Any) -> RunConfig:
+        """Returns the settings on another mesh, of virtual CPU devices, with `more` changed."""
+        mesh = {"mesh_shape": mesh_shape, "layout_rules": layout}
+        return dataclasses.replace(self, **mesh, mesh_devices=None, mesh_impl=None, **more)
+
 
 def check_schedule(config: RunConfig) -> None:
     """Raises ConfigError for a wrong setting of when a run saves, logs, evaluates or ends.

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import gin
 
 from mtf_gradsync.runtimes._common import ConfigError
-from mtf_gradsync.tools._private.gin import bindings, short_name
+from mtf_gradsync.tools._private.gin import Binding, bindings, short_name
 
 #: Names of the wrappers that divide an update.
 REDUCES, JOINS = "CrossShardOptimizer", "GradientAccumulationOptimizer"
@@ -75,7 +75,7 @@ def bound_value(scope: str, selector: str, parameter: str) -> Any:
     there = bindings()
     parts = scope.split("/") if scope else []
     for end in range(len(parts), -1, -1):
-        key = "/".join(parts[:end]), selector, parameter
+        key = Binding("/".join(parts[:end]), selector, parameter)
         if key in there:
             return follow_macros("", there[key]).value
     return None
@@ -133,8 +133,8 @@ def _check_wrapper(kind: str, scope: str, selector: str) -> None:
         )
     if kind not in _KNOWN:
         return
-    there = {p for where, name, p in bindings() if name == selector and where in ("", scope)}
-    more = sorted(there - _KNOWN[kind] - {"name"})
+    found = [key for key in bindings() if key.selector == selector and key.scope in ("", scope)]
+    more = sorted({key.parameter for key in found} - _KNOWN[kind] - {"name"})
     if more:
         raise ConfigError(
             f"--best chooses {kind} and its settings, and the config binds "

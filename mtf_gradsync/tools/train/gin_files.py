@@ -24,6 +24,7 @@ from mtf_gradsync.runtimes._common import ConfigError, configs_dir
 from mtf_gradsync.tools._private.gin import (
     bindings,
     bindings_that_call,
+    macros,
     note_user_bindings,
     pop_bindings,
     registered,
@@ -70,10 +71,9 @@ def load(
     given = re.findall(r"^\s*(\w+)\s*=", "\n".join(gin_params), re.MULTILINE)
     more = [name for name in unused_macros() if name in given and name not in unused]
     if more:
-        names = sorted({scope for scope, selector, _ in bindings() if selector == "gin.macro"})
-        hint = did_you_mean(more[0], [name for name in names if name not in more])
+        hint = did_you_mean(more[0], sorted(set(macros()) - set(more)))
         raise ConfigError(f"--gin_param: nothing in the config uses the macro {more[0]!r}{hint}")
-    left = [parameter for _, selector, parameter in bindings() if selector == _UTILS_RUN]
+    left = [key.parameter for key in bindings() if key.selector == _UTILS_RUN]
     ignored += [f"utils.run.{name}" for name in left]
     ignored += [f"{name} (a macro that nothing uses)" for name in unused]
     try:
@@ -100,30 +100,20 @@ def bound_run_config() -> RunConfig:
     return RunConfig()
 
 
-@contextlib.contextmanager
-def bound_to_mesh(mesh_shape: str, layout: Any) -> Iterator[None]:
-    """Replaces the mesh and layout that gin binds on optimizers, inside a ``with`` block.
+def mesh_lines(mesh_shape: str, layout: str) -> list[str]:
+    """Returns gin lines that replace the mesh and layout that gin binds on optimizers now.
 
-    A parameter `mesh_shape` or `layout` of this package changes only if gin binds it already. When
-    the block ends, all of these parameters have their old values again.
+    The result has a line for each bound parameter `mesh_shape` or `layout` of this package, except
+    those of ``train.run``. Inside ``with bound(lines)`` the optimizers are on the other mesh.
     """
     given = {"mesh_shape": mesh_shape, "layout": layout}
-    before = {
-        f"{scope}/{selector}.{parameter}".lstrip("/"): (value, given[parameter])
-        for (scope, selector, parameter), value in bindings().items()
-        if parameter in given and selector.startswith("mtf_gradsync.") and selector != _RUN
-    }
-
-    def bind(which: int) -> None:
-        with gin.unlock_config():
-            for key, values in before.items():
-                gin.bind_parameter(key, values[which])
-
-    bind(1)
-    try:
-        yield
-    finally:
-        bind(0)
+    return [
+        f'{key} = "{given[key.parameter]}"'
+        for key in bindings()
+        if key.parameter in given
+        and key.selector.startswith("mtf_gradsync.")
+        and key.selector != _RUN
+    ]
 
 
 def explain_error(error: BaseException) -> str:

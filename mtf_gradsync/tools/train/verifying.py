@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from typing import Any, Generator, NamedTuple, Sequence
 
 import numpy as np
@@ -11,8 +10,8 @@ import numpy as np
 from mtf_gradsync.extension import tf
 from mtf_gradsync.runtimes._common import ConfigError, mesh_text
 from mtf_gradsync.runtimes.sessions import RuntimeName
+from mtf_gradsync.tools._private.gin import bound
 from mtf_gradsync.tools.train import gin_files
-from mtf_gradsync.tools.train.config import RunConfig
 from mtf_gradsync.tools.train.model import MeshModel, TrainingJob, resolve_job
 from mtf_gradsync.tools.train.train_graph import model_and_optimizer
 from mtf_gradsync.tools.verification import Verification, verify
@@ -72,8 +71,8 @@ def verify_config(
         counter = tf.train.get_or_create_global_step()
         (size, *_) = {int(x.shape[0]) for x in features.values()}
         shape, layout = params["mesh_shape"], params["layout"]
-        with gin_files.bound_to_mesh(shape, layout):
-            divided = job_on(config, shape, layout, size)
+        with bound(gin_files.mesh_lines(shape, layout)):
+            divided = resolve_job(config.on_mesh(shape, layout, batch_size=size))
             model = MeshModel(divided.model, mesh_impl)
             step = tf.identity(counter.read_value()) + first
             loss, pairs, opt, _ = model_and_optimizer(divided, model, features, step)
@@ -104,24 +103,6 @@ def verify_config(
             )
         except ValueError as error:
             raise ConfigError(str(error)) from error
-
-
-def job_on(config: RunConfig, mesh_shape: str, layout: str, batch_size: int) -> TrainingJob:
-    """Returns the training job of a config on another mesh, on virtual CPU devices.
-
-    `layout` has the layout rules of the other mesh, and `batch_size` replaces the config's batch
-    size.
-    """
-    return resolve_job(
-        dataclasses.replace(
-            config,
-            mesh_shape=mesh_shape,
-            layout_rules=layout,
-            mesh_devices=None,
-            mesh_impl=None,
-            batch_size=batch_size,
-        )
-    )
 
 
 def _batches(job: TrainingJob) -> Generator[dict[str, np.ndarray], None, None]:

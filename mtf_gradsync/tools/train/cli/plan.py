@@ -27,7 +27,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
 from typing import Any, Callable, Sequence
 
 from mtf_gradsync.runtimes._common import ConfigError, TrainingError
@@ -266,28 +265,22 @@ def plan_config(
     from mtf_gradsync.extension import tf
     from mtf_gradsync.runtimes import xla
     from mtf_gradsync.tools import planning
+    from mtf_gradsync.tools._private.gin import bound
     from mtf_gradsync.tools.train import gin_files
     from mtf_gradsync.tools.train.errors import raised_as
     from mtf_gradsync.tools.train.mesh_settings import axes_of
-    from mtf_gradsync.tools.train.model import TrainingJob, resolve_job
+    from mtf_gradsync.tools.train.model import resolve_job
     from mtf_gradsync.tools.train.train_graph import build_simd, forward_loss, steps_per_update
 
     config = gin_files.bound_run_config()
 
-    def job_on(mesh_shape: str, layout: str) -> TrainingJob:
-        return resolve_job(
-            dataclasses.replace(
-                config, mesh_shape=mesh_shape, layout_rules=layout, mesh_devices=None
-            )
-        )
-
     # One core divides everything: what is wrong here is wrong on each mesh.
-    alone = job_on("all:1", layout="")
+    alone = resolve_job(config.on_mesh("all:1", layout=""))
     axes = None if mesh_shapes else axes_of(config.mesh_shape)
 
     def build(mesh_shape: str, layout: str) -> planning.Built:
-        job = job_on(mesh_shape, layout)
-        with gin_files.bound_to_mesh(mesh_shape, layout):
+        job = resolve_job(config.on_mesh(mesh_shape, layout))
+        with bound(gin_files.mesh_lines(mesh_shape, layout)):
             graph, program = build_simd(job)
         return planning.Built(
             program,

@@ -13,7 +13,7 @@ from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.runtimes._common import install_extra
 from mtf_gradsync.runtimes.simd.program import compiled_only
 from mtf_gradsync.tools import planning
-from mtf_gradsync.tools._private.gin import bindings
+from mtf_gradsync.tools._private.gin import bindings, bound
 from mtf_gradsync.tools.train import gin_files, model
 from mtf_gradsync.tools.train.cli import main as cli
 from mtf_gradsync.tools.train.cli import plan as command
@@ -174,7 +174,7 @@ def test_optimizers_that_are_given_the_mesh_get_the_one_that_is_planned():
     ]
     gin_files.load([], given)
     before = bindings()
-    with gin_files.bound_to_mesh("batch:8", "batch:batch;heads:model"):
+    with bound(gin_files.mesh_lines("batch:8", "batch:batch;heads:model")):
         assert gin.query_parameter(wrapper) == "batch:8"
         assert gin.query_parameter(layout) == "batch:batch;heads:model"
         # The run's own is replaced elsewhere.
