@@ -7,7 +7,7 @@ import pytest
 
 import mtf_gradsync as gs
 from mtf_gradsync._private.libraries import mtf, tf
-from tests import harness, models
+from tests import harness
 
 EPS = np.finfo(np.float32).eps
 LR = 0.5
@@ -124,26 +124,6 @@ def test_own_copies_get_the_sum_of_their_group(mesh_kind, groups, reduction):
     np.testing.assert_allclose(w, expected, rtol=32 * EPS, atol=64 * EPS)
 
 
-@pytest.mark.parametrize("groups", [None, [[7, 0, 3, 4], [1, 2, 6, 5]]])
-@pytest.mark.parametrize("with_axes", [True, False])
-def test_several_own_copies_a_processor(mesh_kind, groups, with_axes):
-    feed = examples()
-    axes = {"mesh_shape": "all:4", "layout": "batch:all"} if with_axes else {}
-    w = train(
-        mesh_kind,
-        "all:4",
-        "batch:all",
-        lambda: sgd(reduction=SUM, group_assignment=groups, **axes),
-        feed,
-        own_copies=True,
-    )
-    grads = residual_and_grad(feed, W)[1]
-    expected = np.empty((B, D))
-    for group in groups or [list(range(B))]:
-        expected[group] = W - LR * grads[group].sum(0)
-    np.testing.assert_allclose(w, expected, rtol=32 * EPS, atol=64 * EPS)
-
-
 def test_per_shard_gradients_are_summed_away(mesh_kind):
     """Clipped shard by shard between compute_gradients and apply_gradients."""
     feed = examples()
@@ -220,56 +200,6 @@ def test_dtypes_of_variables(mesh_kind, dtype):
     np.testing.assert_allclose(w, expected, atol=tolerance)
 
 
-def test_none_gradients_leave_their_variables_alone(mesh_kind):
-    def build(mesh, inputs):
-        loss = models.mlp_loss(mesh, inputs)
-        variables = list(mesh.graph.trainable_variables)
-        grads = mtf.gradients([loss], [v.value for v in variables])
-        grads[1] = None
-        return sgd().apply_grads(grads, variables), {}
-
-    result = harness.run(mesh_kind, "all:2", "batch:all", build, models.mlp_batches(2))
-    np.testing.assert_array_equal(result.variables["b1"], models.mlp_values()["b1"])
-    assert np.any(result.variables["w1"] != models.mlp_values()["w1"])
-
-
-def test_microbatched_step_equals_the_whole_batch(mesh_kind):
-    feeds = models.mlp_batches(2)
-
-    def build(mesh, inputs):
-        batch = mtf.Dimension("batch", models.BATCH)
-        names = {"x": "in", "y": "in"}
-        tensors = {
-            k: mtf.import_tf_tensor(
-                mesh, inputs[k], mtf.Shape([batch, mtf.Dimension(names[k], models.INPUTS)])
-            )
-            for k in names
-        }
-        hidden = mtf.Dimension("hidden", models.HIDDEN)
-        d = mtf.Dimension("in", models.INPUTS)
-        w = mtf.get_variable(
-            mesh, "w1", mtf.Shape([d, hidden]),
-            initializer=tf.constant_initializer(models.mlp_values()["w1"]),
-        )  # fmt: skip
-
-        def loss_of(features):
-            h = mtf.tanh(mtf.einsum([features["x"], w], reduced_dims=[d]))
-            out = mtf.einsum([h, w], reduced_dims=[hidden])
-            return {"loss": mtf.reduce_sum(mtf.square(out - features["y"])) * (1 / 96)}
-
-        grads, _ = mtf.serialize_training_step(tensors, loss_of, batch, 2)
-        return sgd().apply_grads(grads, mesh.graph.trainable_variables), {}
-
-    w = harness.run(mesh_kind, *harness.MESHES["2x2"][:2], build, feeds).variables["w1"]
-    expected = models.mlp_values()["w1"].astype(float)
-    for feed in feeds:
-        x, y = feed["x"].astype(float), feed["y"].astype(float)
-        h = np.tanh(x @ expected)
-        d_out = 2 * (h @ expected.T - y) / 96
-        expected = expected - LR * (x.T @ ((d_out @ expected) * (1 - h**2)) + d_out.T @ h)
-    np.testing.assert_allclose(w, expected, rtol=64 * EPS, atol=64 * EPS)
-
-
 def test_two_shard_dims_number_the_shards_in_the_order_of_batch_dims(mesh_kind):
     groups = [[0, 5, 2, 7], [1, 4, 3, 6]]
     grads = np.random.RandomState(0).randn(2, 4, D).astype("f")
@@ -308,21 +238,12 @@ class TestErrors:
             call()
         assert (list(mesh.graph.operations), len(tf_graph.get_operations())) == before
 
-    @pytest.mark.parametrize(
-        ("groups", "words"),
-        [
-            ([[0, 1], [2]], "missing"),
-            ([[0, 1], [2, 9]], "unknown"),
-            ([[0, 1], [2, 2]], "repeated"),
-            ([[0, 1, 2], [3]], "equal sizes"),
-        ],
-    )
-    def test_groups_that_do_not_fit_the_mesh(self, groups, words):
+    def test_groups_that_do_not_fit_the_mesh(self):
         mesh, grad, variable = self.model(own_copies=True)
-        optimizer = sgd(group_assignment=groups)  # the mesh is not known yet
-        self.check(mesh, lambda: optimizer.apply_grads([grad], [variable]), words)
+        optimizer = sgd(group_assignment=[[0, 1], [2]])  # the mesh is not known yet
+        self.check(mesh, lambda: optimizer.apply_grads([grad], [variable]), "missing")
         loss = mtf.ones(mesh, mtf.Shape([mtf.Dimension("batch", 4)]))
-        self.check(mesh, lambda: optimizer.compute_gradients(loss), words)
+        self.check(mesh, lambda: optimizer.compute_gradients(loss), "missing")
 
     def test_groups_on_a_variable_that_all_shards_share(self):
         mesh, grad, variable = self.model()

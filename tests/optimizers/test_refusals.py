@@ -85,12 +85,18 @@ REFUSED = {
         ),
         *(
             ({"group_assignment": groups}, ValueError, "list of lists")
-            for groups in ("01", [0, 1], [[0, 1], 2], [[0.5]])
+            for groups in ("01", 3, [0, 1], [[0, 1], 2], [[0, "1"]], [[0, 1.0]], [[True, False]])
         ),
-        ({"group_assignment": [[0, 1], [2]], **FOUR}, ValueError, "missing"),
-        ({"group_assignment": [[0, 1], [2, 9]], **FOUR}, ValueError, "unknown"),
-        ({"group_assignment": [[0, 1], [2, 2]], **FOUR}, ValueError, "repeated"),
-        ({"group_assignment": [[0, 1, 2], [3]], **FOUR}, ValueError, "equal sizes"),
+        *(
+            ({"group_assignment": groups, **FOUR}, ValueError, words)
+            for groups, words in (
+                ([[0, 1], [2]], r"missing \[3\]"),
+                ([[0, 1], [2, 9]], r"missing \[3\], unknown \[9\]"),
+                ([[0, 1], [2, 2]], r"missing \[3\], repeated \[2\]"),
+                ([[0, 1, 2], [3]], r"equal sizes.*\[3, 1\]"),
+                ([[0, 1, 2, 3], []], r"equal sizes.*\[4, 0\]"),
+            )
+        ),
     ],
     "GradientAccumulationOptimizer": [
         ({"backward_passes_per_step": 0}, ValueError, "backward_passes_per_step.*0"),
@@ -183,6 +189,10 @@ REFUSED = {
     "SyncReplicasOptimizer": [
         (NO_MESH, ValueError, "mesh"),
         ({"replicas_to_aggregate": 0}, ValueError, "replicas_to_aggregate"),
+        ({"total_num_replicas": 3}, ValueError, "total_num_replicas.*4"),
+        ({"variable_averages": 0.9}, ValueError, "variables_to_average"),
+        ({"variable_averages": 2, "variables_to_average": []}, ValueError, "decay"),
+        ({"max_steps_without_update": 0}, ValueError, "max_steps_without_update"),
     ],
 }
 CASES = [(name, *case) for name, cases in REFUSED.items() for case in cases] + [

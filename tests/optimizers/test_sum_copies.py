@@ -109,29 +109,6 @@ def test_bfloat16(mesh_kind, mesh_shape):
     np.testing.assert_allclose(out.astype(float), expected, rtol=2**-8, atol=2**-8)
 
 
-@pytest.mark.parametrize(
-    "assignment", ["01", 3, [0, 1], [[0, 1], 2], [[0, "1"]], [[0, 1.0]], [[True, False]]]
-)
-def test_not_a_list_of_lists(assignment):
-    with pytest.raises(ValueError, match="list of lists"):
-        check_group_assignment(assignment)
-
-
-@pytest.mark.parametrize(
-    ("assignment", "words"),
-    [
-        ([[0, 1], [2]], r"missing \[3\]"),
-        ([[0, 1], [2, 2]], r"missing \[3\], repeated \[2\]"),
-        ([[0, 1], [2, 4]], r"missing \[3\], unknown \[4\]"),
-        ([[0, 1, 2], [3]], r"equal sizes.*\[3, 1\]"),
-        ([[0, 1, 2, 3], []], r"equal sizes.*\[4, 0\]"),
-    ],
-)
-def test_not_a_permutation_or_unequal(assignment, words):
-    with pytest.raises(ValueError, match=words):
-        check_groups_cover(assignment, 4)
-
-
 def test_empty_means_one_group_of_all():
     assert check_group_assignment(None) is None
     assert check_group_assignment([]) is None

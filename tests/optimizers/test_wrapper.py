@@ -132,6 +132,8 @@ def test_none_gradients_pass_through_and_lists_stay_as_they_were(wrapper):
     ((passed, seen),) = inner.calls
     assert [g is None for g in passed] == [True, False, True]
     assert list(seen) == variables
+    owners = {v.name.split("/")[0] for v in mesh.graph.all_variables if not v.trainable}
+    assert owners <= {"w_1", "GradientAccumulationOptimizer"}
 
 
 def test_no_gradients_give_no_operations(wrapper, fresh_graph):

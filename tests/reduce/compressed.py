@@ -10,9 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from mtf_gradsync import xla
 from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync.runtimes.xla.runner import Step
 from tests.reduce import exact
 
 BATCH, INPUTS, HIDDEN = 16, 24, 20
@@ -44,15 +42,6 @@ def gradients(feed: dict[str, np.ndarray], shards: int) -> dict[str, np.ndarray]
     each = len(feed["x"]) // shards
     x, y = (feed[k].astype(float).reshape(shards, each, -1) for k in ("x", "y"))
     return {"w": np.einsum("sbi,sbh->sih", x, y), "b": y.sum(1), "gain": y.sum((1, 2))}
-
-
-def exported_step(program: Any, folder: Any, checkpoint: str) -> Step:
-    """A step of a `rounded_programs.Program`, exported with the values of a checkpoint."""
-    made = program.built
-    with made.graph.as_default():
-        fetches = {"loss": made.fetched["loss"]}
-        xla.export(made.program, made.lowering, fetches, folder, checkpoint=checkpoint)
-    return Step.load(str(folder))
 
 
 def encode(x: np.ndarray, bits: int) -> tuple[np.ndarray, np.ndarray]:

@@ -99,17 +99,6 @@ def test_levels():
     assert inner_groups(mesh("a:2;b:4", INTERLEAVED), range(8), ["a"])[0] == [0, 1, 2, 3]
 
 
-@pytest.mark.parametrize("outer_axes", ["depth", ["rows", "depth"], [2], [-1]])
-def test_outer_axes_that_the_mesh_has_not(outer_axes):
-    strategy = reduce.HierarchicalAllReduce(outer_axes=outer_axes)
-    with on_mesh.graph_of("rows:4;cols:2", [(3,)]) as (impl, values, graph):
-        before = len(graph.get_operations())
-        groups = reduce.ProcessorGroups.along(impl, [0, 1])
-        with pytest.raises(ValueError, match=r"outer_axes.*rows:4.*cols:2|outer_axes"):
-            strategy.all_reduce(impl, values, groups)
-        assert len(graph.get_operations()) == before
-
-
 def test_sizes_choose_the_algorithm():
     strategy = reduce.HierarchicalAllReduce([("ring", 1, 40), ("add_n", 2, 400), ("add_n", 4, -1)])
     with on_mesh.graph_of("all:8", [(10,), (11,), (100,), (101,)]) as (impl, values, graph):

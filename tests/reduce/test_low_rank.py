@@ -162,20 +162,6 @@ def power_sgd(start, part, rng=None):
     return found
 
 
-@pytest.mark.xla
-@pytest.mark.slow
-def test_an_exported_folder_takes_what_was_not_sent_along(programs, tmp_path):
-    made, saved = programs("simd", "2x2"), str(tmp_path / "saved")
-    made.run(FEEDS[:3], save=saved)
-    step = compressed.exported_step(made, tmp_path / "step", saved)
-    for feed in FEEDS[3:6]:
-        step(feed)
-    found, expected = step.variables(), programs("xla", "2x2").run(FEEDS[3:6], restore=saved)
-    assert {k: v.tobytes() for k, v in found.items()} == {
-        k: v.tobytes() for k, v in expected.items()
-    }
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["placement", "simd"])
 def test_full_rank_is_the_plain_sum(kind):

@@ -126,15 +126,6 @@ def test_without_a_device_all_take_turns():
     assert sorted(devices.values()) == [2] * 8
 
 
-def test_a_device_that_is_not_on_the_mesh_is_refused_with_those_that_are():
-    with on_mesh.graph_of("all:2", [(3,)]) as (impl, values, graph):
-        before = len(graph.get_operations())
-        strategy = reduce.ReductionToOneDevice("/device:GPU:0")
-        with pytest.raises(ValueError, match=r"GPU:0.*CPU:0.*CPU:1"):
-            strategy.all_reduce(impl, values, reduce.ProcessorGroups.along(impl, [0]))
-        assert len(graph.get_operations()) == before
-
-
 def test_accumulation_fn():
     def from_the_end(tensors):
         total = tensors[-1]

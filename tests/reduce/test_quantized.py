@@ -88,19 +88,6 @@ def test_four_bits_and_no_feedback(kind):
     np.testing.assert_array_equal(found["w"], rounded.values["w"])
 
 
-@pytest.mark.xla
-def test_an_exported_folder_takes_what_was_not_sent_along(programs, tmp_path):
-    made, saved = programs("simd", "2x2"), str(tmp_path / "saved")
-    made.run(FEEDS[:3], save=saved)
-    step = compressed.exported_step(made, tmp_path / "step", saved)
-    reference = Reference("2x2")
-    for number, feed in enumerate(FEEDS[:6]):
-        reference.step(feed)
-        if number >= 3:
-            step(feed)
-    reference.check(step.variables())
-
-
 def test_processors_of_one_memory_that_have_the_same_send_it_once():
     devices = [f"/device:CPU:{i}" for i in range(4)]
     parts = [np.random.RandomState(i).randn(24, 20).astype("f") for i in range(2)]

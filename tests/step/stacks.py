@@ -5,13 +5,7 @@ from tests import harness, models
 from tests.wrappers import wrap
 
 MESH, LAYOUT, _ = harness.MESHES["2"]
-
-
 AXES = {"mesh_shape": MESH, "layout": LAYOUT}
-
-
-# Each leaves an update with all gradients as it is, or makes it of two equal micro steps.
-WRAPPERS = ("cross_shard", "clip", "local", "synced", "replicas")
 
 
 def stacked(names, inner=None, prefix=""):
@@ -23,7 +17,6 @@ def stacked(names, inner=None, prefix=""):
 
 
 def mlp_step(opt, mesh, inputs):
-    variables = mesh.graph.trainable_variables
     loss = models.mlp_loss(mesh, inputs)
     variables = mesh.graph.trainable_variables
     grads = mtf.gradients([loss], [v.value for v in variables])

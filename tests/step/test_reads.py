@@ -35,21 +35,6 @@ def test_slices_have_no_random_initial_values(fresh_graph):
     assert not of_type(fresh_graph, "RandomUniform")
 
 
-def test_momentum_uses_the_velocity_of_the_step_before(mesh_kind):
-    feeds = models.mlp_batches(1)
-    result = harness.run(
-        mesh_kind,
-        "all:2",
-        "batch:all",
-        models.train(lambda: gs.CrossShardOptimizer(models.OPTIMIZERS["momentum"]())),
-        feeds,
-        grappler=True,
-    )
-    for name, value in models.mlp_values().items():
-        np.testing.assert_array_equal(result.variables[name], value)  # the first one is 0
-        assert np.any(result.variables[name + "_momentum_v"] != 0)
-
-
 def test_variables_that_the_program_assigns_itself_are_read_where_they_are_used():
     """A loop over variables (num_loop_vars) reads what it wrote, as in bare Mesh-TF."""
 

@@ -10,7 +10,6 @@ from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.optimizers.accumulation import LOCAL, SHARDED, SYNCED
 from tests import harness, models, reference
 from tests.optimizers.accumulation.accumulation_runs import (
-    EPS,
     STEPS,
     K,
     accumulate,
@@ -49,27 +48,6 @@ def test_mean_equals_one_batch_of_all_microbatches(kind, where, optimizer):
     assert_close(result.variables, reference.train(optimizer, joined(feeds)))
 
 
-@pytest.mark.parametrize(
-    ("kind", "wrap", "autostack"),
-    [
-        ("simd", "around cross-shard", False),
-        ("simd", "alone", True),
-        ("placement", "around cross-shard", True),
-    ],
-)
-@pytest.mark.mostly_slow
-def test_sum_is_k_times_the_mean(kind, wrap, autostack):
-    feeds = models.mlp_batches(STEPS)
-
-    def make():
-        inner = mtf.optimize.SgdOptimizer(0.1 / K)
-        inner = gs.CrossShardOptimizer(inner) if wrap == "around cross-shard" else inner
-        return accumulate(inner, "2x2")
-
-    result = run(kind, "2x2", make, feeds, autostack=autostack)
-    assert_close(result.variables, reference.train("sgd", joined(feeds)))
-
-
 @pytest.mark.mostly_slow
 def test_variables_and_slots_keep_their_bits_between_updates(mesh_kind):
     feeds = models.mlp_batches(K)
@@ -85,18 +63,6 @@ def test_variables_and_slots_keep_their_bits_between_updates(mesh_kind):
     counters = "GradientAccumulationOptimizer/"
     assert [before[counters + n] for n in ("mini_step", "update_step")] == [K - 1, 0]
     assert [after[counters + n] for n in ("mini_step", "update_step")] == [0, 1]
-
-
-@pytest.mark.mostly_slow
-def test_one_pass_is_exactly_the_inner_optimizer(mesh_kind):
-    feeds = models.mlp_batches(2)
-    inner = lambda: gs.CrossShardOptimizer(models.OPTIMIZERS["momentum"]())  # noqa: E731
-    bare = run(mesh_kind, "2", inner, feeds)
-    for place in (LOCAL, SYNCED, SHARDED):
-        one = run(mesh_kind, "2", lambda: accumulate(inner(), "2", 1, place), feeds)  # noqa: B023
-        assert sorted(one.variables) == sorted(bare.variables)
-        for name, value in bare.variables.items():
-            np.testing.assert_array_equal(one.variables[name], value)
 
 
 def test_bfloat16_activations_add_up_in_float32(mesh_kind):
@@ -138,46 +104,8 @@ def test_local_accumulators_take_one_slice_a_core():
         assert laid_out[name + "/gradient_accumulator"].laid_out_tensor.slice_shape == [1, *weight]
 
 
-def test_gradients_that_are_none_stay_none(mesh_kind):
-    def build(mesh, inputs):
-        loss = models.mlp_loss(mesh, inputs)
-        variables = list(mesh.graph.trainable_variables)
-        grads = mtf.gradients([loss], [v.value for v in variables])
-        grads[0] = None
-        optimizer = accumulate(models.OPTIMIZERS["sgd"](), "2", 2)
-        return optimizer.apply_grads(grads, variables), {}
-
-    shape, layout, _ = harness.MESHES["2"]
-    result = harness.run(mesh_kind, shape, layout, build, models.mlp_batches(2))
-    assert "w1/gradient_accumulator" not in result.variables
-    np.testing.assert_array_equal(result.variables["w1"], models.mlp_values()["w1"])
-    assert np.any(result.variables["b1"] != models.mlp_values()["b1"])
-
-
 class TestComposition:
     """With the other stages."""
-
-    def test_microbatches_inside_a_microbatch_step(self, mesh_kind):
-        feeds = models.mlp_batches(4)
-
-        def build(mesh, inputs):
-            batch = mtf.Dimension("batch", models.BATCH)
-            d = mtf.Dimension("in", models.INPUTS)
-            x = mtf.import_tf_tensor(mesh, inputs["x"], mtf.Shape([batch, d]))
-            start = tf.constant_initializer(np.full(models.INPUTS, 0.5, "f"))
-            w = mtf.get_variable(mesh, "w", mtf.Shape([d]), initializer=start)
-            grads, _ = mtf.serialize_training_step(
-                {"x": x}, lambda f: {"loss": mtf.reduce_sum(mtf.square(f["x"] * w))}, batch, 2
-            )
-            optimizer = accumulate(mtf.optimize.SgdOptimizer(0.001), "2", 2)
-            return optimizer.apply_grads(grads, mesh.graph.trainable_variables), {}
-
-        shape, layout, _ = harness.MESHES["2"]
-        w = harness.run(mesh_kind, shape, layout, build, feeds).variables["w"]
-        expected = np.full(models.INPUTS, 0.5)
-        for big in joined(feeds, 2):
-            expected = expected - 0.001 * 2 * expected * np.square(big["x"].astype(float)).sum(0)
-        np.testing.assert_allclose(w, expected, rtol=64 * EPS)
 
     def test_clipping_per_shard_and_microbatch_step_and_globally_per_update(self, mesh_kind):
         feeds = models.mlp_batches(4)
@@ -209,34 +137,6 @@ class TestComposition:
             values = reference.Sgd()(values, reference.clipped(total, update_norm))
         assert_close(result.variables, values)
 
-    @pytest.mark.parametrize("place", [LOCAL, SYNCED])
-    def test_groups_of_own_copies(self, mesh_kind, place):
-        groups = [[3, 0], [1, 2]]
-        dims = [mtf.Dimension("batch", 4), mtf.Dimension("d", 3)]
-        grads = np.random.RandomState(0).randn(4, 4, 3).astype("f")
-
-        def build(mesh, inputs):
-            w = mtf.get_variable(mesh, "w", mtf.Shape(dims), initializer=tf.zeros_initializer())
-            grad = mtf.import_tf_tensor(mesh, inputs["g"], mtf.Shape(dims))
-            inner = gs.CrossShardOptimizer(mtf.optimize.SgdOptimizer(0.5), group_assignment=groups)
-            optimizer = accumulate(inner, "4", 2, place)
-            return optimizer.apply_grads([grad], [w.operation]), {}
-
-        shape, layout, _ = harness.MESHES["4"]
-        feeds = [{"g": g} for g in grads]
-        w = harness.run(mesh_kind, shape, layout, build, feeds).variables["w"]
-        total = grads.sum(0, dtype=float)
-        expected = np.empty((4, 3))
-        for group in groups:
-            expected[group] = -0.5 * total[group].sum(0)
-        np.testing.assert_allclose(w, expected, rtol=16 * EPS, atol=16 * EPS)
-
-
-def test_sums_over_the_shards_belong_inside_of_local_accumulation():
-    inner = accumulate(mtf.optimize.SgdOptimizer(1), "4x2")
-    with pytest.raises(ValueError, match=r"GradientAccumulationOptimizer\(CrossShardOptimizer"):
-        gs.CrossShardOptimizer(inner)
-
 
 def test_two_wrappers_in_one_graph_need_two_names():
     _, weights, grads = two_parameter_model()
@@ -254,24 +154,6 @@ def test_one_wrapper_serves_several_graphs():
     optimizer = accumulate(mtf.optimize.SgdOptimizer(0.1), "2")
     results = [run("placement", "2", lambda: optimizer, models.mlp_batches(K)) for _ in range(2)]
     np.testing.assert_array_equal(results[0].variables["w1"], results[1].variables["w1"])
-
-
-@pytest.mark.parametrize("optimizer", ["sgd", "momentum", "adafactor"])
-def test_bfloat16_activations_with_every_optimizer_that_takes_them(mesh_kind, optimizer):
-    """Mesh-TF's AdamWeightDecay does not, with weight decay, with or without a wrapper."""
-    batch, d = mtf.Dimension("batch", 8), mtf.Dimension("d", 4)
-    feeds = [{"x": f["x"][:8, :4]} for f in models.mlp_batches(4)]
-    dtype = mtf.VariableDType(tf.float32, tf.float32, tf.bfloat16)
-
-    def build(mesh, inputs):
-        x = mtf.import_tf_tensor(mesh, tf.cast(inputs["x"], tf.bfloat16), mtf.Shape([batch, d]))
-        w = mtf.get_variable(mesh, "w", mtf.Shape([d]), dtype, initializer=tf.ones_initializer())
-        inner = models.OPTIMIZERS[optimizer]()
-        return accumulate(inner, "2", 2).minimize(mtf.reduce_sum(x * w)), {}
-
-    w = harness.run(mesh_kind, "all:2", "batch:all", build, feeds).variables["w"]
-    assert np.isfinite(w).all()
-    assert np.any(w != 1)
 
 
 def test_summaries_of_the_inner_optimizer_are_removed(caplog):

@@ -121,33 +121,6 @@ def test_large_updates_are_skipped(mesh_kind):
     assert model.skipped == result.variables["GradientAccumulationOptimizer/skipped"] == 1
 
 
-def test_a_learning_rate_can_follow_the_update_step(mesh_kind):
-    """The counter exists before the inner optimizer, under the wrapper's name."""
-    feeds = models.mlp_batches(STEPS)
-
-    def build(mesh, inputs):
-        loss = models.mlp_loss(mesh, inputs)
-        step = gs.get_update_step(mesh)
-        lr = 0.1 / (1.0 + mtf.cast(step, tf.float32))
-        optimizer = accumulate(mtf.optimize.SgdOptimizer(lr), "2")
-        operations = optimizer.minimize(loss)
-        assert optimizer.update_step.value is step
-        return operations, {}
-
-    shape, layout, _ = harness.MESHES["2"]
-    result = harness.run(mesh_kind, shape, layout, build, feeds)
-
-    class Decaying(reference.Sgd):
-        updates = 0
-
-        def __call__(self, values, grads):
-            self.updates += 1
-            return super().__call__(values, {k: g / self.updates for k, g in grads.items()})
-
-    model = reference.Accumulation(Decaying(), K)
-    assert_close(result.variables, reference.train(model, feeds))
-
-
 @pytest.mark.parametrize("norm", [0, -1.0, float("nan")])
 def test_bad_norm_to_skip(norm):
     with pytest.raises(ValueError, match="max_norm"):

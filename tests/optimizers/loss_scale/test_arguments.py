@@ -6,43 +6,9 @@ import mtf_gradsync as gs
 from mtf_gradsync._private.libraries import mtf, tf
 from tests import models
 
-AXES = gs.ReplicaAxes("all:4", "batch:all")
-
 
 def sgd():
     return mtf.optimize.SgdOptimizer(0.1)
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: gs.LossScaleOptimizer(gs.LossScaleOptimizer(sgd())), "twice"),
-        (
-            lambda: gs.LossScaleOptimizer(gs.GradientAccumulationOptimizer(sgd(), 2, axes=AXES)),
-            "turn them round",
-        ),
-        (
-            lambda: gs.SyncReplicasOptimizer(gs.LossScaleOptimizer(sgd()), 4, axes=AXES),
-            "cannot find that its scale",
-        ),
-        (
-            lambda: gs.GradientAccumulationOptimizer(
-                gs.LossScaleOptimizer(sgd()),
-                2,
-                should_skip_update_fn=gs.skip_not_finite,
-                axes=AXES,
-            ),
-            "cannot find that its scale",
-        ),
-        (
-            lambda: gs.ShardedUpdateOptimizer(gs.LossScaleOptimizer(sgd()), axes=AXES),
-            "turn them round",
-        ),
-    ],
-)
-def test_orders_that_make_no_sense(make, message):
-    with pytest.raises(ValueError, match=message):
-        make()
 
 
 def model():

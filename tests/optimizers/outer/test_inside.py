@@ -42,49 +42,6 @@ def test_each_island_clips_by_its_own_norm(mesh, mesh_kind):
     assert_as_reference(found, expected, 4)
 
 
-@pytest.mark.parametrize(
-    ("mesh_kind", "mesh", "accumulate"),
-    [
-        ("simd", "2", "local"),
-        ("simd", "2", "synced"),
-        ("simd", "2x2", "local"),
-        ("placement", "2x2", "local"),
-    ],
-    indirect=["mesh_kind"],
-)
-@pytest.mark.mostly_slow
-def test_an_inner_step_is_an_update_of_accumulated_gradients(mesh, accumulate, mesh_kind):
-    def inside(opt, mesh):
-        local = where(mesh) if accumulate == "local" else {}
-        return gs.GradientAccumulationOptimizer(opt, 2, average_aggregated_gradients=True, **local)
-
-    feeds, islands = batches(8), 2
-    merged = [
-        {
-            k: np.concatenate(
-                [x for pair in zip(*(np.split(f[k], islands) for f in two)) for x in pair]
-            )
-            for k in two[0]
-        }
-        for two in zip(feeds[::2], feeds[1::2])
-    ]
-    expected = expected_of(mesh, merged)
-    found = trained(mesh_kind, mesh, feeds, inside)
-    assert_as_reference(found, expected, 8)
-    assert found["OuterOptimizer/inner_step"] == 4
-
-
-@pytest.mark.slow
-def test_updates_are_sharded_inside_of_an_island(mesh_kind):
-    feeds = batches(4)
-
-    def inside(opt, mesh):
-        return gs.ShardedUpdateOptimizer(opt, min_size=1, **where(mesh))
-
-    expected = expected_of("2x2", feeds, "adam")
-    assert_as_reference(trained(mesh_kind, "2x2", feeds, inside, "adam"), expected, 4)
-
-
 def test_all_islands_skip_a_step_that_overflows_on_one(mesh_kind):
     """A loss scale is one for all islands: an island by itself would go on at another one."""
     feeds = batches(5)

@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 
 import mtf_gradsync as gs
-from mtf_gradsync._private.libraries import mtf
-from tests import harness, models, reference
+from tests import harness, models
 from tests.optimizers.outer import outer_reference
 from tests.optimizers.outer.outer_programs import TWO_OF_SLICES, batches
 from tests.optimizers.outer.outer_reference import ALL
@@ -79,34 +78,6 @@ def test_nothing_is_sent():
     assert one
 
 
-def accumulating(opt):
-    return gs.GradientAccumulationOptimizer(opt, 2, True)
-
-
-def replicas(opt):
-    shape, layout, _ = WHERE["two replicas"]
-    return gs.SyncReplicasOptimizer(opt, 4, mesh_shape=shape, layout=layout)
-
-
-@pytest.mark.parametrize("inside", [accumulating, replicas])
-@pytest.mark.slow
-def test_what_has_two_microbatch_steps_inside(mesh_kind, inside):
-    """An update counts for a round, however many microbatch steps it takes."""
-    feeds = batches(2 * STEPS)
-    made = built(mesh_kind, "two replicas", inner=lambda: inside(mtf.optimize.SgdOptimizer(0.1)))
-    joined = [{k: np.concatenate([a[k], b[k]]) for k in a} for a, b in zip(feeds[::2], feeds[1::2])]
-    assert_close(made.run(feeds).variables, expected(joined, opt="sgd"))
-
-
-@pytest.mark.mostly_slow
-def test_a_clip_around_it(mesh_kind):
-    """Around several islands it would reduce their gradients, which is an error."""
-    made = built(mesh_kind, "two replicas", wrap=lambda x: gs.ClipByGlobalNormOptimizer(x, 0.01))
-    feeds = batches(STEPS)
-    clipped = lambda grads: reference.clipped(grads, 0.01)  # noqa: E731
-    assert_close(made.run(feeds).variables, expected(feeds, change=clipped))
-
-
 @pytest.mark.slow
 def test_a_nan_restarts_it_from_the_outer_values(mesh_kind):
     made = built(mesh_kind, "two replicas", leave_out_not_finite=True)
@@ -146,12 +117,6 @@ def test_four_islands_go_on_as_one_and_one_as_four(tmp_path):
                     after[held], np.broadcast_to(mean, after[held].shape), rtol=1e-6, err_msg=held
                 )
         assert after["OuterOptimizer/inner_step"] == ROUND
-
-
-def test_two_around_each_other_are_refused():
-    inner = gs.OuterOptimizer(mtf.optimize.SgdOptimizer(0.1), 2, outer_dims=())
-    with pytest.raises(ValueError, match="would make islands of islands"):
-        gs.OuterOptimizer(inner, 2, outer_dims=())
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ from mtf_gradsync._private.libraries import mtf, tf
 from tests import harness, models, reference
 from tests.properties import sync_replicas_schedules as schedules
 
-MESH, LAYOUT, BATCH_DIMS = harness.MESHES["4x2"]
+_, LAYOUT, BATCH_DIMS = harness.MESHES["4x2"]
 STATE = ("local_step", "made", "dropped", "count", "update_step")
 
 
@@ -117,25 +117,3 @@ def test_too_many_steps_without_update_name_the_replicas():
     build = step(8, "sgd", SHAPE, max_steps_without_update=1)
     with pytest.raises(tf.errors.InvalidArgumentError, match=r"max_steps_without_update=1.*\[2\]"):
         harness.run("placement", SHAPE, LAYOUT, build, feeds(schedule, states))
-
-
-@pytest.mark.parametrize(
-    ("kwargs", "words"),
-    [
-        ({"replicas_to_aggregate": 0}, "replicas_to_aggregate"),
-        ({"replicas_to_aggregate": 2, "total_num_replicas": 3}, "total_num_replicas.*4"),
-        ({"replicas_to_aggregate": 2, "variable_averages": 0.9}, "variables_to_average"),
-        ({"replicas_to_aggregate": 2, "variable_averages": 2, "variables_to_average": []}, "decay"),
-        ({"replicas_to_aggregate": 2, "max_steps_without_update": 0}, "max_steps_without_update"),
-    ],
-)
-def test_errors_say_what_was_given(kwargs, words):
-    with pytest.raises(ValueError, match=words):
-        gs.SyncReplicasOptimizer(
-            mtf.optimize.SgdOptimizer(0.1), mesh_shape=MESH, layout=LAYOUT, **kwargs
-        )
-
-
-def test_needs_the_mesh():
-    with pytest.raises(ValueError, match="mesh_shape and layout"):
-        gs.SyncReplicasOptimizer(mtf.optimize.SgdOptimizer(0.1), 2)

@@ -242,39 +242,6 @@ def test_a_copy_for_each_replica_may_stand_by_without_a_gradient():
 # Wrappers inside.
 
 
-@pytest.mark.parametrize(
-    "inner",
-    [
-        lambda: gs.GradientAccumulationOptimizer(mtf.optimize.SgdOptimizer(0.1), 2),
-        lambda: gs.GradientAccumulationOptimizer(
-            mtf.optimize.SgdOptimizer(0.1), 2, mesh_shape=MESH, layout=LAYOUT
-        ),
-        lambda: gs.CrossShardOptimizer(make(accept_summed=True)),
-    ],
-    ids=["synced accumulation", "local accumulation", "itself"],
-)
-def test_what_skips_updates_does_not_stand_inside(inner):
-    with pytest.raises(ValueError, match=r"replicas_to_aggregate=K \* num_shards"):
-        make(inner=inner())
-
-
-@pytest.mark.parametrize(
-    "outer",
-    [gs.CrossShardOptimizer, lambda opt: gs.ClipByGlobalNormOptimizer(opt, 1.0)],
-    ids=["cross_shard", "clip"],
-)
-def test_what_sums_gradients_stands_inside(outer):
-    with pytest.raises(ValueError, match=r"turn them round, SyncReplicasOptimizer\(C\w+\(opt\)"):
-        outer(make())
-    assert outer(make(accept_summed=True))
-    assert make(inner=outer(mtf.optimize.SgdOptimizer(0.1)))
-
-
-def test_accumulation_around_it_is_an_error_that_says_what_would_do():
-    with pytest.raises(ValueError, match=r"replicas_to_aggregate=K \* num_shards"):
-        gs.GradientAccumulationOptimizer(make(), 2)
-
-
 # Averages.
 
 

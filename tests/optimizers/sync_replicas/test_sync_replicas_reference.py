@@ -1,19 +1,14 @@
 """The numpy model of synchronous replicas, by cases worked out by hand and by what must hold."""
 
-import hypothesis
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from tests import models, reference
 from tests.optimizers.sync_replicas.sync_replicas_reference import SyncReplicas
 from tests.properties.sync_replicas_schedules import (
-    VARIABLES,
     Schedule,
     parts,
     replay,
-    schedules,
 )
 
 
@@ -129,79 +124,3 @@ def test_parts_are_blocks_of_the_batch_dimensions():
         [10, 11, 14, 15],
     ]
     assert [list(p[:, 0]) for p in parts(batch, (8,))] == [[2 * i, 2 * i + 1] for i in range(8)]
-
-
-SHARD_SIZES = st.sampled_from([(1,), (2,), (4,), (8,), (2, 2)])
-
-
-@given(SHARD_SIZES.flatmap(schedules))
-def test_every_fresh_finite_contribution_enters_one_average(schedule):
-    number, steps = schedule.num_replicas, schedule.steps
-    # An entry for each gradient that could come: the variables then tell what went in, and how.
-    start = {"x": np.zeros((steps, number)), "y": np.zeros(1)}
-    model = SyncReplicas(
-        lambda values, grads: {k: values[k] - grads[k] for k in values},
-        number,
-        schedule.replicas_to_aggregate,
-        start,
-    )
-    lagging, came, applied, dropped = set(), [], np.zeros((steps, number)), np.zeros(number, int)
-    for step, feed in enumerate(schedule.feeds()):
-        model.local_step -= feed["lag"]
-        lagging |= set(np.flatnonzero(feed["lag"]))
-        bad = np.any([feed[f"poison_{name}"] != 0 for name in VARIABLES], axis=0)
-        bad |= [not np.all(np.isfinite(y)) for y in parts(feed["y"], schedule.shard_sizes)]
-        grads = []
-        for replica in range(number):
-            grads.append({"x": np.zeros((steps, number)), "y": np.zeros(1)})
-            grads[-1]["x"][step, replica] = 1
-            grads[-1]["y"][0] = np.nan if bad[replica] else 0
-            if feed["contributes"][replica] and replica not in lagging and not bad[replica]:
-                came.append((step, replica))
-            else:
-                dropped[replica] += 1
-        due = len(came) >= schedule.replicas_to_aggregate
-        assert model.step(grads, feed["contributes"]) == due
-        if due:
-            for index in came:
-                applied[index] = 1 / len(came)
-            came, lagging = [], set()
-        assert model.count == len(came)
-        np.testing.assert_array_equal(model.values["x"], -applied)
-        np.testing.assert_array_equal(model.dropped, dropped)
-        np.testing.assert_array_equal(model.made, step + 1 - dropped)
-        np.testing.assert_array_equal(
-            model.local_step < model.global_step, [r in lagging for r in range(number)]
-        )
-    np.testing.assert_allclose(applied.sum(), model.global_step, rtol=1e-12)
-
-
-@settings(max_examples=20)
-@given(SHARD_SIZES.flatmap(schedules))
-def test_what_is_not_finite_never_reaches_the_variables(schedule):
-    for state in replay(schedule, reference.Adam(), average_decay=0.9):
-        assert all(np.all(np.isfinite(v)) for v in state.values.values())
-        assert all(np.all(np.isfinite(v)) for v in state.averages.values())
-
-
-def states(schedule):
-    return list(replay(schedule, reference.Sgd()))
-
-
-@pytest.mark.parametrize(
-    "happens",
-    [
-        lambda s: s.replicas_to_aggregate < 4,
-        lambda s: s.replicas_to_aggregate == 4 and states(s)[-1].global_step >= 3,
-        lambda s: s.replicas_to_aggregate > 4 and states(s)[-1].global_step >= 2,
-        lambda s: not all(state.applied for state in states(s)) and states(s)[-1].applied,
-        lambda s: s.poison and states(s)[-1].applied,
-        lambda s: s.bad_data and not s.poison and states(s)[-1].applied,
-        lambda s: s.lags and s.poison and states(s)[-1].global_step >= 2,
-        lambda s: any(state.count > 0 for state in states(s)[:-1]) and states(s)[-1].applied,
-    ],
-    ids=["fewer", "as many", "more", "pauses", "not finite", "bad data", "lag", "carried over"],
-)
-def test_schedules_reach(happens):
-    found = settings(max_examples=500, phases=[hypothesis.Phase.generate])
-    hypothesis.find(schedules((4,)), happens, settings=found)
