@@ -94,6 +94,21 @@ def along(params, axis):
     return sizes.get(axis, 1)
 
 
+def placement_mesh(params):
+    """Mesh-TensorFlow's own, on the first CPU devices."""
+    shape = mtf.convert_to_shape(params["mesh_shape"])
+    layout = mtf.convert_to_layout_rules(params["layout"])
+    devices = [f"/device:CPU:{number}" for number in range(shape.size)]
+    return mtf.placement_mesh_impl.PlacementMeshImpl(shape, layout, devices)
+
+
+def lowered_spec(lowering, mode, loss, updates):
+    train_op = tf.group(*(lowering.lowered_operation(op) for op in updates))
+    return tf.estimator.EstimatorSpec(
+        mode, loss=lowering.export_to_tf_tensor(loss), train_op=train_op
+    )
+
+
 def loss_per_shard(mesh, inputs, params, wrong):
     each, _ = model(mesh, inputs)
     (batch,) = each.shape.dims
@@ -202,20 +217,12 @@ def stale_copy(features, labels, mode, params, wrong):
     """A model_fn, whose mesh is Mesh-TensorFlow's own: ours shares copies, and refuses this."""
     graph = mtf.Graph()
     mesh = mtf.Mesh(graph, "mesh")
-    shape = mtf.convert_to_shape(params["mesh_shape"])
     loss = mtf.reduce_mean(model(mesh, features)[0])
     updates = gs.CrossShardOptimizer(sgd()).minimize(loss)
     if wrong:
         (v,) = (v for v in graph.trainable_variables if v.name == "v")
         updates = [*updates, AssignOnFirstDevice(v, updates)]
-    layout = mtf.convert_to_layout_rules(params["layout"])
-    devices = [f"/device:CPU:{number}" for number in range(shape.size)]
-    mesh_impl = mtf.placement_mesh_impl.PlacementMeshImpl(shape, layout, devices)
-    lowering = mtf.Lowering(graph, {mesh: mesh_impl})
-    train_op = tf.group(*(lowering.lowered_operation(op) for op in updates))
-    return tf.estimator.EstimatorSpec(
-        mode, loss=lowering.export_to_tf_tensor(loss), train_op=train_op
-    )
+    return lowered_spec(mtf.Lowering(graph, {mesh: placement_mesh(params)}), mode, loss, updates)
 
 
 def decayed_each_step(mesh, inputs, params, wrong):
@@ -232,10 +239,10 @@ class Fault(NamedTuple):
     Attributes:
       program: makes the loss and the update, with or without the wrong line.
       variable: the first that differs, in the order of the backward pass.
-      factor: the number that its gradient is multiplied by; None if it is no number.
-      of_factor: what that number is.
       brought_in_by: the wrapper or axis.
       cause: a part of the cause that is named.
+      factor: the number that its gradient is multiplied by; None if it is no number.
+      of_factor: what that number is.
       what: what differs of the variable.
       params: settings of more divisions.
       runtime: of all divisions.
@@ -244,55 +251,55 @@ class Fault(NamedTuple):
 
     program: Callable[..., Any]
     variable: str
-    factor: float | None
-    of_factor: str
     brought_in_by: str
     cause: str
+    factor: float | None = None
+    of_factor: str = ""
     what: str = "gradient"
     params: tuple[dict[str, Any], ...] = ()
     runtime: str = "cpu_replicas"
     error: float | None = None
 
 
-ACCUMULATION = "GradientAccumulationOptimizer"
+ACCUMULATION, CROSS_SHARD = "GradientAccumulationOptimizer", "CrossShardOptimizer"
+BATCH_AXIS, MODEL_AXIS = "mesh axis batch", "mesh axis model"
+SHARDS, CORES = "number of shards", "cores along "
 FAULTS = {
     "a loss per shard that is summed": Fault(
-        loss_per_shard, "v", 4.0, "number of shards", "mesh axis batch", "mean is meant"
+        loss_per_shard, "v", BATCH_AXIS, "mean is meant", 4.0, SHARDS
     ),
     "the sum of losses of shards": Fault(
-        sum_of_shards, "v", 4.0, "number of shards", "CrossShardOptimizer", "reduction=SUM"
+        sum_of_shards, "v", CROSS_SHARD, "reduction=SUM", 4.0, SHARDS
     ),
-    "a mean of means": Fault(mean_of_means, "v", None, "", ACCUMULATION, "give weights="),
+    "a mean of means": Fault(mean_of_means, "v", ACCUMULATION, "give weights="),
     "experts divided by the shards": Fault(
-        experts, "experts", 0.25, "1 over the number of shards", "mesh axis batch", "as of experts"
+        experts, "experts", BATCH_AXIS, "as of experts", 0.25, f"1 over the {SHARDS}"
     ),
     "a replicated variable once per copy": Fault(
-        once_per_copy, "bias", 2.0, "cores along model", "mesh axis model", "copies are added"
+        once_per_copy, "bias", MODEL_AXIS, "copies are added", 2.0, CORES + "model"
     ),
     "two all-reduces": Fault(
-        double_all_reduce, "v", 4.0, "cores along batch", "mesh axis batch", "summed twice"
+        double_all_reduce, "v", BATCH_AXIS, "summed twice", 4.0, CORES + "batch"
     ),
     "clipped by the norm of each microbatch": Fault(
-        clipped_each_step, "v", None, "", ACCUMULATION, "each microbatch's own norm"
+        clipped_each_step, "v", ACCUMULATION, "each microbatch's own norm"
     ),
     "K without division": Fault(
-        not_divided_by_k, "v", 2.0, "K, the microbatch steps", ACCUMULATION,
-        "average_aggregated_gradients=True",
+        not_divided_by_k, "v", ACCUMULATION, "average_aggregated_gradients=True",
+        2.0, "K, the microbatch steps",
     ),
     "a dimension called like the batch": Fault(
-        named_like_the_batch, "memory", None, "", "CrossShardOptimizer", "called like the batch's",
+        named_like_the_batch, "memory", CROSS_SHARD, "called like the batch's"
     ),
-    "a sum in bfloat16": Fault(
-        sum_in_bfloat16, "v", None, "", "CrossShardOptimizer", "rounding to bfloat16"
-    ),
+    "a sum in bfloat16": Fault(sum_in_bfloat16, "v", CROSS_SHARD, "rounding to bfloat16"),
     "a dropped microbatch": Fault(
-        dropped_at_the_end, "v", None, "", "params microbatch", "dropped",
+        dropped_at_the_end, "v", "params microbatch", "dropped",
         params=({"microbatch": ROWS}, {"microbatch": 12}),
     ),
     "a stale copy of a slice": Fault(
-        stale_copy, "v", None, "", "", "copies of one slice", "copies", runtime="placement_mesh"
+        stale_copy, "v", "", "copies of one slice", what="copies", runtime="placement_mesh"
     ),
     "decayed on each microbatch step": Fault(
-        decayed_each_step, "v", None, "", "", "every microbatch step", "value before the update"
+        decayed_each_step, "v", "", "every microbatch step", what="value before the update"
     ),
 }  # fmt: skip

@@ -6,12 +6,17 @@ TrainCheck's (Jiang et al. 2025), as a Mesh-TensorFlow program has them.
 
 from __future__ import annotations
 
+import functools
 from typing import Any, Callable
 
 import mtf_gradsync as gs
 from mtf_gradsync._private.libraries import mtf, tf
 from tests.tools.verification.faults import (
+    BATCH_AXIS,
+    CORES,
+    MODEL_AXIS,
     ROWS,
+    SHARDS,
     D,
     Fault,
     H,
@@ -22,11 +27,7 @@ from tests.tools.verification.faults import (
     variable,
 )
 
-BATCH_AXIS, MODEL_AXIS = "mesh axis batch", "mesh axis model"
 ADDED, DIVIDED = "are added where the mean is meant", "divides by it that was divided already"
-FORWARD, PARTED = "The loss differs, too", "Processors hold"
-ONE_NUMBER = "multiplied by one number"
-SHARDS, CORES = "number of shards", "number of cores along "
 
 
 class OnCores(mtf.Operation):
@@ -53,42 +54,49 @@ class OnCores(mtf.Operation):
         lowering.set_tensor_lowering(self.outputs[0], done)
 
 
-def times(number):
-    """On the last core of an axis only."""
-    return lambda part, place: part * tf.where_v2(tf.equal(place, 1), float(number), 1.0)
+def times(number, core=1):
+    """Multiplies on one core of an axis only."""
+    return lambda part, place: part * tf.where_v2(tf.equal(place, core), float(number), 1.0)
 
 
 def one(program, *args, **kwargs):
     return program(*args, **kwargs).outputs[0]
 
 
-# A step whose parts can be replaced: the loss of each example, the loss, its gradients, the
-# optimizer, and what follows the update. Replacements get `n`, the cores along each axis, and
-# are used where the program is wrong.
+ONE_CORE = {"batch": 1, "model": 1}
+
+
 def step(
     each: Callable[..., Any] | None = None,
     loss: Callable[..., Any] | None = None,
     change: Callable[..., Any] | None = None,
     update: Callable[..., Any] | None = None,
-    right_update: Callable[..., Any] | None = None,
-    make: Callable[..., Any] = model,
+    right: str = "",
 ) -> Callable[..., Any]:
+    """A step whose parts can be replaced.
+
+    Each of them gets the cores along each axis; those of one core, where the program is right.
+
+    Args:
+      each: makes the losses of examples.
+      loss: makes the loss of these.
+      change: changes the gradient of a variable.
+      update: makes the update of gradients and variables.
+      right: tells the right program from those of other steps.
+    """
+
     def program(mesh, inputs, params, wrong):
-        n = {axis: along(params, axis) for axis in ("batch", "model")}
-        if wrong and each is not None:
-            errors = each(mesh, inputs, n)
-        else:
-            errors, _ = make(mesh, inputs)
-        total = loss(errors, n) if wrong and loss is not None else mtf.reduce_mean(errors)
+        n = {axis: along(params, axis) for axis in ONE_CORE} if wrong else ONE_CORE
+        errors = each(mesh, inputs, n) if each else network(mesh, inputs)
+        total = loss(errors, n) if loss else mtf.reduce_mean(errors)
         grads, variables = gradients(total, mesh)
         if wrong and change is not None:
             grads = [change(g, v, n) for g, v in zip(grads, variables)]
-        apply = update if wrong and update is not None else right_update
-        if apply is not None:
-            return total, apply(grads, variables, n)
+        if update is not None:
+            return total, update(grads, variables, n)
         return total, gs.CrossShardOptimizer(sgd()).apply_grads(grads, variables)
 
-    program.right = make, right_update
+    program.right = right
     return program
 
 
@@ -108,22 +116,19 @@ def network(mesh, inputs, changed=lambda name, x: x):
     # Its gradient is a sum over both axes.
     hidden = hidden * (changed("scale", scale) + 1.0)
     out = mtf.einsum([changed("hidden", hidden), changed("v", v)], mtf.Shape([batch]))
-    return mtf.square(out + changed("bias", bias) - 1.0), None
+    return mtf.square(out + changed("bias", bias) - 1.0)
 
 
-def forward(name, change):
+def forward(name, change, right=""):
     """A network in which one tensor is another one."""
 
     def each(mesh, inputs, n):
-        def changed(which, x):
-            return change(x, n) if which == name else x
+        return network(mesh, inputs, lambda which, x: change(x, n) if which == name else x)
 
-        return network(mesh, inputs, changed)[0]
-
-    return step(each=each, make=network)
+    return step(each=each, right=right)
 
 
-def shards_of(x, n, dims=()):
+def shards_of(x, n):
     batch = x.shape.dims[0]
     shards = mtf.Dimension("batch", n["batch"])
     rows = mtf.Dimension("rows", batch.size // shards.size)
@@ -144,15 +149,11 @@ def half_of(x, n):
 
 def own_statistics(x, n):
     """Less the mean of the own shard, not of the batch."""
+    batch = x.shape.dims[0]
+    if n["batch"] == 1:
+        return x - mtf.reduce_mean(x, reduced_dim=batch)
     _, rows, parts = shards_of(x, n)
-    return as_batch(parts - mtf.reduce_mean(parts, reduced_dim=rows), x.shape.dims[0])
-
-
-def centered(mesh, inputs, changed=lambda name, x: x):
-    return network(
-        mesh, inputs, lambda name, x: x - mtf.reduce_mean(x, reduced_dim=x.shape.dims[0])
-        if name == "hidden" else changed(name, x),
-    )  # fmt: skip
+    return as_batch(parts - mtf.reduce_mean(parts, reduced_dim=rows), batch)
 
 
 def same_examples(x, n):
@@ -165,25 +166,18 @@ def same_examples(x, n):
     return as_batch(mtf.broadcast(first, mtf.Shape([shards, *first.shape.dims])), x.shape.dims[0])
 
 
-def positioned(n):
-    """Adds a position along a dimension that is split, which with `n` begins anew on each core."""
-
-    def changed(name, x):
-        if name != "hidden":
-            return x
-        at = mtf.cast(mtf.range(x.mesh, H, tf.int32), tf.float32)
-        return x + (at if n is None else mtf.mod(at, float(H.size // n["model"]))) * 0.05
-
-    return changed
+def positioned(x, n):
+    """Adds a position along a dimension that is split, which begins anew on each core."""
+    at = mtf.cast(mtf.range(x.mesh, H, tf.int32), tf.float32)
+    return x + mtf.mod(at, float(H.size // n["model"])) * 0.05
 
 
 def window(x, n):
-    """Means of neighbours along the hidden dimension; with n, not across cores."""
-    parts = 1 if n is None else n["model"]
-    size = H.size // parts
-    split = mtf.Shape([*x.shape.dims[:-1], mtf.Dimension("parts", parts), mtf.Dimension("m", size)])
+    """Means of neighbours along the hidden dimension, not across cores."""
+    parts, m = mtf.Dimension("parts", n["model"]), mtf.Dimension("m", H.size // n["model"])
+    split = mtf.Shape([*x.shape.dims[:-1], parts, m])
     blocks = mtf.reshape(mtf.rename_dimension(x, "h", "all"), split)
-    shifted = mtf.shift(blocks, 1, split.dims[-1], wrap=False)
+    shifted = mtf.shift(blocks, 1, m, wrap=False)
     return mtf.reshape((blocks + shifted) * 0.5, x.shape)
 
 
@@ -217,7 +211,7 @@ def is_split(v):
 
 def shown_loss(mesh, inputs, params, wrong):
     """The loss that is logged is the first shard's, and the gradients are those of all."""
-    each, _ = network(mesh, inputs)
+    each = network(mesh, inputs)
     loss = mtf.reduce_mean(each)
     updates = gs.CrossShardOptimizer(sgd()).minimize(loss)
     if wrong and along(params, "batch") > 1:
@@ -245,7 +239,7 @@ def tokens_of_shards(mesh, inputs, params, wrong):
 
 def balanced(mesh, inputs, params, wrong):
     """A loss for a router beside that of the model, which each core along "model" adds."""
-    each, _ = network(mesh, inputs)
+    each = network(mesh, inputs)
     gate = variable(mesh, "router", mtf.Dimension("experts", 4))
     more = mtf.reduce_sum(mtf.square(gate)) * (along(params, "model") if wrong else 1)
     loss = mtf.reduce_mean(each)
@@ -255,7 +249,7 @@ def balanced(mesh, inputs, params, wrong):
 
 def scaled(mesh, inputs, params, wrong):
     """A loss scale that is taken out on some meshes only."""
-    loss = mtf.reduce_mean(network(mesh, inputs)[0])
+    loss = mtf.reduce_mean(network(mesh, inputs))
     grads, variables = gradients(loss * 12.0, mesh)
     out = 1.0 if wrong and along(params, "batch") > 1 else 12.0
     return loss, gs.CrossShardOptimizer(sgd()).apply_grads([g / out for g in grads], variables)
@@ -279,27 +273,33 @@ def own_seed(shape, seed=None, **kwargs):
     return tf.random.stateless_uniform(shape, seed=[1, 2], **kwargs)
 
 
-def noisy(mesh, inputs, draw=tf.random.uniform):
+def noisy(mesh, inputs, params, wrong):
+    """Multiplies by random numbers, which in each slice may be the same."""
+
     def changed(name, x):
         if name != "x":
             return x
+        draw = own_seed if wrong else tf.random.uniform
         noise = mtf.ops.RandomOperation(mesh, x.shape, draw, name="own_noise")
         return x * (noise.outputs[0] + 0.5)
 
-    return network(mesh, inputs, changed)
+    loss = mtf.reduce_mean(network(mesh, inputs, changed))
+    return loss, gs.CrossShardOptimizer(sgd()).minimize(loss)
 
 
-def dropped(mesh, inputs, n=None):
-    """Dropout, and with `n` one mask for all shards."""
+def dropped(x, n):
+    """Dropout with one mask for all shards."""
+    if n["batch"] == 1:
+        return mtf.dropout(x, True, keep_prob=0.75)
+    _, rows, parts = shards_of(x, n)
+    parts = mtf.dropout(parts, True, keep_prob=0.75, noise_shape=mtf.Shape([rows, D]))
+    return as_batch(parts, x.shape.dims[0])
 
-    def changed(name, x):
-        if name != "x" or n is None:
-            return mtf.dropout(x, True, keep_prob=0.75) if name == "x" else x
-        _, rows, parts = shards_of(x, n)
-        parts = mtf.dropout(parts, True, keep_prob=0.75, noise_shape=mtf.Shape([rows, D]))
-        return as_batch(parts, x.shape.dims[0])
 
-    return network(mesh, inputs, changed)
+def first_rows(x, n):
+    """Zeros in place of the last shard's examples."""
+    is_kept = mtf.less(mtf.range(x.mesh, x.shape.dims[0], tf.int32), 12)
+    return x * mtf.cast(is_kept, tf.float32)
 
 
 def if_split(axis, then):
@@ -307,292 +307,162 @@ def if_split(axis, then):
     return lambda x, n: then(x, n) if n[axis] > 1 else x
 
 
-CLIPPED = clipped(lambda v, n: 1.0)
+def summed_over(axis):
+    """Sums a gradient that is pending over one axis alone."""
+    return lambda g, n: one(OnCores, g, summed_over=[axis])
+
+
 # The norm of all gradients of `network` over that of those whose variables are not split.
 OF_NORMS = 1.02836
 
+parted = functools.partial(Fault, cause="Processors hold", what="copies")
+scaled_by = functools.partial(Fault, cause="multiplied by one number")
+in_forward = functools.partial(Fault, cause="The loss differs, too")
+of_norm = functools.partial(step, right="clipped")
+
 REPORTED = {
     # Parallel composition.
-    "a norm that leaves out split parameters": Fault(
-        step(
-            make=network,
-            right_update=CLIPPED,
-            update=clipped(lambda v, n: 0.0 if n["model"] > 1 and is_split(v) else 1.0),
-        ),
+    "a norm that leaves out split parameters": scaled_by(
+        of_norm(update=clipped(lambda v, n: 0.0 if n["model"] > 1 and is_split(v) else 1.0)),
         "bias",
-        OF_NORMS,
-        "",
         MODEL_AXIS,
-        ONE_NUMBER,
+        factor=OF_NORMS,
     ),
-    "a norm that counts copies": Fault(
-        step(
-            make=network,
-            right_update=CLIPPED,
-            update=clipped(lambda v, n: 1.0 if is_split(v) else float(n["model"])),
-        ),
+    "a norm that counts copies": scaled_by(
+        of_norm(update=clipped(lambda v, n: 1.0 if is_split(v) else float(n["model"]))),
         "bias",
-        (1 + OF_NORMS**-2) ** -0.5,
-        "",
         MODEL_AXIS,
-        ONE_NUMBER,
+        factor=(1 + OF_NORMS**-2) ** -0.5,
     ),
-    "a norm over shards' sums": Fault(
-        step(
-            make=network,
-            right_update=CLIPPED,
-            update=clipped(lambda v, n: float(n["batch"])),
-        ),
+    "a norm over shards' sums": scaled_by(
+        of_norm(update=clipped(lambda v, n: float(n["batch"]))), "bias", BATCH_AXIS, factor=0.5
+    ),
+    "a replicated weight's partial sum that nobody adds": parted(
+        step(change=only("scale", summed_over("batch"))), "scale", MODEL_AXIS
+    ),
+    "a gradient that shards do not sum": parted(
+        step(change=only("w", summed_over("model"))), "w", BATCH_AXIS
+    ),
+    "a sum over the wrong axis": parted(
+        step(change=lambda g, v, n: summed_over("model")(g, n)), "bias", BATCH_AXIS
+    ),
+    "one row of cores with a larger gradient": parted(
+        step(change=only("v", lambda g, n: one(OnCores, g, times(5)))), "v", BATCH_AXIS
+    ),
+    "clipping on one core alone": parted(
+        step(change=only("bias", lambda g, n: one(OnCores, g, times(0.5), "model"))),
         "bias",
-        0.5,
-        "",
-        BATCH_AXIS,
-        ONE_NUMBER,
-    ),
-    "a replicated weight's partial sum that nobody adds": Fault(
-        step(
-            make=network, change=only("scale", lambda g, n: one(OnCores, g, summed_over=["batch"]))
-        ),
-        "scale",
-        None,
-        "",
         MODEL_AXIS,
-        PARTED,
-        "copies",
-    ),
-    "a gradient that shards do not sum": Fault(
-        step(make=network, change=only("w", lambda g, n: one(OnCores, g, summed_over=["model"]))),
-        "w",
-        None,
-        "",
-        BATCH_AXIS,
-        PARTED,
-        "copies",
-    ),
-    "a sum over the wrong axis": Fault(
-        step(make=network, change=lambda g, v, n: one(OnCores, g, summed_over=["model"])),
-        "bias",
-        None,
-        "",
-        BATCH_AXIS,
-        PARTED,
-        "copies",
-    ),
-    "one row of cores with a larger gradient": Fault(
-        step(make=network, change=only("v", lambda g, n: one(OnCores, g, times(5)))),
-        "v",
-        None,
-        "",
-        BATCH_AXIS,
-        PARTED,
-        "copies",
-    ),
-    "clipping on one core alone": Fault(
-        step(make=network, change=only("bias", lambda g, n: one(OnCores, g, times(0.5), "model"))),
-        "bias",
-        None,
-        "",
-        MODEL_AXIS,
-        PARTED,
-        "copies",
     ),
     "a router's loss once per core": Fault(
-        balanced, "router", 2.0, CORES + "model", MODEL_AXIS, ADDED
+        balanced, "router", MODEL_AXIS, ADDED, 2.0, CORES + "model"
     ),
     "a mean over shards where they have parts": Fault(
-        step(make=network, change=lambda g, v, n: g / n["batch"]),
-        "bias",
-        0.25,
-        SHARDS,
-        BATCH_AXIS,
-        DIVIDED,
+        step(change=lambda g, v, n: g / n["batch"]), "bias", BATCH_AXIS, DIVIDED, 0.25, SHARDS
     ),
     "a gradient divided by model parallelism": Fault(
-        step(make=network, change=lambda g, v, n: g / n["model"]),
+        step(change=lambda g, v, n: g / n["model"]),
         "bias",
-        0.5,
-        CORES + "model",
         MODEL_AXIS,
         DIVIDED,
+        0.5,
+        CORES + "model",
     ),
     "a split gradient times model parallelism": Fault(
-        step(make=network, change=lambda g, v, n: g * n["model"] if is_split(v) else g),
+        step(change=lambda g, v, n: g * n["model"] if is_split(v) else g),
         "v",
-        2.0,
-        CORES + "model",
         MODEL_AXIS,
         ADDED,
+        2.0,
+        CORES + "model",
     ),
     "a tied matrix that loses a gradient": Fault(
-        tied, "w", None, "", MODEL_AXIS, "The loss is equal and the gradient is not"
+        tied, "w", MODEL_AXIS, "The loss is equal and the gradient is not"
     ),
     "a loss divided by the shards twice": Fault(
-        step(make=network, loss=lambda e, n: mtf.reduce_mean(e) / n["batch"]),
+        step(loss=lambda e, n: mtf.reduce_mean(e) / n["batch"]),
         "bias",
+        BATCH_AXIS,
+        DIVIDED,
         0.25,
         SHARDS,
-        BATCH_AXIS,
-        DIVIDED,
     ),
     "a loss divided by model parallelism": Fault(
-        step(make=network, loss=lambda e, n: mtf.reduce_mean(e) / n["model"]),
+        step(loss=lambda e, n: mtf.reduce_mean(e) / n["model"]),
         "bias",
-        0.5,
-        CORES + "model",
         MODEL_AXIS,
         DIVIDED,
+        0.5,
+        CORES + "model",
     ),
-    "a loss that counts padding": Fault(
-        step(make=network, loss=lambda e, n: mtf.reduce_sum(e) / (ROWS + 2 * (n["batch"] - 1))),
+    "a loss that counts padding": scaled_by(
+        step(loss=lambda e, n: mtf.reduce_sum(e) / (ROWS + 2 * (n["batch"] - 1))),
         "bias",
-        16 / 22,
-        "",
         BATCH_AXIS,
-        ONE_NUMBER,
+        factor=16 / 22,
     ),
-    "tokens counted by each shard": Fault(tokens_of_shards, "v", None, "", BATCH_AXIS, FORWARD),
+    "tokens counted by each shard": in_forward(tokens_of_shards, "v", BATCH_AXIS),
     "the sign of a gradient": Fault(
-        step(make=network, change=only("v", if_split("model", lambda g, n: mtf.negative(g)))),
+        step(change=only("v", if_split("model", lambda g, n: mtf.negative(g)))),
         "v",
-        -1.0,
-        "",
         MODEL_AXIS,
         "other sign",
+        -1.0,
     ),
     "a NaN where the batch is split": Fault(
-        step(make=network, change=only("w", if_split("batch", lambda g, n: g * float("nan")))),
+        step(change=only("w", if_split("batch", lambda g, n: g * float("nan")))),
         "w",
-        None,
-        "",
         BATCH_AXIS,
         "",
         error=float("inf"),
     ),
-    "a loss scale that stays in": Fault(scaled, "bias", 12.0, "", BATCH_AXIS, ONE_NUMBER),
+    "a loss scale that stays in": scaled_by(scaled, "bias", BATCH_AXIS, factor=12.0),
     # Forward passes.
-    "half of an embedding masked": Fault(
-        forward("hidden", half_of), "bias", None, "", MODEL_AXIS, FORWARD
+    "half of an embedding masked": in_forward(forward("hidden", half_of), "bias", MODEL_AXIS),
+    "a bias added by each core": in_forward(
+        forward("bias", lambda x, n: x * n["model"]), "bias", MODEL_AXIS
     ),
-    "a bias added by each core": Fault(
-        forward("bias", lambda x, n: x * n["model"]),
-        "bias",
-        None,
-        "",
-        MODEL_AXIS,
-        FORWARD,
-    ),
-    "slices in the wrong order": Fault(
+    "slices in the wrong order": in_forward(
         forward("w", if_split("model", lambda x, n: mtf.shift(x, 4, H, wrap=True))),
         "bias",
-        None,
-        "",
         MODEL_AXIS,
-        FORWARD,
     ),
-    "the same examples on all shards": Fault(
-        forward("x", same_examples), "bias", None, "", BATCH_AXIS, FORWARD
+    "the same examples on all shards": in_forward(forward("x", same_examples), "bias", BATCH_AXIS),
+    "the last shard's examples zero": in_forward(
+        forward("x", if_split("batch", first_rows)), "bias", BATCH_AXIS
     ),
-    "the last shard's examples zero": Fault(
-        forward(
-            "x",
-            if_split(
-                "batch",
-                lambda x, n: (
-                    x
-                    * mtf.cast(
-                        mtf.less(mtf.range(x.mesh, x.shape.dims[0], tf.int32), 12), tf.float32
-                    )
-                ),
-            ),
-        ),
-        "bias",
-        None,
-        "",
-        BATCH_AXIS,
-        FORWARD,
+    "a shard's own statistics": in_forward(
+        forward("hidden", own_statistics, "statistics"), "v", BATCH_AXIS
     ),
-    "a shard's own statistics": Fault(
-        step(
-            make=centered,
-            each=lambda mesh, inputs, n: network(
-                mesh, inputs, lambda k, x: own_statistics(x, n) if k == "hidden" else x
-            )[0],
-        ),
-        "v",
-        None,
-        "",
-        BATCH_AXIS,
-        FORWARD,
+    "positions that begin anew on each core": in_forward(
+        forward("hidden", positioned, "positions"), "bias", MODEL_AXIS
     ),
-    "positions that begin anew on each core": Fault(
-        step(
-            make=lambda mesh, inputs: network(mesh, inputs, positioned(None)),
-            each=lambda mesh, inputs, n: network(mesh, inputs, positioned(n))[0],
-        ),
-        "bias",
-        None,
-        "",
-        MODEL_AXIS,
-        FORWARD,
+    "a halo that is not exchanged": in_forward(
+        forward("hidden", window, "window"), "bias", MODEL_AXIS
     ),
-    "a halo that is not exchanged": Fault(
-        step(
-            make=lambda mesh, inputs: network(
-                mesh, inputs, lambda k, x: window(x, None) if k == "hidden" else x
-            ),
-            each=lambda mesh, inputs, n: network(
-                mesh, inputs, lambda k, x: window(x, n) if k == "hidden" else x
-            )[0],
-        ),
-        "bias",
-        None,
-        "",
-        MODEL_AXIS,
-        FORWARD,
-    ),
-    "a loop that ends early": Fault(
-        forward("x", lambda x, n: loop(x, 4 // n["batch"])),
-        "bias",
-        None,
-        "",
-        BATCH_AXIS,
-        FORWARD,
+    "a loop that ends early": in_forward(
+        forward("x", lambda x, n: loop(x, 4 // n["batch"]), "loop"), "bias", BATCH_AXIS
     ),
     "frozen where the model is split": Fault(
-        forward("v", if_split("model", lambda x, n: mtf.stop_gradient(x))),
-        "v",
-        None,
-        "",
-        MODEL_AXIS,
-        "",
+        forward("v", if_split("model", lambda x, n: mtf.stop_gradient(x))), "v", MODEL_AXIS, ""
     ),
     "an activation without its gradient": Fault(
         forward("hidden", if_split("model", lambda x, n: mtf.stop_gradient(x))),
         "scale",
-        None,
-        "",
         MODEL_AXIS,
         "",
     ),
     "a dropout with a seed of its own": Fault(
-        step(make=noisy, each=lambda mesh, inputs, n: noisy(mesh, inputs, own_seed)[0]),
-        "own_noise",
-        None,
-        "",
-        BATCH_AXIS,
-        "a seed of the program's own",
-        "random numbers",
+        noisy, "own_noise", BATCH_AXIS, "a seed of the program's own", what="random numbers"
     ),
     "a dropout that is one shard's": Fault(
-        step(make=dropped, each=lambda mesh, inputs, n: dropped(mesh, inputs, n)[0]),
+        forward("x", dropped, "dropout"),
         "a draw of 16 numbers",
-        None,
-        "",
         BATCH_AXIS,
         "drawn for one shard and used by all",
-        "random numbers",
+        what="random numbers",
     ),
     "a loss that is one shard's": Fault(
-        shown_loss, "", None, "", BATCH_AXIS, "the loss that is shown", "loss"
+        shown_loss, "", BATCH_AXIS, "the loss that is shown", what="loss"
     ),
 }

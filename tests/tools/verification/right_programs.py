@@ -77,10 +77,6 @@ def imported(mesh, inputs, *dims, name="x"):
     )
 
 
-def of_network(mesh, inputs):
-    return network(mesh, inputs)[0]
-
-
 def embedded(mesh, inputs):
     ids = imported(mesh, inputs, LENGTH, name="ids")
     table = variable(mesh, "table", VOCAB, H)
@@ -129,7 +125,7 @@ def masked_tokens(mesh, inputs):
 
 
 def two_losses(mesh, inputs):
-    each = of_network(mesh, inputs)
+    each = network(mesh, inputs)
     penalty = mtf.add_n(
         [mtf.reduce_sum(mtf.square(v.value)) for v in mesh.graph.trainable_variables]
     )
@@ -226,7 +222,7 @@ def smoothed(mesh, inputs):
 
 def token_mean(mesh, inputs, params):
     """A mean over tokens; microbatches say how many they have."""
-    each = of_network(mesh, inputs)
+    each = network(mesh, inputs)
     weights = imported(mesh, inputs, name="weights") + 0.1
     count = mtf.reduce_sum(weights)
     loss = mtf.reduce_sum(each * weights) / count
@@ -235,14 +231,14 @@ def token_mean(mesh, inputs, params):
 
 def masked_mean(mesh, inputs, params):
     """The same, with the division inside of the sum."""
-    each = of_network(mesh, inputs)
+    each = network(mesh, inputs)
     weights = imported(mesh, inputs, name="weights") + 0.1
     loss = mtf.reduce_sum(each * (weights / mtf.reduce_sum(weights)))
     return loss, cross_shard(sgd(), params).minimize(loss)
 
 
 def own_clipping(mesh, inputs, params):
-    loss = mtf.reduce_mean(of_network(mesh, inputs))
+    loss = mtf.reduce_mean(network(mesh, inputs))
     grads, variables = gradients(loss, mesh)
     norm = mtf.sqrt(mtf.add_n([mtf.reduce_sum(mtf.square(g)) for g in grads]))
     grads = [g * (0.1 / mtf.maximum(norm, 0.1)) for g in grads]
@@ -269,7 +265,7 @@ def in_float16(mesh, inputs, params):
 
 def counted(mesh, inputs, params):
     """A moving mean and a count of the program's own."""
-    each = of_network(mesh, inputs)
+    each = network(mesh, inputs)
     loss = mtf.reduce_mean(each)
     updates = cross_shard(sgd(), params).minimize(loss)
     for name, new in (("mean", lambda old: old * 0.9 + loss), ("count", lambda old: old + 1.0)):
@@ -300,14 +296,14 @@ def serialized(mesh, inputs, params):
 
 def by_hand(mesh, inputs, params):
     """No optimizer: gradients that are assigned."""
-    loss = mtf.reduce_mean(of_network(mesh, inputs))
+    loss = mtf.reduce_mean(network(mesh, inputs))
     grads, variables = gradients(loss, mesh)
     grads = gs.sum_shards(grads)
     return loss, [mtf.assign(v, v.value - g * 0.1) for g, v in zip(grads, variables)]
 
 
 def of_tensorflow(mesh, inputs, params):
-    loss = mtf.reduce_mean(of_network(mesh, inputs))
+    loss = mtf.reduce_mean(network(mesh, inputs))
     opt = gs.MeshOptimizer(tf.train.RMSPropOptimizer(0.01, momentum=0.9))
     return loss, gs.CrossShardOptimizer(opt).minimize(loss)
 
@@ -368,15 +364,15 @@ RIGHT: dict[str, Callable[[], Any]] = {
     "no optimizer": verified(by_hand, divisions=("batch",)),
     "an optimizer of TensorFlow": verified(of_tensorflow, divisions=("batch",)),
     "momentum, two updates": verified(
-        trains(of_network, models.OPTIMIZERS["momentum"], local), steps=2, divisions=("batch",)
+        trains(network, models.OPTIMIZERS["momentum"], local), steps=2, divisions=("batch",)
     ),
-    "averages": verified(trains(of_network, sgd, averaged), divisions=("microbatches", "wrappers")),
+    "averages": verified(trains(network, sgd, averaged), divisions=("microbatches", "wrappers")),
     "sharded updates": verified(
-        trains(of_network, models.OPTIMIZERS["adam"], sharded), divisions=("wrappers",)
+        trains(network, models.OPTIMIZERS["adam"], sharded), divisions=("wrappers",)
     ),
-    "replicas": verified(trains(of_network, sgd, replicas), divisions=("masked", "wrappers")),
+    "replicas": verified(trains(network, sgd, replicas), divisions=("masked", "wrappers")),
     "clipping in the stack": verified(
-        trains(of_network, sgd, clipped), divisions=("batch", "microbatches", "wrappers")
+        trains(network, sgd, clipped), divisions=("batch", "microbatches", "wrappers")
     ),
-    "a model_fn": verified(own(of_network), divisions=("batch", "runtimes")),
+    "a model_fn": verified(own(network), divisions=("batch", "runtimes")),
 }

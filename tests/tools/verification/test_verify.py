@@ -45,12 +45,6 @@ def replicas(mesh, inputs, params):
     return loss, opt.apply_grads(*gradients(loss, mesh))
 
 
-def noisy(mesh, inputs, params):
-    each, _ = model(mesh, inputs)
-    loss = mtf.reduce_mean(mtf.dropout(each, True, keep_prob=0.5))
-    return loss, gs.CrossShardOptimizer(sgd()).minimize(loss)
-
-
 def weighted_shards(mesh, inputs, params, steps=1, shown="losses"):
     """A mean over the tokens of each shard, joined by how many these are."""
     each, weights = model(mesh, inputs)
@@ -120,15 +114,6 @@ def test_a_masked_shard_has_no_part_in_the_reference():
         "without SyncReplicasOptimizer": "equal",
         "shard 3 masked": "equal",
     }, str(found)
-
-
-@pytest.mark.slow
-def test_random_numbers_are_named_and_can_be_taken_out():
-    found = gs.verify(noisy, batches, MESH, divisions=[])
-    assert verdicts(found) == {"as configured": "equal"}
-    assert "equal without random numbers" in found.lines[0].explained
-    assert "The same training" not in str(found)
-    assert gs.verify(noisy, batches, MESH, divisions=[], without=["dropout"]).is_equal
 
 
 @pytest.mark.parametrize(

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import functools
+
 import mtf_gradsync as gs
 from mtf_gradsync._private.libraries import mtf, tf
-from tests.tools.verification.faults import ACCUMULATION, Fault, H, accumulated, gradients, sgd
-from tests.tools.verification.reported_faults import (
+from tests.tools.verification.faults import (
+    ACCUMULATION,
     BATCH_AXIS,
     CORES,
+    CROSS_SHARD,
     MODEL_AXIS,
     SHARDS,
-    half_of,
-    network,
-    norm_of,
-    step,
+    Fault,
+    H,
+    accumulated,
+    gradients,
+    sgd,
 )
-
-UPDATE, SLOT = "the update itself depends", "a slot is split or"
+from tests.tools.verification.reported_faults import half_of, network, norm_of, step
 
 
 def state(mesh, name, shape=()):
@@ -28,15 +31,14 @@ def state(mesh, name, shape=()):
 class Descent(mtf.optimize.Optimizer):
     """Momentum, whose slots or steps depend on what they should not."""
 
-    def __init__(self, rate=0.1, of_slot=lambda slot, grad: slot, of_value=lambda v, new: new):
-        self._rate, self._of_slot, self._of_value = rate, of_slot, of_value
+    def __init__(self, of_slot=lambda slot: slot, of_value=lambda v, new: new):
+        self._of_slot, self._of_value = of_slot, of_value
 
     def apply_grad(self, grad, var):
         slot = state(var.mesh, f"{var.name}/momentum", var.shape)
         momentum = slot * 0.9 + grad
-        kept = self._of_slot(momentum, grad)
-        new = self._of_value(var, var.value - momentum * self._rate)
-        return [mtf.assign(slot.operation, kept), mtf.assign(var, new)]
+        new = self._of_value(var, var.value - momentum * 0.1)
+        return [mtf.assign(slot.operation, self._of_slot(momentum)), mtf.assign(var, new)]
 
 
 def by(make):
@@ -44,9 +46,6 @@ def by(make):
         return gs.CrossShardOptimizer(make(n)).apply_grads(grads, variables)
 
     return update
-
-
-DESCENT = by(lambda n: Descent())
 
 
 def followed_by(extra):
@@ -93,13 +92,6 @@ def without_last(grads, variables, n):
     return gs.CrossShardOptimizer(sgd()).apply_grads(*map(list, zip(*pairs)))
 
 
-def twice(grads, variables, n):
-    opt = gs.CrossShardOptimizer(
-        Descent(of_value=lambda v, new: new + (new - v.value) * (n["batch"] > 1))
-    )
-    return opt.apply_grads(grads, variables)
-
-
 def stale(grads, variables, n):
     """The update has the gradient of the step before."""
     if n["batch"] == 1:
@@ -107,20 +99,6 @@ def stale(grads, variables, n):
     kept = [state(v.mesh, f"{v.name}/last_gradient", v.shape) for v in variables]
     updates = gs.CrossShardOptimizer(sgd()).apply_grads([k * 1.0 for k in kept], variables)
     return [*updates, *(mtf.assign(k.operation, g) for k, g in zip(kept, grads))]
-
-
-def joined(weights_of=None, average=True, own=None):
-    def program(mesh, inputs, params, wrong):
-        loss = mtf.reduce_mean(network(mesh, inputs)[0])
-        opt = accumulated(gs.CrossShardOptimizer(sgd()), params, average)
-        if wrong and weights_of is not None:
-            return loss, opt.minimize(loss, weights=weights_of(mesh, opt))
-        updates = opt.minimize(loss)
-        if wrong and own is not None:
-            updates = [*updates, *own(mesh)]
-        return loss, updates
-
-    return program
 
 
 def step_number(mesh):
@@ -131,7 +109,7 @@ def step_number(mesh):
 
 def only_last(mesh, inputs, params, wrong):
     """Of two microbatches only the second has a part in the update."""
-    loss = mtf.reduce_mean(network(mesh, inputs)[0])
+    loss = mtf.reduce_mean(network(mesh, inputs))
     steps, count = step_number(mesh)
     share = mtf.mod(steps, 2.0) if wrong else 1.0
     grads, variables = gradients(loss, mesh)
@@ -140,14 +118,19 @@ def only_last(mesh, inputs, params, wrong):
     return loss, [*opt.apply_grads(grads, variables), count]
 
 
-def averaged_each_step(mesh):
-    (v,) = (v for v in mesh.graph.trainable_variables if v.name == "w")
-    return [mtf.assign(v, v.value * 0.5 + mtf.reduce_mean(v.value) * 0.5)]
+def averaged_each_step(mesh, inputs, params, wrong):
+    """A variable is averaged by the program on each microbatch step, too."""
+    loss = mtf.reduce_mean(network(mesh, inputs))
+    updates = accumulated(gs.CrossShardOptimizer(sgd()), params).minimize(loss)
+    if wrong:
+        (v,) = (v for v in mesh.graph.trainable_variables if v.name == "w")
+        updates += [mtf.assign(v, v.value * 0.5 + mtf.reduce_mean(v.value) * 0.5)]
+    return loss, updates
 
 
 def noisy(mesh, inputs, params, wrong):
     """Noise of 8 bits in the reduction."""
-    loss = mtf.reduce_mean(network(mesh, inputs)[0])
+    loss = mtf.reduce_mean(network(mesh, inputs))
     reducer = gs.QuantizedAllReduce(block_size=4) if wrong else None
     return loss, gs.CrossShardOptimizer(sgd(), reducer=reducer).minimize(loss)
 
@@ -159,171 +142,94 @@ def in_bfloat16(grads, variables, n):
     return gs.CrossShardOptimizer(sgd()).apply_grads(narrow, variables)
 
 
-def rate_of_steps(n):
-    return mtf.optimize.SgdOptimizer(0.1 * n["batch"])
+def written(v, new, n):
+    """Of the slices of one variable half are not written where it is split."""
+    return v.value + half_of(new - v.value, n) if v.name == "w" else new
 
+
+def half_kept(slot, n):
+    return half_of(slot, n) if H in slot.shape.dims else slot
+
+
+def of_update(update, variable, axis, *factor, right="", what="value"):
+    """A fault of what an update makes of right gradients."""
+    cause = "a slot is split or" if what == "slot" else "the update itself depends"
+    return Fault(step(update=update, right=right), variable, axis, cause, *factor, what=what)
+
+
+of_slot = functools.partial(of_update, what="slot")
 
 OF_UPDATES = {
-    "a learning rate times the shards": Fault(
-        step(make=network, update=by(rate_of_steps)),
-        "bias",
-        4.0,
-        SHARDS,
-        BATCH_AXIS,
-        UPDATE,
-        "value",
+    "a learning rate times the shards": of_update(
+        by(lambda n: mtf.optimize.SgdOptimizer(0.1 * n["batch"])), "bias", BATCH_AXIS, 4.0, SHARDS
     ),
-    "weight decay by each shard": Fault(
-        step(
-            make=network,
-            right_update=by(lambda n: Descent(of_value=lambda v, new: new - v.value * 0.05)),
-            update=by(lambda n: Descent(of_value=lambda v, new: new - v.value * 0.05 * n["batch"])),
-        ),
+    "weight decay by each shard": of_update(
+        by(lambda n: Descent(of_value=lambda v, new: new - v.value * 0.05 * n["batch"])),
         "bias",
-        None,
-        "",
         BATCH_AXIS,
-        UPDATE,
-        "value",
+        right="decay",
     ),
-    "an update applied twice": Fault(
-        step(make=network, right_update=DESCENT, update=twice),
+    "an update applied twice": of_update(
+        by(lambda n: Descent(of_value=lambda v, new: new + (new - v.value) * (n["batch"] > 1))),
         "bias",
+        BATCH_AXIS,
         2.0,
-        "",
-        BATCH_AXIS,
-        UPDATE,
-        "value",
+        right="momentum",
     ),
-    "a slice that is not written": Fault(
-        step(
-            make=network,
-            right_update=DESCENT,
-            update=by(
-                lambda n: Descent(
-                    of_value=lambda v, new: (
-                        v.value + half_of(new - v.value, n) if v.name == "w" else new
-                    )
-                )
-            ),
-        ),
+    "a slice that is not written": of_update(
+        by(lambda n: Descent(of_value=lambda v, new: written(v, new, n))),
         "w",
-        None,
-        "",
         MODEL_AXIS,
-        UPDATE,
-        "value",
+        right="momentum",
     ),
-    "a parameter in no group": Fault(
-        step(make=network, update=without_last),
-        "w",
-        None,
-        "",
-        MODEL_AXIS,
-        "",
-        "gradient",
-    ),
+    "a parameter in no group": Fault(step(update=without_last), "w", MODEL_AXIS, ""),
     "the gradient of the step before": Fault(
-        step(make=network, update=stale),
-        "bias",
-        None,
-        "",
-        BATCH_AXIS,
-        "are of another step",
+        step(update=stale), "bias", BATCH_AXIS, "are of another step"
     ),
     "gradients cast to bfloat16": Fault(
-        step(make=network, update=in_bfloat16),
-        "bias",
-        None,
-        "",
-        BATCH_AXIS,
-        "rounding to bfloat16",
+        step(update=in_bfloat16), "bias", BATCH_AXIS, "rounding to bfloat16"
     ),
-    "a reduction in 8 bits": Fault(
-        noisy,
-        "v",
-        None,
-        "",
-        "CrossShardOptimizer",
-        "rounds gradients on their way",
-    ),
-    "a slot times the shards": Fault(
-        step(
-            make=network,
-            right_update=DESCENT,
-            update=by(lambda n: Descent(of_slot=lambda slot, grad: slot * n["batch"])),
-        ),
+    "a reduction in 8 bits": Fault(noisy, "v", CROSS_SHARD, "rounds gradients on their way"),
+    "a slot times the shards": of_slot(
+        by(lambda n: Descent(of_slot=lambda slot: slot * n["batch"])),
         "bias/momentum",
+        BATCH_AXIS,
         4.0,
         SHARDS,
-        BATCH_AXIS,
-        SLOT,
-        "slot",
+        right="momentum",
     ),
-    "a slot of which half is lost": Fault(
-        step(
-            make=network,
-            right_update=DESCENT,
-            update=by(
-                lambda n: Descent(
-                    of_slot=lambda slot, grad: half_of(slot, n) if H in slot.shape.dims else slot
-                )
-            ),
-        ),
+    "a slot of which half is lost": of_slot(
+        by(lambda n: Descent(of_slot=lambda slot: half_kept(slot, n))),
         "v/momentum",
-        None,
-        "",
         MODEL_AXIS,
-        SLOT,
-        "slot",
+        right="momentum",
     ),
-    "examples counted by each core": Fault(
-        step(
-            make=network,
-            right_update=counted(lambda n: 16.0),
-            update=counted(lambda n: 16.0 * n["model"]),
-        ),
+    "examples counted by each core": of_slot(
+        counted(lambda n: 16.0 * n["model"]),
         "examples_seen",
+        MODEL_AXIS,
         2.0,
         CORES + "model",
-        MODEL_AXIS,
-        SLOT,
-        "slot",
+        right="count",
     ),
-    "an average that moves with the shards": Fault(
-        step(
-            make=network,
-            right_update=averaged(lambda n: 0.1),
-            update=averaged(lambda n: 0.1 * n["batch"]),
-        ),
+    "an average that moves with the shards": of_slot(
+        averaged(lambda n: 0.1 * n["batch"]),
         "bias/average",
+        BATCH_AXIS,
         4.0,
         SHARDS,
-        BATCH_AXIS,
-        SLOT,
-        "slot",
+        right="average",
     ),
-    "a moving statistic that is a sum": Fault(
-        step(
-            make=network,
-            right_update=statistic(lambda n: 1.0),
-            update=statistic(lambda n: float(n["batch"])),
-        ),
+    "a moving statistic that is a sum": of_slot(
+        statistic(lambda n: float(n["batch"])),
         "moving_norm",
+        BATCH_AXIS,
         4.0,
         SHARDS,
-        BATCH_AXIS,
-        SLOT,
-        "slot",
+        right="statistic",
     ),
-    "the last microbatch alone": Fault(only_last, "bias", None, "", ACCUMULATION, ""),
+    "the last microbatch alone": Fault(only_last, "bias", ACCUMULATION, ""),
     "an average on every microbatch step": Fault(
-        joined(own=averaged_each_step),
-        "w",
-        None,
-        "",
-        "",
-        "every microbatch step",
-        "value before the update",
+        averaged_each_step, "w", "", "every microbatch step", what="value before the update"
     ),
 }
