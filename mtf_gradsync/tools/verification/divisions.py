@@ -111,16 +111,7 @@ def default_divisions(
     size = mtf.convert_to_shape(base.mesh_shape).size
 
     def varied(name: str, **fields: Any) -> None:
-        values = {
-            "mesh_shape": base.mesh_shape,
-            "layout": base.layout,
-            "runtime": base.runtime,
-            "changes": base.changes,
-            "params": base.params,
-            "precision": base.precision,
-            **fields,
-        }
-        found.append(Division(name, **values))
+        found.append(dataclasses.replace(base, name=name, **fields))
 
     def along(axis: str) -> str:
         sizes = [mtf.Dimension(d.name, size if d.name == axis else 1) for d in dims]
@@ -135,12 +126,8 @@ def default_divisions(
             varied(f"all {size} cores along {axis}", mesh_shape=along(axis))
     if "order" in kinds and len(dims) > 1:
         varied("axes in the reverse order", mesh_shape=mesh_text(mtf.Shape(dims[::-1])))
-    if (
-        "microbatches" in kinds
-        and recorded.sees_gradients
-        and k_of_stack == 1
-        and not _has_accumulating_wrappers(base, recorded)
-    ):
+    accumulates = k_of_stack > 1 or {*recorded.accumulating_wrappers} - {*base.changes.without}
+    if "microbatches" in kinds and recorded.sees_gradients and not accumulates:
         changes = base.changes._replace(
             micro_steps=MICRO_STEPS, mesh=(base.mesh_shape, base.layout)
         )
@@ -165,10 +152,6 @@ def changes_without(base: Division, label: str) -> Changes:
     `base` is the division, and `label` is the wrapper's label in `RecordedProgram.stack`.
     """
     return base.changes._replace(without=(*base.changes.without, label))
-
-
-def _has_accumulating_wrappers(base: Division, recorded: RecordedProgram) -> bool:
-    return any(label not in base.changes.without for label in recorded.accumulating_wrappers)
 
 
 def maskable_shards(recorded: RecordedProgram) -> int:

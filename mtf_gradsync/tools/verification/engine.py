@@ -121,10 +121,7 @@ class Engine:
         self._applied: list[int] = []  # how often an update applies gradients
         self._done: dict[Any, Outcome | CannotBeDivided] = {}
 
-    # Facts of the unchanged program: labels of the wrappers that accumulate over steps, and whether
-    # an optimizer was seen.
-    accumulating_wrappers: tuple[str, ...] = ()
-    sees_gradients: bool = True
+    _recorded: RecordedProgram  # of the unchanged program; set by `begin`
 
     @property
     def steps_per_update(self) -> int:
@@ -141,7 +138,8 @@ class Engine:
         cases: an optimizer gets gradients of zeros in steps without an update, or no optimizer was
         seen in a program that needs several steps for an update.
         """
-        return max(self._applied) > 1 or (self.steps_per_update > 1 and not self.sees_gradients)
+        sees_gradients = self._recorded.sees_gradients
+        return max(self._applied) > 1 or (self.steps_per_update > 1 and not sees_gradients)
 
     def begin(self, division: Division) -> Outcome:
         """Runs the program as the user configured it; records its batches and initial values.
@@ -174,8 +172,7 @@ class Engine:
         except Exception as error:  # whatever a user's program raises
             raise CannotBeDivided(_one_line(error)) from error
         self._done[division.key] = outcome
-        self.accumulating_wrappers = outcome.recorded.accumulating_wrappers
-        self.sees_gradients = outcome.recorded.sees_gradients
+        self._recorded = outcome.recorded
         return outcome
 
     def run(self, division: Division) -> Outcome:
@@ -268,7 +265,7 @@ class Engine:
         if division.is_reference and changes.mask is not None:
             return [_without_masked_shards(joined_batch(group), changes.mask)]
         taken_out = changes.unwrapped or any(
-            x in changes.without for x in self.accumulating_wrappers
+            x in changes.without for x in self._recorded.accumulating_wrappers
         )
         if len(group) > 1 and taken_out:
             return [joined_batch(group)]
@@ -377,28 +374,23 @@ class Engine:
             made = int(_updates(after) - _updates(first))
             expected = 1 if len(of_group) == 1 else self._applied[number:] and self._applied[number]
             if recorded.sees_gradients and expected and made != expected:
-                raise ValueError(f"{_reason(division, made, len(of_group))}")
+                raise ValueError(_reason(division, made, len(of_group)))
             joined = max(joined, len(of_group))
             losses.append(_mean_loss(of_group))
             gradients.append(_gradients(after))
-        hidden = {note.name for note in built.graph.get_collection(STATE_COLLECTION)}
-        narrow = narrow_dtypes(recorded.losses)
+        hidden = _state_of_wrappers(built) - recorded.averages
         return Outcome(
             recorded,
             losses,
             gradients,
-            {
-                k: v
-                for k, v in _without_records(after).items()
-                if k not in hidden or k in recorded.averages
-            },
+            {k: v for k, v in _without_records(after).items() if k not in hidden},
             list(dict.fromkeys(changed)) if recorded.sees_gradients else [],
             list(dict.fromkeys(early)),
             *running.compare_cores(),
             joined,
             built.weight is not None,
             built.program is not None and _exchanges_in_bfloat16(built),
-            rounds_to_bfloat16(built.graph, narrow),
+            rounds_to_bfloat16(built.graph, narrow_dtypes(recorded.losses)),
         )
 
 
@@ -422,7 +414,7 @@ def _joined_outcomes(outcomes: Sequence[Outcome]) -> Outcome:
     )
 
 
-def reordered(groups: list[list[Batch]]) -> BatchSeries:
+def reordered(groups: list[list[Batch]]) -> list[list[Batch]]:
     """Puts the examples of each batch into another order, at random; returns the new batches.
 
     The new order is the same in each call. `groups` has a list of batches for each update.
@@ -431,7 +423,7 @@ def reordered(groups: list[list[Batch]]) -> BatchSeries:
     for group in groups:
         rows = [np.random.RandomState(0).permutation(size_of(batch)) for batch in group]
         shuffled.append([select_examples(batch, some) for batch, some in zip(group, rows)])
-    return BatchSeries(shuffled)
+    return shuffled
 
 
 def _perturbed(values: Values, recorded: RecordedProgram) -> dict[str, np.ndarray]:
@@ -521,9 +513,12 @@ def _untrained_variables(built: BuiltDivision, values: Values) -> list[str]:
     An optimizer's slots and wrappers' variables are not among them. `values` is a dictionary from
     the names of all variables to their values.
     """
-    state = {note.name for note in built.graph.get_collection(STATE_COLLECTION)}
-    others = {*state, *built.recorded.order, *built.recorded.slots}
+    others = {*_state_of_wrappers(built), *built.recorded.order, *built.recorded.slots}
     return [name for name in _without_records(values) if name not in others]
+
+
+def _state_of_wrappers(built: BuiltDivision) -> set[str]:
+    return {note.name for note in built.graph.get_collection(STATE_COLLECTION)}
 
 
 def _counters(built: BuiltDivision, before: Values, after: Values) -> dict[str, np.ndarray]:

@@ -19,30 +19,55 @@ from mtf_gradsync.extension import mtf, tf
 _MANY = 1e6  # times the examples that each expert would have
 
 
-def _drop_dropout(undo_stack: contextlib.ExitStack, random_sizes: list[int]) -> None:
-    signature = inspect.signature(mtf.ops.dropout)
+def replace_function(
+    undo_stack: contextlib.ExitStack, owner: Any, name: str, call: Callable[..., Any]
+) -> None:
+    """Replaces a function of a module, or a method of a class, until `undo_stack` is closed.
 
-    def dropout(x: mtf.Tensor, *args: Any, **kwargs: Any) -> mtf.Tensor:
-        noise = signature.bind(x, *args, **kwargs).arguments.get("noise_shape")
+    Args:
+      undo_stack: an exit stack; closing it gives `owner` its own function back.
+      owner: the module or class that has the function.
+      name: the name of the function.
+      call: what is called in place of the function: it gets the function, and then the arguments.
+    """
+    function = vars(owner)[name]
+
+    @functools.wraps(function)
+    def replacement(*args: Any, **kwargs: Any) -> Any:
+        return call(function, *args, **kwargs)
+
+    replacement.__signature__ = inspect.signature(function)  # type: ignore[attr-defined]
+    undo_stack.enter_context(mock.patch.object(owner, name, replacement))
+
+
+def expert_layers() -> list[tuple[Any, str]]:
+    """Returns Mesh-TensorFlow's layers of experts as pairs (module, name); [] if not imported."""
+    moe = sys.modules.get("mesh_tensorflow.transformer.moe")
+    names = ("transformer_moe_layer_v1", "transformer_moe_layer_v2")
+    return [(moe, name) for name in names if hasattr(moe, name)]
+
+
+def _drop_dropout(undo_stack: contextlib.ExitStack, random_sizes: list[int]) -> None:
+    def unchanged(dropout: Any, x: mtf.Tensor, *args: Any, **kwargs: Any) -> mtf.Tensor:
+        given = inspect.signature(dropout).bind(x, *args, **kwargs).arguments
+        noise = given.get("noise_shape")
         random_sizes.append((x.shape if noise is None else mtf.convert_to_shape(noise)).size)
         return x
 
     for module in (mtf, mtf.ops):
-        undo_stack.enter_context(mock.patch.object(module, "dropout", dropout))
+        replace_function(undo_stack, module, "dropout", unchanged)
 
 
 def _drop_random(undo_stack: contextlib.ExitStack, random_sizes: list[int]) -> None:
-    init = mtf.ops.RandomOperation.__init__
-
-    def constant(self: Any, mesh: Any, shape: Any, tf_fn: Any, **kwargs: Any) -> None:
+    def constant(init: Any, op: Any, mesh: Any, shape: Any, tf_fn: Any, **kwargs: Any) -> None:
         def half(shape: Any, dtype: tf.DType = tf.float32, **more: Any) -> tf.Tensor:
             low, high = more.get("minval", 0.0), more.get("maxval")
             middle = (low + (1.0 if high is None else high)) / 2
             return tf.cast(tf.fill(shape, middle), dtype)
 
-        init(self, mesh, shape, half, **kwargs)
+        init(op, mesh, shape, half, **kwargs)
 
-    undo_stack.enter_context(mock.patch.object(mtf.ops.RandomOperation, "__init__", constant))
+    replace_function(undo_stack, mtf.ops.RandomOperation, "__init__", constant)
 
 
 def _drop_capacity(undo_stack: contextlib.ExitStack, random_sizes: list[int]) -> None:
@@ -51,22 +76,17 @@ def _drop_capacity(undo_stack: contextlib.ExitStack, random_sizes: list[int]) ->
     The argument `random_sizes` is not used. The function takes it because all functions in `_DROPS`
     take the same arguments.
     """
-    moe = sys.modules.get("mesh_tensorflow.transformer.moe")
-    for name in ("transformer_moe_layer_v1", "transformer_moe_layer_v2"):
-        layer = getattr(moe, name, None)
-        if layer is None:
-            continue
 
-        @functools.wraps(layer)
-        def with_room(
-            inputs: Any, output_dim: Any, hparams: Any, *args: Any, layer: Any = layer, **more: Any
-        ) -> Any:
-            for name in list(vars(hparams)):
-                if name.startswith("moe_capacity_factor"):
-                    setattr(hparams, name, _MANY)
-            return layer(inputs, output_dim, hparams, *args, **more)
+    def with_room(
+        layer: Any, inputs: Any, output_dim: Any, hparams: Any, *args: Any, **more: Any
+    ) -> Any:
+        for name in list(vars(hparams)):
+            if name.startswith("moe_capacity_factor"):
+                setattr(hparams, name, _MANY)
+        return layer(inputs, output_dim, hparams, *args, **more)
 
-        undo_stack.enter_context(mock.patch.object(moe, name, with_room))
+    for module, name in expert_layers():
+        replace_function(undo_stack, module, name, with_room)
 
 
 _DROPS: dict[str, Callable[[contextlib.ExitStack, list[int]], None]] = {
@@ -112,67 +132,55 @@ def make_constant(tensors: Sequence[mtf.Tensor]) -> None:
         operation.gradient = lambda grads, operation=operation: [None] * len(operation.inputs)
 
 
-_WITH_SCALARS = (mtf.ops.ScalarMultiplyOperation, mtf.ops.ScalarAddOperation)
-
-
-_WITH_DTYPES = (mtf.ops.OneHotOperation, mtf.ops.RangeOperation)
-
-
 @contextlib.contextmanager
 def in_precision(least: tf.DType) -> Iterator[None]:
     """Widens floating-point dtypes of the model that is built inside the block to `least`.
 
     A dtype that is as wide as `least`, or wider, is not changed.
     """
-    make_tensor, make_dtypes = mtf.Tensor.__init__, mtf.VariableDType.__init__
-    make_import = mtf.ops.ImportOperation.__init__
 
     def wide(dtype: tf.DType) -> tf.DType:
         return least if dtype.is_floating and dtype.size < least.size else dtype
 
-    def tensor(self: Any, operation: Any, shape: Any, dtype: Any, *args: Any, **kw: Any) -> None:
-        make_tensor(self, operation, shape, wide(dtype), *args, **kw)
+    def tensor(
+        init: Any, x: Any, operation: Any, shape: Any, dtype: Any, *args: Any, **kwargs: Any
+    ) -> None:
+        init(x, operation, shape, wide(dtype), *args, **kwargs)
 
     def dtypes(
-        self: Any, master_dtype: Any = tf.float32, slice_dtype: Any = None, *others: Any, **kw: Any
+        init: Any, self: Any, master_dtype: Any = tf.float32, *others: Any, **kw: Any
     ) -> None:
-        make_dtypes(self, wide(tf.as_dtype(master_dtype)))
+        init(self, wide(tf.as_dtype(master_dtype)))
 
-    def imported(self: Any, mesh: Any, tensor: Any, *args: Any, **kwargs: Any) -> None:
+    def imported(init: Any, op: Any, mesh: Any, tensor: Any, *args: Any, **kwargs: Any) -> None:
         tensor = tf.convert_to_tensor(tensor)
-        make_import(self, mesh, tf.cast(tensor, wide(tensor.dtype)), *args, **kwargs)
+        init(op, mesh, tf.cast(tensor, wide(tensor.dtype)), *args, **kwargs)
 
-    cast = mtf.ops.cast
-
-    def cast_to_wide(x: Any, dtype: Any, *args: Any, **kwargs: Any) -> Any:
+    def cast_to_wide(cast: Any, x: Any, dtype: Any, *args: Any, **kwargs: Any) -> Any:
         return cast(x, wide(tf.as_dtype(dtype)), *args, **kwargs)
 
-    def scaled(init: Any) -> Any:
+    def with_scalar(init: Any, op: Any, x: Any, scalar: Any, *args: Any, **kwargs: Any) -> None:
         # A learning rate may be a tensor of TensorFlow's.
-        def scalar_operation(self: Any, x: Any, scalar: Any, *args: Any, **kw: Any) -> None:
-            if isinstance(scalar, tf.Tensor) and scalar.dtype.is_floating:
-                scalar = tf.cast(scalar, x.dtype)
-            init(self, x, scalar, *args, **kw)
+        if isinstance(scalar, tf.Tensor) and scalar.dtype.is_floating:
+            scalar = tf.cast(scalar, x.dtype)
+        init(op, x, scalar, *args, **kwargs)
 
-        return scalar_operation
-
-    def made(init: Any) -> Any:
+    def with_dtype(init: Any, op: Any, *args: Any, **kwargs: Any) -> None:
         # Operations that keep the dtype of what they make.
-        def operation(self: Any, *args: Any, **kwargs: Any) -> None:
-            init(self, *args, **kwargs)
-            self._dtype = self.outputs[0].dtype
+        init(op, *args, **kwargs)
+        op._dtype = op.outputs[0].dtype
 
-        return operation
-
-    with contextlib.ExitStack() as patched:
+    with contextlib.ExitStack() as undo_stack:
         for owner, function in (
             (mtf.Tensor, tensor),
             (mtf.VariableDType, dtypes),
             (mtf.ops.ImportOperation, imported),
-            *((kind, scaled(kind.__init__)) for kind in _WITH_SCALARS),
-            *((kind, made(kind.__init__)) for kind in _WITH_DTYPES),
+            (mtf.ops.ScalarMultiplyOperation, with_scalar),
+            (mtf.ops.ScalarAddOperation, with_scalar),
+            (mtf.ops.OneHotOperation, with_dtype),
+            (mtf.ops.RangeOperation, with_dtype),
         ):
-            patched.enter_context(mock.patch.object(owner, "__init__", function))
+            replace_function(undo_stack, owner, "__init__", function)
         for module in (mtf, mtf.ops):
-            patched.enter_context(mock.patch.object(module, "cast", cast_to_wide))
+            replace_function(undo_stack, module, "cast", cast_to_wide)
         yield

@@ -116,7 +116,10 @@ def make_reference(engine: Engine, division: Division, base: Outcome) -> Referen
     first, last = ([pair[n] for pair in engine.counters_of_updates] for n in (0, 1))
     joins = engine.steps_per_update > 1
     own = None if engine.repeats_steps else last
-    series = [lambda groups: BatchSeries(groups, own), lambda groups: _with(reordered(groups), own)]
+    series = [
+        lambda groups: BatchSeries(groups, own),
+        lambda groups: BatchSeries(reordered(groups), own),
+    ]
     if joins and own and any(first):
         series.append(lambda groups: BatchSeries(groups, first))
     if own and any(last):
@@ -169,10 +172,6 @@ def make_reference(engine: Engine, division: Division, base: Outcome) -> Referen
         step_by_step,
         source,
     )
-
-
-def _with(series: BatchSeries, counters: Sequence[Values] | None) -> BatchSeries:
-    return series._replace(counters=counters)
 
 
 class Comparison(NamedTuple):

@@ -10,24 +10,15 @@ from typing import Any, Callable, Iterator, Mapping, Sequence
 import numpy as np
 from tqdm import tqdm
 
-from mtf_gradsync.extension import (
-    tf,
-)
+from mtf_gradsync.extension import tf
 from mtf_gradsync.runtimes.sessions import RuntimeName, choose_runtime
 from mtf_gradsync.tools.verification import divisions as kinds
-from mtf_gradsync.tools.verification.causes import (
-    narrow_dtypes,
-    random_operations,
-)
+from mtf_gradsync.tools.verification.causes import narrow_dtypes, random_operations
 from mtf_gradsync.tools.verification.divisions import Division
 from mtf_gradsync.tools.verification.engine import CannotBeDivided, Engine, Outcome
 from mtf_gradsync.tools.verification.model_changes import DROPS
 from mtf_gradsync.tools.verification.programs import Batch, NotOnCoresError, UserProgram
-from mtf_gradsync.tools.verification.verdicts import (
-    CANNOT_BE,
-    DivisionResult,
-    Verification,
-)
+from mtf_gradsync.tools.verification.verdicts import CANNOT_BE, DivisionResult, Verification
 from mtf_gradsync.tools.verification.verifier import REFERENCE, Verifier
 
 
