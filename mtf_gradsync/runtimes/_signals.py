@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import signal
+import sys
 import threading
 import time
 from typing import Any, Callable, Iterator, Sequence, TypeVar
@@ -12,6 +13,8 @@ from typing import Any, Callable, Iterator, Sequence, TypeVar
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 # Terminals and process managers deliver one Ctrl-C more than once.
 _SAME_KEYSTROKE_SECONDS = 1.0
+# After which a dropped KeyboardInterrupt is raised again; a callback of the collector is shorter.
+_AGAIN_SECONDS = 0.02
 # Bytes; the struct of Linux has 152.
 _MOST_OF_SIGACTION = 1024
 _Self = TypeVar("_Self", bound="StopSignal")
@@ -45,7 +48,8 @@ class StopSignal:
                 before = signal.signal(number, self._handle)  # None if it is no handler of Python's
                 self._undo.callback(signal.signal, number, before or signal.SIG_DFL)
                 around = getattr(before, "__self__", None)
-                if isinstance(around, StopSignal) and around.received is not None:
+                if isinstance(around, Interruption) and around.received is not None:
+                    around.cancel_again()
                     self.received, self._received_at = around.received, around._received_at
         return self
 
@@ -65,25 +69,63 @@ class Interruption(StopSignal):
     """A context manager that turns signals, by default SIGINT and SIGTERM, into KeyboardInterrupts.
 
     Python drops an exception that a signal's handler raises in a callback of the garbage collector,
-    and handlers often run in such callbacks if jax is imported. So a program calls `check` between
-    the parts of its work: `check` raises the KeyboardInterrupt again. A `StopSignal` inside the
-    block has received the signal from its start. Other libraries catch every exception and raise
-    their own, as TensorFlow's ``DType.max`` does: an Exception that leaves the block after a signal
-    is replaced by the KeyboardInterrupt.
+    and handlers often run in such callbacks if jax is imported. A KeyboardInterrupt that Python
+    drops is raised again a moment later. Other libraries catch every exception and go on, or raise
+    their own, as TensorFlow's ``DType.max`` does. So a program calls `check` between the parts of
+    its work: `check` raises the KeyboardInterrupt again. A `StopSignal` inside the block has
+    received the signal from its start. An Exception that leaves the block after a signal is
+    replaced by the KeyboardInterrupt.
     """
 
     def __init__(self, numbers: Sequence[int] = _SIGNALS) -> None:
         super().__init__(_interrupt, numbers)
+        self._again: threading.Timer | None = None
+
+    def __enter__(self) -> Interruption:
+        super().__enter__()
+        if threading.current_thread() is threading.main_thread():
+            before = sys.unraisablehook
+
+            def note_dropped(unraisable: Any) -> None:
+                if isinstance(unraisable.exc_value, KeyboardInterrupt) and self.received:
+                    self._raise_soon(self.received)
+                else:
+                    before(unraisable)
+
+            self._undo.callback(setattr, sys, "unraisablehook", before)
+            sys.unraisablehook = note_dropped
+        return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         super().__exit__(kind, error, trace)
-        if self.received is not None and isinstance(error, Exception):
+        was_dropped = self.cancel_again()
+        if self.received is not None and (isinstance(error, Exception) or was_dropped):
             raise KeyboardInterrupt(self.received) from error
 
     def check(self) -> None:
         """Raises the KeyboardInterrupt if a signal has come since the context began."""
         if self.received is not None:
+            self.cancel_again()
             _interrupt(self.received)
+
+    def _raise_soon(self, number: int) -> None:
+        """Lets the main thread get the signal `number` again, after the code that it now runs."""
+        main = threading.main_thread().ident
+        self._again = threading.Timer(_AGAIN_SECONDS, signal.pthread_kill, (main, number))
+        self._again.daemon = True
+        self._again.start()
+
+    def cancel_again(self) -> bool:
+        """Ends the wait that `_raise_soon` has begun; returns whether there was one."""
+        again, self._again = self._again, None
+        if again is not None:
+            again.cancel()
+        return again is not None
+
+    def _handle(self, number: int, frame: Any) -> None:
+        if self.cancel_again():
+            raise KeyboardInterrupt(self.received)
+        super()._handle(number, frame)
 
 
 def signal_of(error: KeyboardInterrupt) -> int:

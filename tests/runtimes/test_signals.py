@@ -4,6 +4,8 @@ import concurrent.futures
 import faulthandler
 import os
 import signal
+import sys
+import time
 
 import pytest
 
@@ -85,6 +87,32 @@ def test_an_error_that_a_library_raises_in_place_of_the_interrupt_is_replaced_by
         interrupted_in_a_library()
     assert signal_of(raised.value) == signal.SIGTERM
     assert isinstance(raised.value.__cause__, TypeError)
+
+
+def test_an_interrupt_that_python_drops_is_raised_again():
+    def work():
+        interrupted_and_dropped(signal.SIGTERM)
+        time.sleep(60)
+
+    with pytest.raises(KeyboardInterrupt) as raised, Interruption():
+        work()
+    assert signal_of(raised.value) == signal.SIGTERM
+
+
+def test_an_interrupt_that_python_drops_at_the_end_of_a_block_is_raised_by_the_block():
+    before = sys.unraisablehook
+    with pytest.raises(KeyboardInterrupt), Interruption():
+        interrupted_and_dropped(signal.SIGINT)
+    assert sys.unraisablehook is before
+    time.sleep(0.1)  # and not once more
+
+
+def test_a_dropped_interrupt_that_a_check_has_raised_is_not_raised_once_more():
+    with Interruption() as stop:
+        interrupted_and_dropped(signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            stop.check()
+        time.sleep(0.1)
 
 
 def test_errors_without_a_signal_stay_as_they_are():

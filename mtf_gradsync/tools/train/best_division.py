@@ -288,7 +288,7 @@ class BestDivision:
                 candidate = Candidate(choice.mesh_shape, choice.layout, machine)
                 found = search(self._build, [candidate], refusals=(ConfigError,))
             if found.is_partial:  # a signal that `search` has turned into a partial plan
-                raise KeyboardInterrupt
+                raise KeyboardInterrupt(found.stopped_by)
             if not found.rows:
                 return Checked(refused=found.refused[0].reason if found.refused else "stopped")
             (row,) = found.rows

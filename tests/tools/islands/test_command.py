@@ -5,6 +5,7 @@ import re
 import signal
 import subprocess
 import sys
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ import pytest
 from mtf_gradsync._private.libraries import tf
 from mtf_gradsync.tools.islands.folder import Folder
 from mtf_gradsync.tools.islands.journal import read_status
+from mtf_gradsync.tools.islands.merger import Merger
 from mtf_gradsync.tools.train.cli import main as cli
 from mtf_gradsync.tools.train.page import Ended, write_page
 from tests.tools.islands.toy import Toy, begun, merge
@@ -31,6 +33,11 @@ def test_merges_until_it_is_stopped(folder):
         said = process.stdout.read()
         assert process.wait() == 128 + signal.SIGTERM
     assert said == "version 0: one (1)\nversion 1: one (3)\n"
+
+
+def test_a_second_sigterm_is_in_the_exit_code(folder, monkeypatch):
+    monkeypatch.setattr(Merger, "run", Mock(side_effect=KeyboardInterrupt(signal.SIGTERM)))
+    assert cli.main(["islands", str(folder)]) == 128 + signal.SIGTERM
 
 
 def test_status_plot_and_replay(folder, tmp_path, capsys):

@@ -135,8 +135,6 @@ def main(args: argparse.Namespace) -> int:
         if args.replay:
             return _replay(folder)
         return _merge(folder, args)
-    except KeyboardInterrupt:
-        return 130
     except (DamagedObjectError, FolderError, MergerError) as error:
         raise TrainingError(str(error)) from error
     except (ImportError, ValueError) as error:

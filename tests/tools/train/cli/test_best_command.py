@@ -1,6 +1,8 @@
 """``mtf-gradsync plan --best``: from a config to lines of gin, and the proof of them."""
 
 import functools
+import os
+import signal
 from pathlib import Path
 
 import gin
@@ -10,6 +12,7 @@ import mtf_gradsync as gs
 from mtf_gradsync import simd, xla
 from mtf_gradsync._private.libraries import tf
 from mtf_gradsync.runtimes._common import ConfigError
+from mtf_gradsync.runtimes._signals import Interruption, signal_of
 from mtf_gradsync.tools._private.gin import bindings, bound
 from mtf_gradsync.tools.planning.best import Choice
 from mtf_gradsync.tools.planning.costs import Predicted
@@ -314,6 +317,20 @@ def test_the_verdict_of_the_proof_is_that_of_the_command(verdict, code, words):
     assert said.splitlines()[-1] == f"{words}as configured."
     assert "train.run.mesh_shape = " in said
     assert "(batches of 8 sequences of 16 tokens)" in said
+
+
+@pytest.mark.slow
+def test_sigterm_while_a_compiler_works_is_the_number_of_the_interrupt(monkeypatch):
+    compile_it = Chips.compile
+
+    def signalled(*arguments):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return compile_it(*arguments)
+
+    monkeypatch.setattr(Chips, "compile", signalled)
+    with pytest.raises(KeyboardInterrupt) as raised, Interruption():
+        run(mesh_shapes=["batch:4;model:1"])
+    assert signal_of(raised.value) == signal.SIGTERM
 
 
 @pytest.mark.slow
