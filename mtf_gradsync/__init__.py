@@ -10,18 +10,10 @@ from mtf_gradsync._private import libraries as libraries  # first: it repairs Me
 from mtf_gradsync._private.lazy import find_moved, lazy_names
 from mtf_gradsync._private.patches import (
     call_around_lowering,
-    check_imported_shapes,
     configurable_when_named,
-    draw_by_step,
     exclude_from_combining,
-    explain_mesh_tensors_to_tensorflow,
-    keep_masks_finite,
-    keep_summaries_in_meta_graphs,
+    patch_libraries,
     patch_when_called,
-    read_only_own_flags,
-    recompute_each_shard_by_itself,
-    record_gradients,
-    record_meshes,
 )
 from mtf_gradsync._private.tensorflow import checkpoint_initializers
 from mtf_gradsync.compat_v1 import MeshOptimizer
@@ -125,18 +117,10 @@ else:  # a type checker that saw `__getattr__` would take any name
     )
 find_moved({f"{__name__}.{name}": place for name, place in _ROOMS.items()})
 
-record_meshes()
-record_gradients()
-keep_masks_finite()
-check_imported_shapes()
-read_only_own_flags()
-recompute_each_shard_by_itself()
-draw_by_step()
+patch_libraries()
 check_bare_optimizers()
 call_around_lowering(complete_graph, finish_lowering)
 exclude_from_combining(StandIn)
-keep_summaries_in_meta_graphs()
-explain_mesh_tensors_to_tensorflow()
 # What checkpoints of other runs need is loaded when a program restores one, or first trains.
 _SAVERS = "mtf_gradsync.runtimes.savers"
 patch_when_called(libraries.tf.train.Saver, "restore", f"{_SAVERS}.restore_checked")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import importlib
@@ -25,20 +26,26 @@ from mtf_gradsync._private.tensorflow import advance_step_after, is_in_loop
 _PATCHES = "mtf_gradsync_patches"
 
 
-def patch(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
-    """Replaces a library's function by `make(function)`, once: a second call does nothing.
+def patch(owner: Any, name: str, replacement: Callable[..., Any]) -> None:
+    """Replaces a library's function by another one, once: a second call does nothing.
 
     Args:
       owner: the module or class that has the function.
       name: the function's name in it.
-      make: a function that gets the current function, which other libraries may have changed, and
-        returns the new one. The name of `make` identifies the patch.
+      replacement: the new function. It is called with the function that was there, which other
+        libraries may have changed, followed by the arguments of the call. The name of `replacement`
+        identifies the patch.
     """
     there = getattr(owner, name)
-    this, before = f"{make.__module__}.{make.__qualname__}", getattr(there, _PATCHES, ())
+    this = f"{replacement.__module__}.{replacement.__qualname__}"
+    before = getattr(there, _PATCHES, ())
     if this in before:
         return
-    made: Any = functools.wraps(there)(make(there))
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return replacement(there, *args, **kwargs)
+
+    made: Any = functools.wraps(there)(call)
     # Readers that do not follow `__wrapped__` see the arguments of the library, too.
     made.__signature__ = inspect.signature(there)
     setattr(made, _PATCHES, (*before, this))
@@ -56,11 +63,8 @@ def patch_when_called(owner: Any, name: str, place: str) -> None:
     """
     module, _, function = place.rpartition(".")
 
-    def load_and_call(there: Any) -> Any:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            return getattr(importlib.import_module(module), function)(there, *args, **kwargs)
-
-        return call
+    def load_and_call(there: Any, *args: Any, **kwargs: Any) -> Any:
+        return getattr(importlib.import_module(module), function)(there, *args, **kwargs)
 
     load_and_call.__qualname__ = place
     patch(owner, name, load_and_call)
@@ -80,16 +84,14 @@ def configurable_when_named(places: Mapping[str, str]) -> None:
     """
     _when_named.update(places)
 
-    def with_loading(find: Any) -> Any:
-        def matching_selectors(selector: str) -> list[str]:
-            place = _when_named.get(selector.split(".")[-1])
-            if place and place not in sys.modules:
-                importlib.import_module(place)
-            return find(selector)
+    patch(gin.config._REGISTRY, "matching_selectors", _load_and_find)
 
-        return matching_selectors
 
-    patch(gin.config._REGISTRY, "matching_selectors", with_loading)
+def _load_and_find(find: Any, selector: str) -> list[str]:
+    place = _when_named.get(selector.split(".")[-1])
+    if place and place not in sys.modules:
+        importlib.import_module(place)
+    return find(selector)
 
 
 def load_configurables() -> None:
@@ -120,21 +122,17 @@ def call_around_lowering(
     of operations that TensorFlow's graph had before the lowering.
     """
 
-    def call_and_lower(lower: Any) -> Any:
-        def init(self: mtf.Lowering, graph: mtf.Graph, *args: Any, **kwargs: Any) -> None:
-            before(graph)
-            first = tf.get_default_graph().version
-            lower(self, graph, *args, **kwargs)
-            after(self, first)
+    def call_and_lower(
+        lower: Any, self: mtf.Lowering, graph: mtf.Graph, *args: Any, **kwargs: Any
+    ) -> None:
+        before(graph)
+        first = tf.get_default_graph().version
+        lower(self, graph, *args, **kwargs)
+        after(self, first)
 
-        return init
-
-    def call_and_rewrite(rewrite: Any) -> Any:
-        def rewrite_stack_variables(self: mtf.Graph, *args: Any, **kwargs: Any) -> None:
-            before(self)
-            rewrite(self, *args, **kwargs)
-
-        return rewrite_stack_variables
+    def call_and_rewrite(rewrite: Any, self: mtf.Graph, *args: Any, **kwargs: Any) -> None:
+        before(self)
+        rewrite(self, *args, **kwargs)
 
     patch(mtf.Lowering, "__init__", call_and_lower)
     patch(mtf.Graph, "rewrite_stack_variables", call_and_rewrite)
@@ -143,30 +141,23 @@ def call_around_lowering(
 def exclude_from_combining(kind: type) -> None:
     """Makes `mtf.Graph.combine_assignments` leave operations of the class `kind` as they are."""
 
-    def combine_others(combine: Any) -> Any:
-        def combine_assignments(
-            self: mtf.Graph, assignments: list[mtf.Operation]
-        ) -> list[mtf.Operation]:
-            apart = [op for op in assignments if isinstance(op, kind)]
-            if not apart:
-                return combine(self, assignments)
-            return combine(self, [op for op in assignments if not isinstance(op, kind)]) + apart
-
-        return combine_assignments
+    def combine_others(
+        combine: Any, self: mtf.Graph, assignments: list[mtf.Operation]
+    ) -> list[mtf.Operation]:
+        apart = [op for op in assignments if isinstance(op, kind)]
+        if not apart:
+            return combine(self, assignments)
+        return combine(self, [op for op in assignments if not isinstance(op, kind)]) + apart
 
     patch(mtf.Graph, "combine_assignments", combine_others)
 
 
-def explain_mesh_tensors_to_tensorflow() -> None:
+def _refuse(x: Any, dtype: Any = None, name: Any = None, as_ref: bool = False) -> NoReturn:
     """Makes TensorFlow's operations refuse mtf tensors with an error that says what to do.
 
     The error stays a TypeError. So ``tf_tensor * mesh_tensor`` still calls the mesh tensor's
     multiplication.
     """
-    tf.register_tensor_conversion_function((mtf.Tensor, mtf.Variable), _refuse)
-
-
-def _refuse(x: Any, dtype: Any = None, name: Any = None, as_ref: bool = False) -> NoReturn:
     del dtype, name, as_ref
     raise TypeError(
         f"An operation of TensorFlow cannot take {x!r}, which belongs to Mesh-TensorFlow: it has "
@@ -176,18 +167,6 @@ def _refuse(x: Any, dtype: Any = None, name: Any = None, as_ref: bool = False) -
         "gs.MeshOptimizer(optimizer) in place of an optimizer of tf.compat.v1.train. After the "
         "lowering, the value of a tensor is lowering.export_to_tf_tensor(tensor)."
     )
-
-
-def keep_summaries_in_meta_graphs() -> None:
-    """Makes savers write Mesh-TF's collection of scalar summaries into meta graph files.
-
-    Without the patch, savers log a warning, and leave the collection out.
-    """
-    collection = mtf.utils.SCALAR_SUMMARIES_COLLECTION_KEY
-    try:
-        register_proto_function(collection, tf.train.BytesList, _as_bytes_list, _from_bytes_list)
-    except KeyError:
-        return  # somebody has done it before
 
 
 def _as_bytes_list(
@@ -212,22 +191,8 @@ def _from_bytes_list(
 _NOTHING = 1e-30
 
 
-def recompute_each_shard_by_itself() -> None:
-    """Makes `mtf.recompute_grad` wait for each example's own gradient, not for a sum of them.
-
-    Without the patch, Mesh-TF adds a tiny number to the inputs of a block: a part of the incoming
-    gradient's sum over all examples. This keeps XLA from merging the second computation of the
-    block with the first. But the sum takes an all-reduce for each block, and spreads a NaN of one
-    shard to all gradients.
-    """
-
-    def each_shard_by_itself(unused_original: Any) -> Any:
-        return _recompute
-
-    patch(mtf.ops, "_recompute_grad_grad", each_shard_by_itself)
-
-
-def _recompute(
+def _recompute_each_shard_by_itself(
+    unused_original: Any,
     explicit_inputs: list[mtf.Tensor],
     all_inputs: list[mtf.Tensor],
     forward_operations: list[mtf.Operation],
@@ -237,7 +202,13 @@ def _recompute(
 ) -> list[mtf.Tensor | None]:
     """Returns a gradient by each of `all_inputs`, or None, for a block of `mtf.recompute_grad`.
 
-    This function replaces Mesh-TF's `_recompute_grad_grad`. The block is computed again from its
+    Makes `mtf.recompute_grad` wait for each example's own gradient, not for a sum of them. Without
+    the patch, Mesh-TF adds a tiny number to the inputs of a block: a part of the incoming
+    gradient's sum over all examples. This keeps XLA from merging the second computation of the
+    block with the first. But the sum takes an all-reduce for each block, and spreads a NaN of one
+    shard to all gradients.
+
+    The block is computed again from its
     inputs by copies of `forward_operations`, which first computed `outputs`. `explicit_inputs` are
     those of the inputs that the block gets as arguments. `output_grads` are the gradients by
     `outputs`. If `control_dependencies` is true, the second computation waits for `output_grads`.
@@ -286,43 +257,29 @@ def _copies_computed_after(
     }
 
 
-def keep_masks_finite() -> None:
+def _keep_mask_finite(
+    init: Any, self: mtf.ScalarMultiplyOperation, x: mtf.Tensor, scalar: Any, **how: Any
+) -> None:
     """Makes Mesh-TF multiply float16 masks by the lowest finite number instead of -1e9.
 
     In float16 -1e9 is infinite, and its product with the zeros of a mask is NaN.
     """
-
-    def with_finite_masks(init: Any) -> Any:
-        def make(self: mtf.ScalarMultiplyOperation, x: mtf.Tensor, scalar: Any, **how: Any) -> None:
-            if x.dtype == tf.float16 and isinstance(scalar, float) and scalar == _MASK:
-                scalar = float(tf.float16.min)
-            init(self, x, scalar, **how)
-
-        return make
-
-    patch(mtf.ScalarMultiplyOperation, "__init__", with_finite_masks)
+    if x.dtype == tf.float16 and isinstance(scalar, float) and scalar == _MASK:
+        scalar = float(tf.float16.min)
+    init(self, x, scalar, **how)
 
 
 # Mesh-TF multiplies masks by this number.
 _MASK = -1e9
 
 
-def read_only_own_flags() -> None:
-    """Makes Mesh-TF's SIMD meshes parse only their own two flags of a command line.
-
-    If the program has not parsed absl's flags, TensorFlow parses the whole command line as soon as
-    one flag is read. If the program parses its arguments by argparse, TensorFlow then ends the
-    program, because the command line has arguments that absl does not know.
-    """
-    module = mtf.simd_mesh_impl
-    if not isinstance(module.FLAGS, _OwnFlags):
-        module.FLAGS = _OwnFlags()
-
-
 class _OwnFlags:
     """A stand-in for absl's flags that parses only the flag that is read.
 
-    Once the program has parsed absl's flags, the stand-in returns the values of these flags.
+    Mesh-TF's SIMD meshes have two flags. If the program has not parsed absl's flags, TensorFlow
+    parses the whole command line as soon as one flag is read. If the program parses its arguments
+    by argparse, TensorFlow then ends the program, because the command line has arguments that absl
+    does not know. Once the program has parsed absl's flags, the stand-in returns their values.
     """
 
     def __getattr__(self, name: str) -> Any:
@@ -337,7 +294,14 @@ class _OwnFlags:
         setattr(flags.FLAGS, name, value)
 
 
-def check_imported_shapes() -> None:
+def _check_imported_shape(
+    init: Any,
+    self: mtf.ImportOperation,
+    mesh: mtf.Mesh,
+    tf_tensor: Any,
+    shape: mtf.Shape,
+    name: str | None = None,
+) -> None:
     """Makes a step fail if an imported tf tensor has another shape than its mtf tensor.
 
     Without this patch, a program can train on a part of the batch and not notice it. This happens
@@ -345,66 +309,39 @@ def check_imported_shapes() -> None:
     tensor's shape when the step is built. A mesh then takes only as much of the imported tensor as
     the mtf tensor holds.
     """
-
-    def with_checked_shape(init: Any) -> Any:
-        def make(
-            self: mtf.ImportOperation,
-            mesh: mtf.Mesh,
-            tf_tensor: Any,
-            shape: mtf.Shape,
-            name: str | None = None,
-        ) -> None:
-            tf_tensor = tf.convert_to_tensor(tf_tensor)
-            expected = shape.to_integer_list
-            is_known = tf_tensor.shape.is_fully_defined()
-            if not is_known and tf_tensor.shape.is_compatible_with(expected):
-                tf_tensor = tf.ensure_shape(tf_tensor, expected)
-            init(self, mesh, tf_tensor, shape, name)
-
-        return make
-
-    patch(mtf.ImportOperation, "__init__", with_checked_shape)
+    tf_tensor = tf.convert_to_tensor(tf_tensor)
+    expected = shape.to_integer_list
+    is_known = tf_tensor.shape.is_fully_defined()
+    if not is_known and tf_tensor.shape.is_compatible_with(expected):
+        tf_tensor = tf.ensure_shape(tf_tensor, expected)
+    init(self, mesh, tf_tensor, shape, name)
 
 
-def record_meshes() -> None:
+def _note_mesh(init: Any, self: mtf.MeshImpl, *args: Any, **kwargs: Any) -> None:
     """Makes every TensorFlow graph record the meshes made in it, which `meshes_made` returns."""
-
-    def with_note(init: Any) -> Any:
-        def make_and_note(self: mtf.MeshImpl, *args: Any, **kwargs: Any) -> None:
-            init(self, *args, **kwargs)
-            tf.add_to_collection(MESHES, self)
-
-        return make_and_note
-
-    patch(mtf.MeshImpl, "__init__", with_note)
+    init(self, *args, **kwargs)
+    tf.add_to_collection(MESHES, self)
 
 
-def record_gradients() -> None:
+def _note_gradients(
+    gradients: Any,
+    ys: list[mtf.Tensor],
+    xs: list[mtf.Tensor],
+    grad_ys: list[mtf.Tensor] | None = None,
+    operations: list[mtf.Operation] | None = None,
+) -> list[mtf.Tensor | None]:
     """Makes every mtf graph record its calls of `mtf.gradients`, which `gradients_calls` returns.
 
     Calls with given gradients of the losses (`grad_ys`) are not recorded.
     """
-
-    def with_note(gradients: Any) -> Any:
-        def differentiate_and_note(
-            ys: list[mtf.Tensor],
-            xs: list[mtf.Tensor],
-            grad_ys: list[mtf.Tensor] | None = None,
-            operations: list[mtf.Operation] | None = None,
-        ) -> list[mtf.Tensor | None]:
-            if grad_ys:
-                return gradients(ys, xs, grad_ys, operations)
-            seeds = [Seed(y.mesh, 1.0, y.shape, y.dtype) for y in ys]
-            grads = gradients(ys, xs, [seed.outputs[0] for seed in seeds], operations)
-            pairs = [(g, x) for g, x in zip(grads, xs) if g is not None]
-            call = GradientsCall(list(ys), seeds, [g for g, _ in pairs], [x for _, x in pairs])
-            vars(ys[0].graph).setdefault(CALLS, []).append(call)
-            return grads
-
-        return differentiate_and_note
-
-    for module in (mtf, mtf.ops):
-        patch(module, "gradients", with_note)
+    if grad_ys:
+        return gradients(ys, xs, grad_ys, operations)
+    seeds = [Seed(y.mesh, 1.0, y.shape, y.dtype) for y in ys]
+    grads = gradients(ys, xs, [seed.outputs[0] for seed in seeds], operations)
+    pairs = [(g, x) for g, x in zip(grads, xs) if g is not None]
+    call = GradientsCall(list(ys), seeds, [g for g, _ in pairs], [x for _, x in pairs])
+    vars(ys[0].graph).setdefault(CALLS, []).append(call)
+    return grads
 
 
 _STATELESS = {
@@ -414,7 +351,9 @@ _STATELESS = {
 }
 
 
-def draw_by_step() -> None:
+def _draw_by_step(
+    draw: Any, self: Any, shape: mtf.Shape, tf_fn: Any, kwargs: dict[str, Any]
+) -> Any:
     """Makes random numbers of placement meshes repeatable: they depend on the step and a seed.
 
     Mesh-TF seeds TensorFlow's generators by Python's random numbers and hash, and the generators
@@ -423,29 +362,22 @@ def draw_by_step() -> None:
     process, and in a run that was resumed. In loops, and in graphs without a seed or a global step,
     random numbers are made as without this package.
     """
+    stateless = _STATELESS.get(tf_fn)
+    numbers = None if stateless is None else _StepSeeds.of(tf.get_default_graph())
+    if stateless is None or numbers is None:
+        return draw(self, shape, tf_fn, kwargs)
+    slice_shape, operation = self.slice_shape(shape), next(numbers.operations)
 
-    def by_step(random: Any) -> Any:
-        def draw(self: Any, shape: mtf.Shape, tf_fn: Any, kwargs: dict[str, Any]) -> Any:
-            stateless = _STATELESS.get(tf_fn)
-            numbers = None if stateless is None else _StepSeeds.of(tf.get_default_graph())
-            if stateless is None or numbers is None:
-                return random(self, shape, tf_fn, kwargs)
-            slice_shape, operation = self.slice_shape(shape), next(numbers.operations)
+    def of_slice(processor: int) -> tf.Tensor:
+        # Slices that are the same part of a tensor have the same numbers.
+        word = operation
+        for begin in self.slice_begin(shape, processor):
+            word = mixed(word, begin)
+        key = tf.constant([mixed(word, numbers.seed), word], tf.int64)
+        seed = tf.bitwise.bitwise_xor(numbers.step, key)
+        return stateless(slice_shape, seed=seed, **kwargs)
 
-            def of_slice(processor: int) -> tf.Tensor:
-                # Slices that are the same part of a tensor have the same numbers.
-                word = operation
-                for begin in self.slice_begin(shape, processor):
-                    word = mixed(word, begin)
-                key = tf.constant([mixed(word, numbers.seed), word], tf.int64)
-                seed = tf.bitwise.bitwise_xor(numbers.step, key)
-                return stateless(slice_shape, seed=seed, **kwargs)
-
-            return self.slicewise(of_slice, self.laid_out_pnum())
-
-        return draw
-
-    patch(mtf.placement_mesh_impl.PlacementMeshImpl, "random", by_step)
+    return self.slicewise(of_slice, self.laid_out_pnum())
 
 
 class _StepSeeds:
@@ -505,3 +437,29 @@ def _numbers_of_run(counter: Any) -> tf.Tensor:
     words = tf.stack([stands * (before[0] + 1), count])
     with tf.control_dependencies([raw.AssignVariableOp(resource=last, value=words)]):
         return tf.identity(words)
+
+
+# What is replaced of Mesh-TF: the owner, the function's name, and the function in its place.
+_REPLACED = (
+    (mtf.ImportOperation, "__init__", _check_imported_shape),
+    (mtf.MeshImpl, "__init__", _note_mesh),
+    (mtf.ScalarMultiplyOperation, "__init__", _keep_mask_finite),
+    (mtf, "gradients", _note_gradients),
+    (mtf.ops, "gradients", _note_gradients),
+    (mtf.ops, "_recompute_grad_grad", _recompute_each_shard_by_itself),
+    (mtf.placement_mesh_impl.PlacementMeshImpl, "random", _draw_by_step),
+)
+
+
+def patch_libraries() -> None:
+    """Makes the patches that need nothing else of this package, each once."""
+    for owner, name, replacement in _REPLACED:
+        patch(owner, name, replacement)
+    if not isinstance(mtf.simd_mesh_impl.FLAGS, _OwnFlags):
+        mtf.simd_mesh_impl.FLAGS = _OwnFlags()
+    tf.register_tensor_conversion_function((mtf.Tensor, mtf.Variable), _refuse)
+    # Savers cannot write Mesh-TF's collection of scalar summaries into meta graph files by
+    # themselves: they would log a warning, and leave the collection out.
+    summaries = mtf.utils.SCALAR_SUMMARIES_COLLECTION_KEY
+    with contextlib.suppress(KeyError):  # somebody has done it before
+        register_proto_function(summaries, tf.train.BytesList, _as_bytes_list, _from_bytes_list)

@@ -259,17 +259,14 @@ def check_bare_optimizers() -> None:
     and warn as `warn_of_names_and_dtypes` does.
     """
 
-    def check_and_apply(apply: Any) -> Any:
-        def apply_grads(
-            self: Any, grads: Any, variables: Any, *args: Any, **kwargs: Any
-        ) -> list[mtf.Operation]:
-            updates = apply(self, grads, variables, *args, **kwargs)
-            if updates:
-                warn_of_names_and_dtypes(self, variables)
-            record_bare_update(self, updates, variables)
-            return updates
-
-        return apply_grads
+    def check_and_apply(
+        apply: Any, self: Any, grads: Any, variables: Any, *args: Any, **kwargs: Any
+    ) -> list[mtf.Operation]:
+        updates = apply(self, grads, variables, *args, **kwargs)
+        if updates:
+            warn_of_names_and_dtypes(self, variables)
+        record_bare_update(self, updates, variables)
+        return updates
 
     for kind in (mtf.optimize.Optimizer, MeshOptimizer):
         patch(kind, "apply_grads", check_and_apply)

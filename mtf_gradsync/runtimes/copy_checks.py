@@ -355,19 +355,17 @@ def _cores(cores: Sequence[int]) -> str:
     return f"core {text}" if len(cores) == 1 else f"cores {text}"
 
 
-def _save_checked_copies(save: Callable[..., Any]) -> Any:
-    """Returns a replacement for `tf.train.Saver.save` that first compares watched copies.
+def _save_checked_copies(
+    save: Callable[..., Any], self: tf.train.Saver, sess: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Compares watched copies, and then saves; replaces `tf.train.Saver.save`.
 
-    `save` is TensorFlow's own method, which the replacement calls if no copies differ. Watched
-    copies are those for which `watch_copies` has made a hook in the session's graph.
+    `save` is TensorFlow's own method, which is called if no copies differ. Watched copies are those
+    for which `watch_copies` has made a hook in the session's graph.
     """
-
-    def save_checked(self: tf.train.Saver, sess: Any, *args: Any, **kwargs: Any) -> Any:
-        graph = getattr(sess, "graph", None)
-        hooks = () if graph is None else graph.get_collection(_COLLECTION)
-        for hook in hooks:
-            if hook.has_run:  # Slices may not be there yet.
-                hook.check(sess)
-        return save(self, sess, *args, **kwargs)
-
-    return save_checked
+    graph = getattr(sess, "graph", None)
+    hooks = () if graph is None else graph.get_collection(_COLLECTION)
+    for hook in hooks:
+        if hook.has_run:  # Slices may not be there yet.
+            hook.check(sess)
+    return save(self, sess, *args, **kwargs)

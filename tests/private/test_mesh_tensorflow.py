@@ -206,7 +206,7 @@ def test_a_graph_knows_the_meshes_that_were_made_in_it():
             assert layout.tensor_dimension_to_mesh_axis(mtf.Dimension(dim, 6), shape) == axis
         make("a:2;b:3", "x:a")
         assert len(private.meshes_made()) == 2
-        patches.record_meshes()
+        patches.patch_libraries()
         make("c:1", "")
         assert [shape.to_string for shape, _ in private.meshes_made()][2:] == ["Shape[c=1]"]
         assert not tf.get_default_graph().get_all_collection_keys()
@@ -308,7 +308,7 @@ def test_adafactors_first_argument_is_no_learning_rate():
 
 
 def test_calls_of_gradients_are_known_with_their_losses():
-    patches.record_gradients()  # a second time changes nothing
+    patches.patch_libraries()  # a second time changes nothing
     graph = mtf.Graph()
     mesh = mtf.Mesh(graph, "mesh")
     d = mtf.Dimension("d", 2)

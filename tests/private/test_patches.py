@@ -22,22 +22,17 @@ CHANGES = {
     (mtf.Lowering, "__init__"): around_lowering,
     (mtf.Graph, "rewrite_stack_variables"): around_lowering,
     (mtf.Graph, "combine_assignments"): lambda: patches.exclude_from_combining(StandIn),
-    (mtf.MeshImpl, "__init__"): patches.record_meshes,
-    (mtf.ScalarMultiplyOperation, "__init__"): patches.keep_masks_finite,
-    (mtf.ImportOperation, "__init__"): patches.check_imported_shapes,
-    (mtf, "gradients"): patches.record_gradients,
-    (mtf.ops, "gradients"): patches.record_gradients,
     (mtf.optimize.Optimizer, "apply_grads"): check_bare_optimizers,
-    (mtf.ops, "_recompute_grad_grad"): patches.recompute_each_shard_by_itself,
+    **{(owner, name): patches.patch_libraries for owner, name, _ in patches._REPLACED},
 }
 
 
 def with_word(word):
-    def make(function):
-        return lambda: [word, *function()]
+    def say(function):
+        return [word, *function()]
 
-    make.__qualname__ = f"with_{word}"
-    return make
+    say.__qualname__ = f"with_{word}"
+    return say
 
 
 def foreign(function):
@@ -55,8 +50,8 @@ def test_a_patch_is_made_once_around_or_inside_of_foreign_decorators():
     assert Owner.say() == ["ours", "foreign", "original"]
     patches.patch(Owner, "say", others)
     Owner.say = staticmethod(foreign(Owner.say))
-    for make in (ours, others):
-        patches.patch(Owner, "say", make)
+    for say in (ours, others):
+        patches.patch(Owner, "say", say)
     assert Owner.say() == ["foreign", "others", "ours", "foreign", "original"]
 
 
