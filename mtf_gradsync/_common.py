@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import logging
 import math
@@ -15,6 +16,7 @@ from typing import (
     Hashable,
     Iterable,
     Iterator,
+    Mapping,
     Sequence,
     TypeVar,
 )
@@ -259,6 +261,17 @@ def walk(starts: Iterable[_T], following: Callable[[_T], Iterable[_T]]) -> Itera
 
 
 _K = TypeVar("_K", bound=Hashable)
+
+
+@contextlib.contextmanager
+def replaced(held: dict[_K, Any], values: Mapping[_K, Any]) -> Iterator[None]:
+    """Returns a context in which a dictionary has the values `values` for some of its keys."""
+    before = {key: held[key] for key in values}
+    held.update(values)
+    try:
+        yield
+    finally:
+        held.update(before)
 
 
 def map_by_key(keys: Sequence[_K], make: Callable[[_K, list[int]], Sequence[Any]]) -> list[Any]:

@@ -7,6 +7,7 @@ of each function, which fails if another version of TensorFlow changes what the 
 from __future__ import annotations
 
 import contextlib
+import inspect
 import sys
 from typing import Any, Callable, ContextManager, Iterator, NamedTuple, Sequence
 
@@ -288,46 +289,6 @@ def checkpoint_initializers() -> list[Any]:
     return [tf.train, sys.modules[tf.train.init_from_checkpoint.__module__]]
 
 
-# The constructor's arguments of each, by the attributes that hold them.
-_HYPERPARAMETERS = {
-    "GradientDescentOptimizer": {"learning_rate": "_learning_rate"},
-    "MomentumOptimizer": {
-        "learning_rate": "_learning_rate",
-        "momentum": "_momentum",
-        "use_nesterov": "_use_nesterov",
-    },
-    "AdagradOptimizer": {
-        "learning_rate": "_learning_rate",
-        "initial_accumulator_value": "_initial_accumulator_value",
-    },
-    "AdamOptimizer": {
-        "learning_rate": "_lr",
-        "beta1": "_beta1",
-        "beta2": "_beta2",
-        "epsilon": "_epsilon",
-    },
-    "RMSPropOptimizer": {
-        "learning_rate": "_learning_rate",
-        "decay": "_decay",
-        "momentum": "_momentum",
-        "epsilon": "_epsilon",
-        "centered": "_centered",
-    },
-    "AdadeltaOptimizer": {"learning_rate": "_lr", "rho": "_rho", "epsilon": "_epsilon"},
-    "FtrlOptimizer": {
-        "learning_rate": "_learning_rate",
-        "learning_rate_power": "_learning_rate_power",
-        "initial_accumulator_value": "_initial_accumulator_value",
-        "l1": "_l1_regularization_strength",
-        "l2": "_l2_regularization_strength",
-        "l2_shrinkage": "_l2_shrinkage_regularization_strength",
-        "beta": "_beta",
-        "accum_name": "_accum_name",
-        "linear_name": "_linear_name",
-    },
-}
-
-
 def hyperparameters(optimizer: tf.train.Optimizer, call: bool = True) -> dict[str, Any]:
     """Returns the arguments that an optimizer of `tf.compat.v1.train` was made with, by name.
 
@@ -335,9 +296,14 @@ def hyperparameters(optimizer: tf.train.Optimizer, call: bool = True) -> dict[st
     that a program defines. If `call` is true, arguments that are functions are called, and their
     results are returned in place of the functions.
     """
-    attributes = _HYPERPARAMETERS[type(optimizer).__name__]
-    found = {name: getattr(optimizer, attribute) for name, attribute in attributes.items()}
-    return {name: value() if call and callable(value) else value for name, value in found.items()}
+    found = {}
+    for name in inspect.signature(type(optimizer)).parameters:
+        if name not in ("use_locking", "name"):
+            # Adam and Adadelta keep the learning rate as `_lr`; all others are kept by name.
+            is_short = name == "learning_rate" and hasattr(optimizer, "_lr")
+            value = getattr(optimizer, "_lr" if is_short else f"_{name}")
+            found[name] = value() if call and callable(value) else value
+    return found
 
 
 # No stack has more optimizers. An object that invents its attributes would go on without end.

@@ -519,12 +519,13 @@ def _ftrl(given: dict[str, Any], name: str) -> Rule:
     )
 
     def step(grad: Any, variable: Any, slots: Any, by: Scalars) -> Any:
-        rate, power, l1 = by["learning_rate"], -by["learning_rate_power"], by["l1"]
+        rate, power = by["learning_rate"], -by["learning_rate_power"]
+        l1 = by["l1_regularization_strength"]
         squares = slots[0] + tf.square(grad)
         learned = tf.pow(squares, power) - tf.pow(slots[0], power)
-        shrunk = grad + 2.0 * by["l2_shrinkage"] * variable
+        shrunk = grad + 2.0 * by["l2_shrinkage_regularization_strength"] * variable
         linear = slots[1] + shrunk - learned / rate * variable
-        l2 = by["l2"] + by["beta"] / (2.0 * rate)
+        l2 = by["l2_regularization_strength"] + by["beta"] / (2.0 * rate)
         quadratic = tf.pow(squares, power) / rate + 2.0 * l2
         value = (tf.sign(linear) * l1 - linear) / quadratic
         return tf.where(tf.abs(linear) > l1, value, tf.zeros_like(value)), [squares, linear]

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import (
     Any,
     Callable,
     Collection,
-    Iterator,
-    Mapping,
     NamedTuple,
     Optional,
     Sequence,
@@ -126,22 +123,6 @@ def gradient_name(grad: mtf.Tensor) -> str:
 def reduced_values(lowering: mtf.Lowering, tensors: Sequence[mtf.Tensor]) -> list[Any]:
     """Returns a `LaidOutTensor` for each tensor; pending tensors are reduced first."""
     return [lowering.tensors[t].to_laid_out_tensor() for t in tensors]
-
-
-@contextlib.contextmanager
-def replace_lowered_values(
-    lowering: mtf.Lowering, values: Mapping[mtf.Tensor, Any]
-) -> Iterator[None]:
-    """Returns a context in which tensors have the lowered values that `values` maps them to.
-
-    When the context ends, the tensors have their earlier lowered values again.
-    """
-    before = {t: lowering.tensors[t] for t in values}
-    lowering.tensors.update(values)
-    try:
-        yield
-    finally:
-        lowering.tensors.update(before)
 
 
 def reshaped(mesh_impl: Any, value: Any, shape: Sequence[int]) -> Any:

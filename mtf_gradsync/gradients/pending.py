@@ -16,7 +16,7 @@ from typing import (
     Sequence,
 )
 
-from mtf_gradsync._common import warn_once
+from mtf_gradsync._common import replaced, warn_once
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._private.mesh_tensorflow import (
     loop_body,
@@ -39,7 +39,6 @@ from mtf_gradsync.gradients.operations import (
     equal_shares,
     gradient_name,
     reduce_partial_sums,
-    replace_lowered_values,
 )
 from mtf_gradsync.reduce import Strategy
 from mtf_gradsync.step import ExtensionLowering, PlanExtension, StepPlan
@@ -225,7 +224,7 @@ class PendingLowering(ExtensionLowering):
             for t in pending
             if self._must_be_reduced(operation, t)
         }
-        with replace_lowered_values(self._lowering, reduced):
+        with replaced(self._tensors, reduced):
             operation.lower_itself(self._lowering)
         self._keep_pending(operation)
 
@@ -275,7 +274,7 @@ class PendingLowering(ExtensionLowering):
             for tensor, lowered in self._tensors.items()
             if isinstance(lowered, PendingSum) and not lowered.is_complete
         }
-        return replace_lowered_values(self._lowering, copies)
+        return replaced(self._tensors, copies)
 
     @property
     def _tensors(self) -> dict[mtf.Tensor, Any]:
@@ -459,7 +458,7 @@ class PendingLowering(ExtensionLowering):
         outputs = operation.outputs
         before = {t: self._tensors.get(t) for t in outputs}
         lowered = StepPlan.of(operation.graph).lowering_state(self._lowering)
-        with replace_lowered_values(self._lowering, inputs), lowered.name_scope(operation.name):
+        with replaced(self._tensors, inputs), lowered.name_scope(operation.name):
             operation.lower_itself(self._lowering)
         values = [self._tensors[t] for t in outputs]
         for tensor, old in before.items():

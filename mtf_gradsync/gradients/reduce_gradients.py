@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Any, Sequence
 
+from mtf_gradsync._common import replaced
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._private.mesh_tensorflow import scalar_of, slice_function
 from mtf_gradsync.gradients.flow import Flow, linear_positions
@@ -19,7 +20,6 @@ from mtf_gradsync.gradients.operations import (
     partial_sum,
     reduce_partial_sums,
     reduced_values,
-    replace_lowered_values,
     reshaped,
     terms_of_processors,
 )
@@ -356,7 +356,7 @@ class _ComputeAgain(GradientOperation):
     def lower(self, lowering: mtf.Lowering) -> None:
         made = {t: lowering.tensors[t] for op in self._operations for t in op.outputs}
         values = dict(zip(self._replaced, reduced_values(lowering, self.inputs)))
-        with replace_lowered_values(lowering, {**made, **values}):
+        with replaced(lowering.tensors, {**made, **values}):
             for operation in self._operations:
                 operation.lower_itself(lowering)
             result = lowering.tensors[self._result].to_laid_out_tensor()

@@ -7,7 +7,7 @@ import logging
 import re
 from typing import Any, Callable, Hashable, NamedTuple, Sequence
 
-from mtf_gradsync._common import warn_once
+from mtf_gradsync._common import walk, warn_once
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._private.patches import late_configurable
 from mtf_gradsync._private.tensorflow import local_devices
@@ -154,13 +154,8 @@ def _are_linked(gpus: Sequence[Any]) -> bool:
         number: {link.device_id for link in gpu.locality.links.link}
         for number, gpu in zip(numbers, gpus)
     }
-    reached, todo = set(), [numbers[0]]
-    while todo:
-        number = todo.pop()
-        if number in links and number not in reached:
-            reached.add(number)
-            todo += links[number]
-    return reached == set(numbers)
+    reached = walk(numbers[:1], lambda number: links[number].intersection(links))
+    return set(reached) == set(numbers)
 
 
 class Choice(NamedTuple):

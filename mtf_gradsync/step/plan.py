@@ -28,6 +28,7 @@ import functools
 import weakref
 from typing import Any, Callable, ContextManager, Iterator, Mapping, Sequence, TypeVar
 
+from mtf_gradsync._common import replaced
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._private.mesh_tensorflow import loop_body, loop_condition, reduced_value
 from mtf_gradsync._private.tensorflow import forget_closed_scopes
@@ -273,13 +274,10 @@ class StepPlan:
         """
         self.adopt()
         before = set(self.graph.operations)
-        outer, self.open_branch = self.open_branch, branch
-        if outer is None:
+        if not self.is_in_branch:
             self._before_branches = before
-        try:
+        with replaced(vars(self), {"open_branch": branch}):
             yield
-        finally:
-            self.open_branch = outer
         for operation in self.graph.operations:
             if operation not in before and not isinstance(operation, mtf.Variable):
                 self._branch_of.setdefault(operation, branch)
@@ -297,11 +295,8 @@ class StepPlan:
             yield
             return
         before = set(self.graph.operations)
-        branch, self.open_branch = self.open_branch, None
-        try:
+        with replaced(vars(self), {"open_branch": None}):
             yield
-        finally:
-            self.open_branch = branch
         made = [op for op in self.graph.operations if op not in before]
         self._before_branches = known.union(made)
         self._branch_of.update(dict.fromkeys(made))
@@ -338,32 +333,22 @@ class StepPlan:
         """
         return self.is_in_branch or self._is_gating
 
-    @contextlib.contextmanager
-    def gating(self) -> Iterator[None]:
+    def gating(self) -> ContextManager[None]:
         """Returns a context that says that operations built inside need no gate of their own.
 
         When the context has ended, the caller makes the operations that were built inside wait for
         a gate.
         """
-        outer, self._is_gating = self._is_gating, True
-        try:
-            yield
-        finally:
-            self._is_gating = outer
+        return replaced(vars(self), {"_is_gating": True})
 
-    @contextlib.contextmanager
-    def inside_islands(self, islands: Any) -> Iterator[None]:
+    def inside_islands(self, islands: Any) -> ContextManager[None]:
         """Returns a context for building updates inside of islands.
 
         `islands` says how an `OuterOptimizer` divides the mesh (`IslandAxes`). As long as the
         context is open, the attribute `islands` has this value. If `islands` is None, the attribute
         keeps the value that it has.
         """
-        outer, self.islands = self.islands, islands or self.islands
-        try:
-            yield
-        finally:
-            self.islands = outer
+        return replaced(vars(self), {"islands": islands or self.islands})
 
     def move_to_end(self, operations: Sequence[mtf.Operation]) -> None:
         """Moves operations to the end of the graph's list, in the given order.
@@ -495,15 +480,12 @@ class StepPlan:
     def inside_branch(self, branch: Any, lowering: mtf.Lowering) -> Iterator[None]:
         """Returns a context in which the operations of `branch` can be lowered."""
         lowered = self.lowering_state(lowering)
-        outer, lowered.branch = lowered.branch, branch
-        try:
-            with contextlib.ExitStack() as stack:
-                stack.enter_context(keep_sums_pending_outside(lowering))
-                for extension in lowered.extensions:
-                    stack.enter_context(extension.inside_branch())
-                yield
-        finally:
-            lowered.branch = outer
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(replaced(vars(lowered), {"branch": branch}))
+            stack.enter_context(keep_sums_pending_outside(lowering))
+            for extension in lowered.extensions:
+                stack.enter_context(extension.inside_branch())
+            yield
 
     def _begin(self, first: mtf.Operation, lowering: mtf.Lowering) -> LoweringState:
         lowered = vars(lowering)[_LOWERED] = LoweringState(scope_around(first))
@@ -598,27 +580,21 @@ def _read_once(variable: mtf.Variable, lowering: mtf.Lowering) -> None:
         lowering.set_tensor_lowering(variable.value, value)
 
 
-@contextlib.contextmanager
-def keep_sums_pending_outside(lowering: mtf.Lowering) -> Iterator[None]:
+def keep_sums_pending_outside(lowering: mtf.Lowering) -> ContextManager[None]:
     """Returns a context for lowering a branch, at whose end sums reduced inside are pending again.
 
     The context is for sums that Mesh-TF itself leaves pending. Operations after the branch cannot
     use a sum that was reduced in the branch, because the branch may be skipped. So operations after
     the branch reduce the sum again.
     """
-    before = {
-        tensor: lazy
+    copies = {
+        tensor: mtf.LazyAllreduceSum(
+            lazy.mesh_impl, lazy.laid_out_input, lazy.mesh_axes, lazy.add_counter_fn
+        )
         for tensor, lazy in lowering.tensors.items()
         if type(lazy) is mtf.LazyAllreduceSum and reduced_value(lazy) is None
     }
-    for tensor, lazy in before.items():
-        lowering.tensors[tensor] = mtf.LazyAllreduceSum(
-            lazy.mesh_impl, lazy.laid_out_input, lazy.mesh_axes, lazy.add_counter_fn
-        )
-    try:
-        yield
-    finally:
-        lowering.tensors.update(before)
+    return replaced(lowering.tensors, copies)
 
 
 def _shared_zeros() -> Callable[..., tf.Tensor]:

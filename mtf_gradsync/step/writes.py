@@ -6,7 +6,7 @@ import contextlib
 import functools
 from typing import Any, Callable, Iterator, Mapping, Sequence
 
-from mtf_gradsync._common import counted, warn_once
+from mtf_gradsync._common import counted, walk, warn_once
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._private.mesh_tensorflow import reassign, set_assign_fn
 from mtf_gradsync.mesh.axes import is_simd
@@ -273,13 +273,7 @@ def is_before(first: tf.Operation, then: tf.Operation) -> bool:
     `then` runs after `first` if a chain of inputs and control inputs leads from `then` back to
     `first`.
     """
-    found, todo = {then}, [then]
-    while todo and first not in found:
-        op = todo.pop()
-        new = {*(x.op for x in op.inputs), *op.control_inputs} - found
-        found |= new
-        todo += new
-    return first in found
+    return first in walk([then], lambda op: [*(x.op for x in op.inputs), *op.control_inputs])
 
 
 def write_in_order(operations: Sequence[mtf.Operation]) -> list[mtf.Operation]:
