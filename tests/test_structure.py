@@ -57,6 +57,7 @@ TESTED_BY = {
     "runtimes/processes/test_members.py": ["runtimes/processes/proxy"],
     "runtimes/simd/test_collectives.py": ["runtimes/simd/communication"],
     "runtimes/simd/test_compiled_only.py": ["runtimes/xla/installed"],
+    "runtimes/simd/test_emulator.py": ["runtimes/simd/graph_writing"],
     "runtimes/simd/test_side_effects.py": [
         "runtimes/simd/functionalize",
         "runtimes/simd/graph_facts",

@@ -8,10 +8,10 @@ from mtf_gradsync.extension import tf
 from mtf_gradsync.runtimes._private.tensorflow import kernel_devices
 from mtf_gradsync.runtimes.simd.graph_facts import (
     CONTROL,
-    Context,
     GraphFacts,
     Loop,
     UnsupportedProgramError,
+    reachable,
 )
 from mtf_gradsync.runtimes.simd.side_effects import (
     COLLECTIVE_TYPES,
@@ -146,46 +146,31 @@ def _functions_with_collectives(functions: dict[str, tf.NodeDef]) -> dict[str, s
             called.update(f for f in _functions_named(node) if f in functions)
         for callee in called:
             calls.setdefault(callee, []).append(name)
-    pending = list(talking)
-    while pending:
-        callee = pending.pop()
-        for caller in calls.get(callee, ()):
-            if caller not in talking:
-                talking[caller] = talking[callee]
-                pending.append(caller)
+    for callee, collective in list(talking.items()):
+        for caller in reachable([callee], lambda name: calls.get(name, ())):
+            talking.setdefault(caller, collective)
     return talking
-
-
-class Meeting(NamedTuple):
-    """An operation that all cores of a group have to reach together.
-
-    An operation that cores have to reach together is a collective, or a write to a variable that
-    all cores share. `name` is the operation's name, `groups` are the groups of core numbers, and
-    `context` is the loops and branches around the operation.
-    """
-
-    name: str
-    groups: tuple[tuple[int, ...], ...]
-    context: Context
 
 
 def find_meetings(
     facts: GraphFacts, collectives: dict[str, CollectiveOperation], effects: Effects
-) -> list[Meeting]:
+) -> list[CollectiveOperation]:
     """Returns the operations that several cores of a program have to reach together.
 
-    The returned list has the operations in `collectives`, and the writes to shared variables that
-    `effects` names. `collectives` and `effects` belong to the graph that `facts` describes.
+    The returned list has the operations in `collectives`. For each write to a shared variable that
+    `effects` names, it has an operation in which all cores of the program are one group.
+    `collectives` and `effects` belong to the graph that `facts` describes.
     """
-    meetings = [Meeting(c.name, c.groups, c.context) for c in collectives.values()]
+    meetings = list(collectives.values())
     for name in facts.order:
         if name in effects.shared_writes:
             cores = tuple(range(facts.num_replicas[facts.cluster[name]]))
-            meetings.append(Meeting(name, (cores,), facts.context[name]))
+            op, context = facts.node[name].op, facts.context[name]
+            meetings.append(CollectiveOperation(name, op, (cores,), (), context))
     return meetings
 
 
-def frame_leaders(meetings: Iterable[Meeting]) -> dict[tuple[str, int], int]:
+def frame_leaders(meetings: Iterable[CollectiveOperation]) -> dict[tuple[str, int], int]:
     """Returns, for each loop in which cores exchange data, which cores run it in one frame.
 
     A frame is TensorFlow's name for one execution of a loop. Cores that exchange data inside a loop
@@ -224,7 +209,9 @@ class Agreement(NamedTuple):
     meetings: list[str]  # names of the operations that need the agreement
 
 
-def find_agreements(facts: GraphFacts, meetings: Iterable[Meeting]) -> dict[str, list[Agreement]]:
+def find_agreements(
+    facts: GraphFacts, meetings: Iterable[CollectiveOperation]
+) -> dict[str, list[Agreement]]:
     """Returns, by predicate, on which groups of cores the predicate must have one value.
 
     `meetings` are the operations of the graph (`facts` describes it) that groups of cores have to
@@ -232,24 +219,18 @@ def find_agreements(facts: GraphFacts, meetings: Iterable[Meeting]) -> dict[str,
     conditional or loop must have one value on all cores of each group. The keys of the result are
     these predicates, as texts of a ``NodeDef``'s input.
     """
-    found: dict[tuple[str, tuple[int, ...]], Agreement] = {}
+    found: dict[str, dict[tuple[int, ...], Agreement]] = {}
     for meeting in meetings:
         for around in meeting.context:
             if isinstance(around, Loop):
                 kind, predicate = "while loop", facts.node[facts.condition_of[around]].input[0]
             else:
                 kind, predicate = "conditional", around.predicate
-            for group in meeting.groups:
-                if len(group) < 2:
-                    continue
-                key = (predicate, tuple(sorted(group)))
-                if key not in found:
-                    found[key] = Agreement(kind, predicate, key[1], [])
-                found[key].meetings.append(meeting.name)
-    by_predicate: dict[str, list[Agreement]] = {}
-    for agreement in found.values():
-        by_predicate.setdefault(agreement.predicate, []).append(agreement)
-    return by_predicate
+            for group in (tuple(sorted(g)) for g in meeting.groups if len(g) > 1):
+                agreement = Agreement(kind, predicate, group, [])
+                of_predicate = found.setdefault(predicate, {})
+                of_predicate.setdefault(group, agreement).meetings.append(meeting.name)
+    return {predicate: list(agreements.values()) for predicate, agreements in found.items()}
 
 
 def name_of_last_values(check: str) -> str:

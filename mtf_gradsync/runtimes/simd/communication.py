@@ -17,6 +17,7 @@ from mtf_gradsync.runtimes.simd.graph_facts import (
     Context,
     GraphFacts,
     Loop,
+    reachable,
     runs_in_context,
 )
 
@@ -432,15 +433,8 @@ def _canonical(device: str) -> str:
 def _with_inputs(operations: Sequence[tf.Operation]) -> list[tf.Operation]:
     """Returns `operations` and all operations that they need, in order of creation."""
     graph_order = {op.name: i for i, op in enumerate(operations[0].graph.get_operations())}
-    needed: dict[str, tf.Operation] = {}
-    pending = list(operations)
-    while pending:
-        operation = pending.pop()
-        if operation.name not in needed:
-            needed[operation.name] = operation
-            pending += [tensor.op for tensor in operation.inputs]
-            pending += operation.control_inputs
-    return sorted(needed.values(), key=lambda op: graph_order[op.name])
+    needed = reachable(operations, lambda op: [*(x.op for x in op.inputs), *op.control_inputs])
+    return sorted(needed, key=lambda op: graph_order[op.name])
 
 
 def _axes_between(mesh_impl: Any, source: int, target: int) -> str:

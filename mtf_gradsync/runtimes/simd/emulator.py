@@ -12,9 +12,9 @@ become ordinary operations between the clones:
 
 from __future__ import annotations
 
-from typing import Any, Iterable, Sequence
+from typing import Sequence
 
-from mtf_gradsync.extension import tf
+from mtf_gradsync.extension import PASSES_ON, tf
 from mtf_gradsync.runtimes.simd.checks import (
     Agreement,
     check_can_be_emulated,
@@ -26,13 +26,10 @@ from mtf_gradsync.runtimes.simd.checks import (
 from mtf_gradsync.runtimes.simd.graph_facts import (
     CONTROL,
     GraphFacts,
-    bypass_node,
     check_fetchable,
-    data_first,
-    join_input,
-    remove_device_attributes,
     split_input,
 )
+from mtf_gradsync.runtimes.simd.graph_writing import GraphWriter, join_input
 from mtf_gradsync.runtimes.simd.randomness import STATELESS, RandomSteps, StatelessRandomOps
 from mtf_gradsync.runtimes.simd.side_effects import (
     CollectiveOperation,
@@ -192,9 +189,7 @@ class _Rewriter:
         self._agreed: dict[tuple[str, int], str] = {}  # (predicate, core) -> compared predicate
         self._agreements: dict[str, Agreement] = {}
         self._leaders = frame_leaders(meetings)
-        self._out = tf.GraphDef()
-        self._out.library.CopyFrom(facts.graph_def.library)
-        self._out.versions.CopyFrom(facts.graph_def.versions)
+        self._out = GraphWriter(facts.graph_def)
         tops = {n.split("/", 1)[0] for n in facts.node}
         cores = max(facts.num_replicas.values())
         self._prefix = "replica"
@@ -204,7 +199,7 @@ class _Rewriter:
         random = "random_numbers"
         while random in tops:
             random += "_"
-        self._draws = StatelessRandomOps(facts, self._add, random)
+        self._draws = StatelessRandomOps(facts, self._out, random)
 
     def run(self) -> EmulatedGraph:
         for name in self._facts.order:
@@ -222,7 +217,7 @@ class _Rewriter:
         for predicate, agreements in self._checks.items():
             self._compare(predicate, agreements)
         return EmulatedGraph(
-            self._facts, self._out, self._prefix, self._done, self._agreements,
+            self._facts, self._out.graph_def, self._prefix, self._done, self._agreements,
             self._draws.finish(),
         )  # fmt: skip
 
@@ -236,23 +231,6 @@ class _Rewriter:
 
     def _name(self, name: str, core: int) -> str:
         return clone_name(self._prefix, name, core)
-
-    def _add(self, name: str, op: str, inputs: Iterable[str], **types: int) -> tf.NodeDef:
-        node = self._out.node.add()
-        node.name, node.op = name, op
-        node.input.extend(data_first(inputs))
-        for attr, value in types.items():
-            node.attr[attr].type = value
-        return node
-
-    def _add_int(self, name: str, value: Any, near: str) -> str:
-        """Adds an int32 constant named `name`, with the value `value`; returns `name`.
-
-        The constant is in the same loop and branch as the node `near`.
-        """
-        node = self._add(name, "Const", ["^" + near], dtype=tf.int32.as_datatype_enum)
-        node.attr["value"].tensor.CopyFrom(tf.make_tensor_proto(value, tf.int32))
-        return name
 
     # Inputs, seen from each side of the program's boundary.
 
@@ -317,40 +295,33 @@ class _Rewriter:
 
     def _copy_outside(self, node: tf.NodeDef) -> None:
         if node.op == "TPUCompilationResult":
-            result = self._add(node.name, "Const", [], dtype=tf.string.as_datatype_enum)
+            result = self._out.add(node.name, "Const", dtype=tf.string)
             result.attr["value"].tensor.CopyFrom(tf.make_tensor_proto(b""))
             return
-        copy = self._out.node.add()
-        copy.CopyFrom(node)
-        remove_device_attributes(copy)
-        del copy.input[:]
         inputs = [t for s, k in self._facts.inputs(node.name) for t in self._outside_input(s, k)]
-        copy.input.extend(data_first(inputs))
+        self._out.copy(node, inputs)
 
     def _copy_to_core(self, node: tf.NodeDef, core: int) -> None:
         facts, name = self._facts, self._name(node.name, core)
         data = self._core_inputs(node.name, core, control=False)
         control = self._core_inputs(node.name, core, control=True)
         if node.op == "TPUReplicateMetadata":
-            self._add(name, "NoOp", control)
+            self._out.add(name, "NoOp", control)
             return
         if core and node.name in self._effects.shared_writes:
             # Every core would write the same value: the first core writes, the others wait for it.
             waits = ["^" + split_input(text)[0] for text in data] + control
-            self._add(name, "NoOp", [*waits, "^" + self._name(node.name, 0)])
+            self._out.add(name, "NoOp", [*waits, "^" + self._name(node.name, 0)])
             return
         if node.op == "LoopCond":
             data = [self._checked_predicate(data[0], node.input[0], core)]
         elif facts.is_conditional_switch(node.name):
-            data = [
-                data[0],
-                self._checked_predicate(data[1], facts.predicate_of(node.name), core),
-                *data[2:],
-            ]
-        copy = self._out.node.add()
-        copy.CopyFrom(node)
-        copy.name = name
-        remove_device_attributes(copy)
+            data[1] = self._checked_predicate(data[1], facts.predicate_of(node.name), core)
+        elif PASSES_ON in node.attr:  # it always has the value of its second input
+            data = [data[1]]
+        copy = self._out.copy(node, data + control, name)
+        if PASSES_ON in node.attr:
+            copy.op = "Identity"
         if node.op in ("LoopCond", "Enter"):
             frame = facts.loop_of(node.name).frame
             leader = self._leaders.get((frame, core), core)
@@ -360,14 +331,12 @@ class _Rewriter:
                 # TensorFlow allows one LoopCond in a frame.
                 copy.op = "Identity"
                 copy.attr["T"].type = tf.bool.as_datatype_enum
-        if copy.op not in STATELESS and core and "seed" in copy.attr and "seed2" in copy.attr:
+        if copy.op in STATELESS:
+            self._draws.rewrite(copy, node.name, core)
+        elif core and "seed" in copy.attr and "seed2" in copy.attr:
             seed, seed2 = copy.attr["seed"], copy.attr["seed2"]
             if seed.i or seed2.i:  # both 0: every clone draws its own numbers anyway
                 seed2.i = (seed2.i + core * _SEED_STRIDE) % (1 << 62)
-        del copy.input[:]
-        copy.input.extend(data_first(bypass_node(copy, data) + control))
-        if copy.op in STATELESS:
-            self._draws.rewrite(copy, node.name, core)
 
     def _exchange(self, node: tf.NodeDef, collective: CollectiveOperation) -> None:
         kind = node.attr["T"].type
@@ -378,75 +347,53 @@ class _Rewriter:
                 # Named after the first core, so that it cannot collide with another clone.
                 total = self._name(node.name, group[0]) + f"/sum_of_group_{number}"
                 waits = [text for c in group for text in control[c]]
-                add = self._add(total, "AddN", [sent[c] for c in group] + waits, T=kind)
+                add = self._out.add(total, "AddN", [sent[c] for c in group] + waits, T=kind)
                 add.attr["N"].i = len(group)
                 for core in group:
-                    self._add(self._name(node.name, core), "Identity", [total], T=kind)
+                    self._out.add(self._name(node.name, core), "Identity", [total], T=kind)
         elif node.op == "CollectivePermute":
             source_of = {b: a for a, b in collective.pairs}
             for core in self._cores(node.name):
                 op = "Identity" if core in source_of else "ZerosLike"
                 received = sent[source_of.get(core, core)]
-                self._add(self._name(node.name, core), op, [received] + control[core], T=kind)
-        elif node.op == "XlaReduceScatter":
-            self._reduce_scatter(node, collective, sent, control)
+                self._out.add(self._name(node.name, core), op, [received] + control[core], T=kind)
         else:
-            self._all_to_all(node, collective, sent, control)
+            inputs = {core: [sent[core], *control[core]] for core in sent}
+            for group in collective.groups:
+                self._exchange_parts(node, group, inputs)
 
-    def _reduce_scatter(
-        self,
-        node: tf.NodeDef,
-        collective: CollectiveOperation,
-        sent: dict[int, str],
-        control: dict[int, list[str]],
+    def _exchange_parts(
+        self, node: tf.NodeDef, group: tuple[int, ...], inputs: dict[int, list[str]]
     ) -> None:
-        kind = node.attr["T"].type
-        constant = self._facts.constant(self._facts.inputs(node.name)[2][0])
-        assert constant is not None  # XLA requires a constant
-        dimension = int(constant)
-        for group in collective.groups:
-            for core in group:
-                self._add_split(node, core, [sent[core]], dimension, len(group))
-            waits = [text for c in group for text in control[c]]
-            for position, core in enumerate(group):
-                parts = [join_input(self._name(node.name, c) + "/split", position) for c in group]
-                add = self._add(self._name(node.name, core), "AddN", parts + waits, T=kind)
-                add.attr["N"].i = len(group)
+        """Splits each core's tensor into a part for each core of a group, and joins the parts.
 
-    def _all_to_all(
-        self,
-        node: tf.NodeDef,
-        collective: CollectiveOperation,
-        sent: dict[int, str],
-        control: dict[int, list[str]],
-    ) -> None:
-        kind, parts = node.attr["T"].type, node.attr["split_count"].i
-        for core in self._cores(node.name):
-            name, near = self._name(node.name, core), split_input(sent[core])[0]
-            dimension = node.attr["split_dimension"].i
-            self._add_split(node, core, [sent[core], *control[core]], dimension, parts)
-            group = collective.group_of(core)
-            pieces = [
-                join_input(self._name(node.name, other) + "/split", group.index(core))
-                for other in group
-            ]
-            axis = self._add_int(name + "/concat_axis", node.attr["concat_dimension"].i, near)
-            concat = self._add(name, "ConcatV2", pieces + [axis], T=kind)
-            concat.attr["N"].i = parts
-            concat.attr["Tidx"].type = tf.int32.as_datatype_enum
-
-    def _add_split(
-        self, node: tf.NodeDef, core: int, inputs: list[str], dimension: int, parts: int
-    ) -> None:
-        """Adds a node that splits a tensor into `parts` equal parts along the axis `dimension`.
-
-        The tensor is `inputs[0]`; the other inputs are control inputs. The new node is named
-        `<name of the core's copy of node>/split`, and has the dtype of `node`.
+        `node` is a reduce-scatter, which adds up the parts, or an all-to-all, which concatenates
+        them. `inputs` has, for each core, the tensor and control inputs.
         """
-        name = self._name(node.name, core)
-        axis = self._add_int(name + "/split_axis", dimension, near=split_input(inputs[0])[0])
-        split = self._add(name + "/split", "Split", [axis, *inputs], T=node.attr["T"].type)
-        split.attr["num_split"].i = parts
+        out, kind = self._out, node.attr["T"].type
+        adds_up = node.op == "XlaReduceScatter"
+        if adds_up:
+            constant = self._facts.constant(self._facts.inputs(node.name)[2][0])
+            assert constant is not None  # XLA requires a constant
+            dimension = int(constant)
+        else:
+            dimension = node.attr["split_dimension"].i
+        splits, near = [], {core: split_input(inputs[core][0])[0] for core in group}
+        for core in group:
+            stem = self._name(node.name, core) + "/split"
+            axis = out.add_constant(stem + "_axis", dimension, tf.int32, near[core])
+            splits.append(out.add(stem, "Split", [axis, *inputs[core]], T=kind))
+            splits[-1].attr["num_split"].i = len(group)
+        for position, core in enumerate(group):
+            name = self._name(node.name, core)
+            parts = [join_input(split.name, position) for split in splits]
+            if adds_up:
+                joined = out.add(name, "AddN", parts, T=kind)
+            else:
+                dimension = node.attr["concat_dimension"].i
+                axis = out.add_constant(name + "/concat_axis", dimension, tf.int32, near[core])
+                joined = out.add(name, "ConcatV2", [*parts, axis], T=kind, Tidx=tf.int32)
+            joined.attr["N"].i = len(group)
 
     def _add_program_ends(self) -> None:
         """Adds, for each program, an operation that waits until all cores have run the program."""
@@ -467,7 +414,7 @@ class _Rewriter:
                 for n in sorted(names)
                 for core in range(facts.num_replicas[cluster])
             ]
-            self._add(self._done[cluster], "NoOp", waits)
+            self._out.add(self._done[cluster], "NoOp", waits)
 
     # Predicates that a group has to agree on.
 
@@ -487,48 +434,34 @@ class _Rewriter:
         source, number = split_input(predicate)
         return self._name(f"{source}/agreed_{number}", core)
 
-    def _add_values_handle(self, name: str, check: str, size: int, near: str = "") -> None:
-        """Adds a ``VarHandleOp`` named `name` for the variable that belongs to a check.
-
-        The check is the operation `check`, which compares the values of a predicate on `size`
-        cores. The variable holds the values that the check has compared last. If `near` is given,
-        the new node is in the loop and branch of the node `near`.
-        """
-        handle = self._add(name, "VarHandleOp", ["^" + near] if near else [])
-        handle.attr["dtype"].type = tf.bool.as_datatype_enum
-        handle.attr["shape"].shape.dim.add().size = size
-        handle.attr["shared_name"].s = check.encode()
-
     def _compare(self, predicate: str, agreements: Sequence[Agreement]) -> None:
         source, number = split_input(predicate)
+        out = self._out
         checks: dict[int, list[str]] = {}
         for agreement in agreements:
             group = agreement.group
             values = [self._core_input(source, number, c)[0] for c in group]
             stem = self._compared_name(predicate, group[0]) + "_by_" + "_".join(map(str, group))
-            boolean = tf.bool.as_datatype_enum
-            pack = self._add(stem + "/values", "Pack", values, T=boolean)
+            pack = out.add(stem + "/values", "Pack", values, T=tf.bool)
             pack.attr["N"].i = len(group)
-            axis = self._add_int(stem + "/axis", [0], near=pack.name)
-            index = tf.int32.as_datatype_enum
-            self._add(stem + "/all", "All", [pack.name, axis], Tidx=index)
-            self._add(stem + "/any", "Any", [pack.name, axis], Tidx=index)
-            self._add(stem + "/same", "Equal", [stem + "/all", stem + "/any"], T=boolean)
-            # The error takes the values from this variable, not from TensorFlow's text.
-            self._add_values_handle(stem + "/compared", stem, len(group), near=pack.name)
-            write = self._add(stem + "/write", "AssignVariableOp", [stem + "/compared", pack.name])
-            write.attr["dtype"].type = boolean
-            check = self._add(stem, "Assert", [stem + "/same", pack.name, "^" + write.name])
-            check.attr["T"].list.type.append(boolean)
-            self._add_values_handle(stem + "/outside", stem, len(group))
-            self._add(
-                name_of_last_values(stem), "ReadVariableOp", [stem + "/outside"], dtype=boolean
+            axis = out.add_constant(stem + "/axis", [0], tf.int32, near=pack.name)
+            out.add(stem + "/all", "All", [pack.name, axis], Tidx=tf.int32)
+            out.add(stem + "/any", "Any", [pack.name, axis], Tidx=tf.int32)
+            out.add(stem + "/same", "Equal", [stem + "/all", stem + "/any"], T=tf.bool)
+            # The error takes the values that were compared last from this variable, not from
+            # TensorFlow's text.
+            compared = out.add_handle(stem + "/compared", stem, tf.bool, len(group), pack.name)
+            write = out.add(
+                stem + "/write", "AssignVariableOp", [compared, pack.name], dtype=tf.bool
             )
+            check = out.add(stem, "Assert", [stem + "/same", pack.name, "^" + write.name])
+            check.attr["T"].list.type.append(tf.bool.as_datatype_enum)
+            outside = out.add_handle(stem + "/outside", stem, tf.bool, len(group))
+            out.add(name_of_last_values(stem), "ReadVariableOp", [outside], dtype=tf.bool)
             self._agreements[stem] = agreement
             for core in group:
                 checks.setdefault(core, []).append(stem)
-        for (compared, core), name in self._agreed.items():
-            if compared == predicate:
+        for (compared_predicate, core), name in self._agreed.items():
+            if compared_predicate == predicate:
                 value = self._core_input(source, number, core)
-                waits = ["^" + c for c in checks[core]]
-                self._add(name, "Identity", value + waits, T=tf.bool.as_datatype_enum)
+                out.add(name, "Identity", value + ["^" + c for c in checks[core]], T=tf.bool)

@@ -19,9 +19,11 @@ from mtf_gradsync.runtimes.simd.graph_facts import (
     GraphFacts,
     Loop,
     num_iterations,
+    reachable,
     sorted_by_needs,
     split_input,
 )
+from mtf_gradsync.runtimes.simd.graph_writing import GraphWriter
 
 _Values = MutableMapping[Tuple[str, int], Any]
 # Replaces an operation: takes its node and its inputs, returns its outputs.
@@ -83,9 +85,7 @@ class _Builder:
         self.facts = facts
         self.stand_ins = stand_ins
         self.position = {name: i for i, name in enumerate(facts.order)}
-        self.library = tf.GraphDef()
-        self.library.versions.CopyFrom(facts.graph_def.versions)
-        self.library.library.CopyFrom(facts.graph_def.library)
+        self.library = GraphWriter(facts.graph_def).graph_def
         # Name of a While -> numbers of iterations: loops in two branches may share a name.
         self.turns: dict[str, set[int | None]] = collections.defaultdict(set)
 
@@ -145,32 +145,25 @@ class _Builder:
         `wanted` are names of nodes in the body of a loop. `around` is the loops and branches around
         the loop, and the loop itself.
         """
-        found: set[str] = set()
-        pending = list(wanted)
-        while pending:
-            name = pending.pop()
-            context = self.facts.context[name]
-            if (
-                name in found
-                or context[: len(around)] != around
-                or self._enters_iteration(name, around)
-            ):
-                continue
-            found.add(name)
-            pending += [source for source, _ in self.facts.inputs(name)]
+
+        def inputs(name: str) -> list[str]:
+            return [s for s, _ in self.facts.inputs(name) if self._is_in_iteration(s, around)]
+
+        found = reachable([n for n in wanted if self._is_in_iteration(n, around)], inputs)
         return sorted(found, key=self.position.__getitem__)
 
-    def _enters_iteration(self, name: str, around: Context) -> bool:
-        """Returns whether the node `name` only carries a value into an iteration of a loop.
+    def _is_in_iteration(self, name: str, around: Context) -> bool:
+        """Returns whether the node `name` is computed in each iteration of a loop.
 
-        `around` is the loops and branches around the loop, and the loop itself.
+        The result is False for nodes outside the loop, and for nodes that only carry a value into
+        an iteration. `around` is the loops and branches around the loop, and the loop itself.
         """
-        if self.facts.context[name] != around:
-            return False
-        op = self.facts.node[name].op
+        context, op = self.facts.context[name], self.facts.node[name].op
+        if context != around:
+            return context[: len(around)] == around
         if op == "Switch":
-            return self.facts.is_loop_switch(name)
-        return op == "Enter" or self.is_loop_variable(name)
+            return not self.facts.is_loop_switch(name)
+        return op != "Enter" and not self.is_loop_variable(name)
 
 
 class _FunctionBody:

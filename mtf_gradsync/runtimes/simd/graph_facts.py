@@ -8,6 +8,7 @@ import heapq
 import math
 from typing import (
     Any,
+    Callable,
     Collection,
     Hashable,
     Iterable,
@@ -22,7 +23,7 @@ from typing import (
 import graphlib
 import numpy as np
 
-from mtf_gradsync.extension import PASSES_ON, some_of, tf
+from mtf_gradsync.extension import some_of, tf
 from mtf_gradsync.runtimes._private.tensorflow import TPU_PROGRAM_ATTR
 
 
@@ -144,26 +145,16 @@ def split_input(text: str) -> tuple[str, int]:
     return name, int(number or 0)
 
 
-def join_input(name: str, number: int) -> str:
-    """Returns the text of a ``NodeDef``'s input, as in ``"name:2"``; the inverse of `split_input`.
-
-    The input is output `number` of the node `name`; the number `CONTROL` makes a control input.
-    """
-    if number == CONTROL:
-        return "^" + name
-    return name if number == 0 else f"{name}:{number}"
-
-
-def data_first(inputs: Iterable[str]) -> list[str]:
-    """Sorts inputs of a ``NodeDef``: data inputs in their order, then each control input once."""
-    data: list[str] = []
-    control: set[str] = set()
-    for text in inputs:
-        if text.startswith("^"):
-            control.add(text)
-        else:
-            data.append(text)
-    return data + sorted(control)
+def reachable(starts: Iterable[_Item], neighbors: Callable[[_Item], Iterable[_Item]]) -> set[_Item]:
+    """Returns `starts` and all items to which steps from an item to its `neighbors` lead."""
+    found: set[_Item] = set()
+    pending = list(starts)
+    while pending:
+        item = pending.pop()
+        if item not in found:
+            found.add(item)
+            pending.extend(neighbors(item))
+    return found
 
 
 def common_context(one: Context, other: Context) -> Context:
@@ -343,30 +334,6 @@ class GraphFacts:
         if node.op != "Const":
             return None
         return tf.make_ndarray(node.attr["value"].tensor)
-
-
-_PREFIXES = ("_tpu", "_xla", "_Xla")
-
-
-def remove_device_attributes(node: tf.NodeDef) -> None:
-    """Removes from a node the attributes that tie it to devices or to a TPU."""
-    node.device = ""
-    for attr in list(node.attr):
-        if attr == "_class" or attr.startswith(_PREFIXES):
-            del node.attr[attr]
-
-
-def bypass_node(node: tf.NodeDef, data: list[str]) -> list[str]:
-    """Turns a node with the attribute `PASSES_ON` into an identity of its second input, in place.
-
-    A node with this attribute always has the value of its second input. `data` are the node's data
-    inputs; the result is the data inputs that the node has afterwards. A node that lacks the
-    attribute is not changed, and `data` is returned.
-    """
-    if PASSES_ON not in node.attr:
-        return data
-    node.op = "Identity"
-    return [data[1]]
 
 
 def runs_in_context(facts: GraphFacts, context: Context) -> int | None:

@@ -25,6 +25,7 @@ from mtf_gradsync.runtimes.simd.graph_facts import (
     GraphFacts,
     UnsupportedProgramError,
 )
+from mtf_gradsync.runtimes.simd.graph_writing import finalized_graph
 from mtf_gradsync.runtimes.simd.randomness import RandomStep
 from mtf_gradsync.runtimes.simd.replica_session import (
     MasterOps,
@@ -64,10 +65,7 @@ class PreparedGraph:
         self.ops = MasterOps(source, lowerings)
         self.version = source.version
         self.emulated = emulate(source)
-        self.graph = tf.Graph()
-        with self.graph.as_default():
-            tf.import_graph_def(self.emulated.graph_def, name="")
-        self.graph.finalize()
+        self.graph = finalized_graph(self.emulated.graph_def)
 
 
 class CpuReplicaSession(ReplicaSession):

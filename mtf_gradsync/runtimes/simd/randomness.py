@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import os
 import zlib
-from typing import Any, Callable, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from mtf_gradsync.extension import mixed, tf
 from mtf_gradsync.runtimes.simd.graph_facts import GraphFacts, Loop, split_input
+from mtf_gradsync.runtimes.simd.graph_writing import GraphWriter
 
 # Random operation -> the stateless one, and how many inputs come before its seed.
 STATELESS = {
@@ -53,15 +54,14 @@ class StatelessRandomOps:
     Call `rewrite` for each copy of a random operation, and then `finish` once.
     """
 
-    def __init__(self, facts: GraphFacts, add: Callable[..., tf.NodeDef], name: str):
+    def __init__(self, facts: GraphFacts, out: GraphWriter, name: str):
         """Makes a rewriter; nothing is rewritten yet.
 
-        `facts` describes the user's graph. `add` is a function that adds a node to the rewritten
-        graph and returns this node. The function takes the node's name, type and inputs, and, as
-        keyword arguments, the node's attributes whose values are dtypes. `name` is the first part
-        of the names of the nodes that the rewriter adds; no other operation's name begins with it.
+        `facts` describes the user's graph, and `out` is the rewritten graph. `name` is the first
+        part of the names of the nodes that the rewriter adds; no other operation's name begins with
+        it.
         """
-        self._facts, self._add, self._name = facts, add, name
+        self._facts, self._out, self._name = facts, out, name
         # Name of a variable of words -> whether its operation has a seed.
         self._variables: dict[str, bool] = {}
 
@@ -72,39 +72,32 @@ class StatelessRandomOps:
         `original` is the operation's name in the user's graph, and `core` is the core on which the
         copy runs.
         """
-        near = split_input(copy.input[0])[0]
+        out, near = self._out, split_input(copy.input[0])[0]
         seeds = copy.attr["seed"].i, copy.attr["seed2"].i
         has_seed = any(seeds)
         if not has_seed:
             seeds = zlib.crc32(original.encode()), 0
-        if any(isinstance(c, Loop) for c in self._facts.context[original]):
-            variable = f"{self._name}/{copy.name}"
-            handle = self._handle(copy.name + "/random_state", variable, near)
-            algorithm = self._constant(copy.name + "/random_algorithm", _PHILOX, tf.int32, near)
-            one = self._constant(copy.name + "/random_delta", 1, tf.uint64, near)
-            read = self._add(
-                copy.name + "/random_words", "RngReadAndSkip", [handle, algorithm, one]
-            )
+        words = copy.name + "/random_words"
+        is_in_loop = any(isinstance(c, Loop) for c in self._facts.context[original])
+        own = copy.name if is_in_loop else f"{'with' if has_seed else 'without'}_seed"
+        variable = f"{self._name}/{own}"
+        handle = out.add_handle(copy.name + "/random_state", variable, tf.int64, _WORDS, near)
+        if is_in_loop:
+            algorithm = out.add_constant(copy.name + "/random_algorithm", _PHILOX, tf.int32, near)
+            one = out.add_constant(copy.name + "/random_delta", 1, tf.uint64, near)
+            out.add(words, "RngReadAndSkip", [handle, algorithm, one])
         else:
-            variable = f"{self._name}/{'with' if has_seed else 'without'}_seed"
-            handle = self._handle(copy.name + "/random_state", variable, near)
-            read = self._add(
-                copy.name + "/random_words", "ReadVariableOp", [handle], dtype=_enum(tf.int64)
-            )
+            out.add(words, "ReadVariableOp", [handle], dtype=tf.int64)
         self._variables[variable] = has_seed
-        begin = self._constant(copy.name + "/random_begin", [0], tf.int32, near)
-        size = self._constant(copy.name + "/random_size", [2], tf.int32, near)
-        step = self._add(
-            copy.name + "/random_step", "Slice", [read.name, begin, size],
-            T=_enum(tf.int64), Index=_enum(tf.int32),
-        )  # fmt: skip
+        begin = out.add_constant(copy.name + "/random_begin", [0], tf.int32, near)
+        size = out.add_constant(copy.name + "/random_size", [2], tf.int32, near)
+        step = copy.name + "/random_step"
+        out.add(step, "Slice", [words, begin, size], T=tf.int64, Index=tf.int32)
         word = mixed(*seeds)
-        key = self._constant(
+        key = out.add_constant(
             copy.name + "/random_key", [mixed(word, core), mixed(word, ~core)], tf.int64, near
         )
-        seed = self._add(
-            copy.name + "/random_seed", "BitwiseXor", [step.name, key], T=_enum(tf.int64)
-        )
+        seed = out.add(copy.name + "/random_seed", "BitwiseXor", [step, key], T=tf.int64)
         copy.op, position = STATELESS[copy.op]
         inputs = list(copy.input)
         del copy.input[:]
@@ -113,7 +106,7 @@ class StatelessRandomOps:
             copy.attr["dtype"].CopyFrom(copy.attr["Tout"])
         for name in {"seed", "seed2", "Tout"} & set(copy.attr):
             del copy.attr[name]
-        copy.attr["Tseed"].type = _enum(tf.int64)
+        copy.attr["Tseed"].type = tf.int64.as_datatype_enum
 
     def finish(self) -> RandomSteps | None:
         """Adds and returns the operations that set the step; None if nothing was rewritten."""
@@ -121,35 +114,17 @@ class StatelessRandomOps:
             return None
         given = {}
         for has_seed in (True, False):
-            name = f"{self._name}/step_{'with' if has_seed else 'without'}_seed"
-            node = self._add(name, "Placeholder", [], dtype=_enum(tf.int64))
-            node.attr["shape"].shape.dim.add().size = _WORDS
-            given[has_seed] = name
+            given[has_seed] = f"{self._name}/step_{'with' if has_seed else 'without'}_seed"
+            self._out.add_placeholder(given[has_seed], tf.int64, [_WORDS])
         writes = []
         for number, (variable, has_seed) in enumerate(self._variables.items()):
-            handle = self._handle(f"{self._name}/handle_{number}", variable)
+            name = f"{self._name}/handle_{number}"
+            handle = self._out.add_handle(name, variable, tf.int64, _WORDS)
             write = f"{self._name}/write_{number}"
-            inputs = [handle, given[has_seed]]
-            self._add(write, "AssignVariableOp", inputs, dtype=_enum(tf.int64))
+            self._out.add(write, "AssignVariableOp", [handle, given[has_seed]], dtype=tf.int64)
             writes.append("^" + write)
-        self._add(f"{self._name}/begin", "NoOp", writes)
+        self._out.add(f"{self._name}/begin", "NoOp", writes)
         return RandomSteps(f"{self._name}/begin", f"{given[True]}:0", f"{given[False]}:0")
-
-    def _handle(self, name: str, variable: str, near: str = "") -> str:
-        node = self._add(name, "VarHandleOp", ["^" + near] if near else [])
-        node.attr["dtype"].type = _enum(tf.int64)
-        node.attr["shape"].shape.dim.add().size = _WORDS
-        node.attr["shared_name"].s = variable.encode()
-        return name
-
-    def _constant(self, name: str, value: Any, dtype: tf.DType, near: str) -> str:
-        node = self._add(name, "Const", ["^" + near], dtype=_enum(dtype))
-        node.attr["value"].tensor.CopyFrom(tf.make_tensor_proto(value, dtype))
-        return name
-
-
-def _enum(dtype: tf.DType) -> int:
-    return dtype.as_datatype_enum
 
 
 class RandomStep:

@@ -42,10 +42,6 @@ class CollectiveOperation(NamedTuple):
     context: Context
     together: str = ""
 
-    def group_of(self, core: int) -> tuple[int, ...]:
-        """Returns the group of cores that `core` belongs to; the core must be in a group."""
-        return next(group for group in self.groups if core in group)
-
 
 def find_collectives(facts: GraphFacts) -> dict[str, CollectiveOperation]:
     """Returns the collectives of all TPU programs in a graph by name, in program order.

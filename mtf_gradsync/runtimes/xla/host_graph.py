@@ -19,10 +19,10 @@ from mtf_gradsync.runtimes.simd.graph_facts import (
     CONTROL,
     GraphFacts,
     check_fetchable,
-    join_input,
-    remove_device_attributes,
+    reachable,
     split_input,
 )
+from mtf_gradsync.runtimes.simd.graph_writing import GraphWriter, finalized_graph, join_input
 from mtf_gradsync.runtimes.simd.program import Program
 from mtf_gradsync.runtimes.simd.replica_session import MasterOps
 from mtf_gradsync.runtimes.xla.gathering import Cores
@@ -78,17 +78,12 @@ class HostGraph:
         self._carried: dict[str, str] = {}  # placeholder's tensor -> tensor of the first part
         self._run_before: dict[str, set[str]] = {}  # node -> operations of the first part
         self._returned: dict[str, tuple[str, int]] = {}  # placeholder's tensor -> inside, core
-        graph_def = tf.GraphDef()
-        graph_def.versions.CopyFrom(facts.graph_def.versions)
-        graph_def.library.CopyFrom(facts.graph_def.library)
+        out = GraphWriter(facts.graph_def)
         for name in facts.order:
             node = facts.node[name]
             if name not in facts.cluster and node.op not in BOUNDARY:
-                self._copy(graph_def, name)
-        self.graph = tf.Graph()
-        with self.graph.as_default():
-            tf.import_graph_def(graph_def, name="")
-        self.graph.finalize()
+                self._copy(out, name)
+        self.graph = finalized_graph(out.graph_def)
         self._touched: dict[frozenset[str], TouchedVariables] = {}
 
     def is_after(self, name: str) -> bool:
@@ -100,19 +95,20 @@ class HostGraph:
 
         `name` is the name of the tensor, and `fed` has the names of tensors whose values are given.
         """
-        pending, seen = [name], set()
-        while pending:
-            name = pending.pop()
-            if name in seen or name in fed:
-                continue
-            seen.add(name)
+
+        def varies(name: str) -> bool:
             op = self.graph.get_operation_by_name(split_input(name)[0])
             # A variable's handle is stateful, too, so what reads a variable is not fixed.
             is_stateful = op.op_def is None or op.op_def.is_stateful
-            if is_stateful or op.type.startswith("Placeholder") or self.is_after(name):
-                return False
-            pending += [t.name for t in op.inputs] + [o.name for o in op.control_inputs]
-        return True
+            return is_stateful or op.type.startswith("Placeholder") or self.is_after(name)
+
+        found = reachable([name], lambda name: () if name in fed else self._inputs(name))
+        return not any(varies(one) for one in found if one not in fed)
+
+    def _inputs(self, name: str) -> list[str]:
+        """Returns the tensors and operations that an operation of `graph` needs, by their names."""
+        op = self.graph.get_operation_by_name(split_input(name)[0])
+        return [x.name for x in (*op.inputs, *op.control_inputs)]
 
     def source_of(self, name: str, per_replica: bool, cores: Cores) -> FetchSource:
         """Returns where the value of a fetch comes from: outside the program, or some of its cores.
@@ -164,15 +160,8 @@ class HostGraph:
 
         `names` are names of operations of `graph`, or of tensors that such operations compute.
         """
-        found: set[str] = set()
-        pending = [split_input(n)[0] for n in names]
-        while pending:
-            name = pending.pop()
-            if name not in found:
-                found.add(name)
-                op = self.graph.get_operation_by_name(name)
-                pending += [t.op.name for t in op.inputs] + [o.name for o in op.control_inputs]
-        return found
+        starts = [split_input(name)[0] for name in names]
+        return reachable(starts, lambda name: [split_input(n)[0] for n in self._inputs(name)])
 
     def needs(self, names: Iterable[str]) -> NeedsOfLastPart:
         """Returns what the last part of a step needs from the program and from the first part.
@@ -224,28 +213,22 @@ class HostGraph:
                     found.add(name)
         return found
 
-    def _copy(self, graph_def: tf.GraphDef, name: str) -> None:
+    def _copy(self, out: GraphWriter, name: str) -> None:
         facts = self.facts
-        copy = tf.NodeDef()
-        copy.CopyFrom(facts.node[name])
-        remove_device_attributes(copy)
-        del copy.input[:]
-        data: list[str] = []
-        control: list[str] = []
+        inputs: list[str] = []
         for source, number in facts.inputs(name):
             if source in facts.cluster:
                 continue  # a control edge: the program has run
             if facts.node[source].op == "TPUReplicatedOutput":
                 if number != CONTROL:
-                    data.append(self._return(graph_def, source, number))
+                    inputs.append(self._return(out, source, number))
             elif not self._is_sent(name, source, number):
-                (control if number == CONTROL else data).append(join_input(source, number))
+                inputs.append(join_input(source, number))
             elif number == CONTROL:
                 self._run_before.setdefault(name, set()).add(source)
             else:
-                data.append(self._carry(graph_def, source, number))
-        copy.input.extend(data + control)
-        graph_def.node.append(copy)
+                inputs.append(self._carry(out, source, number))
+        out.copy(facts.node[name], inputs)
 
     def _is_sent(self, name: str, source: str, number: int) -> bool:
         """Returns whether a node of the last part reads a value that the first part computes.
@@ -262,28 +245,22 @@ class HostGraph:
         dtype = self._source.get_tensor_by_name(f"{source}:{number}").dtype
         return dtype not in (tf.resource, tf.variant) and dtype == dtype.base_dtype
 
-    def _carry(self, graph_def: tf.GraphDef, source: str, number: int) -> str:
+    def _carry(self, out: GraphWriter, source: str, number: int) -> str:
         name = f"mtf_gradsync_carried/{source}_{number}"
         if f"{name}:0" not in self._carried:
             tensor = self._source.get_tensor_by_name(f"{source}:{number}")
-            self._add_placeholder(graph_def, name, tensor)
+            out.add_placeholder(name, tensor.dtype, tensor.shape)
             self._carried[f"{name}:0"] = tensor.name
         return name
 
-    def _return(self, graph_def: tf.GraphDef, source: str, core: int) -> str:
+    def _return(self, out: GraphWriter, source: str, core: int) -> str:
         name = f"mtf_gradsync_returned/{source}_{core}"
         if f"{name}:0" not in self._returned:
             inner, number = self.facts.inputs(source)[core]
             tensor = self._source.get_tensor_by_name(f"{inner}:{number}")
-            self._add_placeholder(graph_def, name, tensor)
+            out.add_placeholder(name, tensor.dtype, tensor.shape)
             self._returned[f"{name}:0"] = (tensor.name, core)
         return name
-
-    def _add_placeholder(self, graph_def: tf.GraphDef, name: str, like: tf.Tensor) -> None:
-        node = graph_def.node.add()
-        node.name, node.op = name, "Placeholder"
-        node.attr["dtype"].type = like.dtype.as_datatype_enum
-        node.attr["shape"].shape.CopyFrom(like.shape.as_proto())
 
 
 class FetchSource(NamedTuple):

@@ -10,9 +10,13 @@ from mtf_gradsync.runtimes.simd.graph_facts import (
     GraphFacts,
     UnsupportedProgramError,
     check_fetchable,
+    reachable,
+    split_input,
+)
+from mtf_gradsync.runtimes.simd.graph_writing import (
+    GraphWriter,
     join_input,
     remove_device_attributes,
-    split_input,
 )
 from mtf_gradsync.runtimes.simd.program import Program
 from mtf_gradsync.runtimes.simd.side_effects import find_collectives, find_effects
@@ -72,29 +76,22 @@ class _CoreExtraction:
         self._inputs: dict[str, ReplicaInput] = {}
 
     def result(self) -> ReplicaProgram:
-        facts = self._facts
-        graph_def = tf.GraphDef()
-        graph_def.versions.CopyFrom(facts.graph_def.versions)
-        graph_def.library.CopyFrom(facts.graph_def.library)
-        for function in graph_def.library.function:
+        facts, out = self._facts, GraphWriter(self._facts.graph_def)
+        for function in out.graph_def.library.function:
             for node in function.node_def:
+                remove_device_attributes(node)
                 _untie_from_tpu(node)
         effects = sorted(self._effects.last[self._program.name])
         needed = self._ancestors([split_input(f)[0] for f in self._fetches] + effects)
-        made = []
-        for name in facts.order:
-            if name in needed:
-                made.append(tf.NodeDef())
-                made[-1].CopyFrom(facts.node[name])
-                _untie_from_tpu(made[-1])
-                del made[-1].input[:]
-                made[-1].input.extend(self._node_inputs(name))
+        given = {name: self._node_inputs(name) for name in facts.order if name in needed}
         inputs = sorted(self._inputs.values(), key=lambda i: i.is_variable)
         # Placeholders come first, so that each node follows its inputs.
-        graph_def.node.extend(_placeholder(i) for i in inputs)
-        graph_def.node.extend(made)
+        for i in inputs:
+            out.add_placeholder(i.name, tf.resource if i.is_variable else tf.as_dtype(i.dtype))
+        for name, node_inputs in given.items():
+            _untie_from_tpu(out.copy(facts.node[name], node_inputs))
         return ReplicaProgram(
-            graph_def,
+            out.graph_def,
             tuple(inputs),
             tuple(self._fetches),
             tuple(effects),
@@ -119,35 +116,33 @@ class _CoreExtraction:
         return name in self._facts.cluster or self._facts.node[name].op == "Const"
 
     def _ancestors(self, roots: Sequence[str]) -> set[str]:
-        found: set[str] = set()
-        pending = list(roots)
-        while pending:
-            name = pending.pop()
-            if name in found or not self._is_inside(name):
-                continue
-            found.add(name)
-            if name in self._facts.cluster:
-                pending.extend(source for source, _ in self._facts.inputs(name))
-                pending.extend(self._must_run_before(name))
-                if self._facts.is_conditional_switch(name):
-                    # This node tells apart two conditionals that have the same predicate.
-                    pending.append(split_input(self._facts.predicate_of(name))[0])
-        return found
+        facts = self._facts
+
+        def needs(name: str) -> list[str]:
+            if name not in facts.cluster:
+                return []
+            found = [*(source for source, _ in facts.inputs(name)), *self._must_run_before(name)]
+            if facts.is_conditional_switch(name):
+                # This node tells apart two conditionals that have the same predicate.
+                found.append(split_input(facts.predicate_of(name))[0])
+            return [other for other in found if self._is_inside(other)]
+
+        return reachable([root for root in roots if self._is_inside(root)], needs)
 
     def _node_inputs(self, name: str) -> list[str]:
         if name not in self._facts.cluster:
             return []
-        data, control = [], {"^" + other for other in self._must_run_before(name)}
+        inputs = ["^" + other for other in self._must_run_before(name)]
         for source, number in self._facts.inputs(name):
             if number == CONTROL:
                 # Operations outside have run before the program begins.
                 if source in self._facts.cluster:
-                    control.add("^" + source)
+                    inputs.append("^" + source)
             elif self._is_inside(source):
-                data.append(join_input(source, number))
+                inputs.append(join_input(source, number))
             else:
-                data.append(self._add_input(source, number))
-        return data + sorted(control)
+                inputs.append(self._add_input(source, number))
+        return inputs
 
     def _add_input(self, source: str, number: int) -> str:
         """Adds a placeholder to the core's program, for a tensor from outside; returns its name.
@@ -219,17 +214,8 @@ class _CoreExtraction:
         return f"{name}:{number}"
 
 
-def _placeholder(given: ReplicaInput) -> tf.NodeDef:
-    node = tf.NodeDef()
-    node.name, node.op = given.name, "Placeholder"
-    dtype = tf.resource if given.is_variable else tf.as_dtype(given.dtype)
-    node.attr["dtype"].type = dtype.as_datatype_enum
-    return node
-
-
 def _untie_from_tpu(node: tf.NodeDef) -> None:
-    """Removes the attributes that tie a node to TPUs, so that XLA's bridge accepts it."""
-    remove_device_attributes(node)
+    """Turns the node that says how many cores run a program into one that XLA's bridge accepts."""
     if node.op == "TPUReplicateMetadata":
         node.op = "NoOp"
         node.attr.clear()
