@@ -83,7 +83,7 @@ class Program:
             return gs.CrossShardOptimizer(models.OPTIMIZERS[opt]())  # in order, as bare is not
 
         build = opt if callable(opt) else models.train(make, dims)
-        self.built = harness.built(kind, shape, layout, build, feed)
+        self.folder, self.built = folder, harness.built(kind, shape, layout, build, feed)
         with self.built.graph.as_default():
             arguments.setdefault("poll_seconds", 0.01)
             self.island = Island(
@@ -99,9 +99,22 @@ class Program:
                 session.run(self.built.restore)
             yield session
 
+    @contextlib.contextmanager
+    def begun(self, settings: MergeSettings) -> Iterator[Any]:
+        """A session whose island has begun with version 0."""
+        with self.session() as session:
+            with merging(self.folder, settings):
+                self.island.begin(session)
+            yield session
+
     def step(self, session: Any, feed: dict[str, np.ndarray]) -> None:
         """Makes one step of the program."""
         session.run(self.built.updates, {self.built.inputs[k]: v for k, v in feed.items()})
+
+    def learn(self, session: Any, feed: dict[str, np.ndarray], tokens: float = 1.0) -> None:
+        """Makes one step of the program and of its island."""
+        self.step(session, feed)
+        self.island.after_step(session, tokens)
 
     def train(
         self, feeds: Sequence[dict[str, np.ndarray]], tokens: Callable[[int], float] = lambda s: 1.0
@@ -110,10 +123,36 @@ class Program:
         with self.session() as session:
             self.island.begin(session)
             for number, feed in enumerate(feeds, 1):
-                self.step(session, feed)
-                self.island.after_step(session, tokens(number))
+                self.learn(session, feed, tokens(number))
             self.island.close()
             return self.island._values.read(session)
+
+
+class Monitored:
+    """What a monitored session trains a program of a placement mesh with, and its step."""
+
+    def __init__(self, program: Program):
+        self.built = program.built
+        self.global_step = tf.train.get_or_create_global_step()
+        with tf.control_dependencies(self.built.updates):
+            self.train = tf.assign_add(self.global_step, 1)
+        self.saver = tf.train.Saver()
+
+    def session(self, directory: Any, hooks: Sequence[Any]) -> tf.train.MonitoredSession:
+        """A session that begins from the newest checkpoint of a directory."""
+        scaffold = tf.train.Scaffold(
+            init_op=tf.group(*self.built.init, self.global_step.initializer),
+            local_init_op=self.built.restore, saver=self.saver,
+        )  # fmt: skip
+        creator = tf.train.ChiefSessionCreator(
+            scaffold, config=harness.placement_config(2), checkpoint_dir=str(directory)
+        )
+        return tf.train.MonitoredSession(creator, hooks)
+
+    def steps(self, session: Any, feeds: Sequence[dict[str, np.ndarray]]) -> None:
+        """Makes a step for each feed."""
+        for feed in feeds:
+            session.run(self.train, {self.built.inputs[k]: v for k, v in feed.items()})
 
 
 def at_once(works: Sequence[Callable[[], Any]]) -> list[Any]:

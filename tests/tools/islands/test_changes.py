@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from mtf_gradsync.islands import DamagedObjectError, MergeSettings, Waiting
+from mtf_gradsync.islands import DamagedObjectError, Waiting
 from mtf_gradsync.tools.islands.changes import (
     FORMS,
     Change,
@@ -15,7 +15,6 @@ from mtf_gradsync.tools.islands.changes import (
     encoded,
     make_outer_step,
     scale_of,
-    weight_of,
 )
 from mtf_gradsync.tools.islands.objects import ContributionFacts
 from mtf_gradsync.tools.islands.tensor_files import Stored, TensorSpec
@@ -88,24 +87,16 @@ def test_directions_that_cancel_have_no_length():
         np.testing.assert_array_equal(value, arrays(1)[name])
 
 
-def test_weights():
-    assert weight_of(6.0, 2, "tokens") == 6.0
-    assert weight_of(6.0, 2, "tokens_per_step") == 6.0 * 3.0
-
-
-@pytest.mark.parametrize("weight", ["tokens", "tokens_per_step"])
-def test_a_folder_weighs_as_its_settings_say(folder, weight):
-    settings = PLAIN._replace(weight=weight)
+def test_a_folder_weighs_as_its_settings_say(folder):
+    settings = PLAIN._replace(weight="tokens_per_step")
     one, two = begun(folder, ["one", "two"], settings)
-    for _ in range(2):
-        one.step(1.0, tokens=3.0)
-        two.step(5.0, tokens=1.0)
+    one.steps(2, 1.0, tokens=3.0)
+    two.steps(2, 5.0, tokens=1.0)
     (decision,) = merge(folder, 1, settings, Waiting(quorum=2))
-    expected = [6.0, 2.0] if weight == "tokens" else [18.0, 2.0]
-    assert [c.weight for c in decision.contributions] == expected
+    assert [c.weight for c in decision.contributions] == [18.0, 2.0]
     for toy in (one, two):
         toy.island._wait_and_take(toy.session, 0.0)
-        assert toy.b == pytest.approx(2.0 - np.average([2.0, 10.0], weights=expected), abs=1e-6)
+        assert toy.b == pytest.approx(2.0 - (18.0 * 2.0 + 2.0 * 10.0) / 20.0, abs=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -160,16 +151,3 @@ def test_blocks_of_another_shape_are_refused(form):
         damaged = {**sent, name: cut(sent[name])}
         with pytest.raises(DamagedObjectError, match="The change of 'w' has the shape"):
             decoded(Stored(ContributionFacts(form=form, island="a"), damaged, ""), spec)
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"weight": "steps"}, "weight must be one of tokens, tokens_per_step, got 'steps'"),
-        ({"merge": "median"}, "merge must be one of mean, radial, got 'median'"),
-        ({"max_norm": 0.5}, "max_norm must be above 1, or 0 for none, got 0.5"),
-    ],
-)
-def test_settings_that_make_no_sense(settings, message):
-    with pytest.raises(ValueError, match=message):
-        MergeSettings(**settings).check()

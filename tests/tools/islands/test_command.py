@@ -43,9 +43,8 @@ def test_a_second_sigterm_is_in_the_exit_code(folder, monkeypatch):
 def test_status_plot_and_replay(folder, tmp_path, capsys):
     one, two = begun(folder, ["one", "two"])
     place = Folder(str(folder))
-    for _ in range(2):
-        one.step(1.0)
-        two.step(float("nan"))
+    one.steps(2, 1.0)
+    two.steps(2, float("nan"))
     merge(folder, 1, keep_all=True)
     one.step(1.0)
     plot, found = tmp_path / "islands.png", tmp_path / "islands.json"

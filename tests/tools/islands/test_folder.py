@@ -95,8 +95,7 @@ def test_islands_and_a_merger_on_every_store(url):
     toy = Toy(url, "one", 2, wait_seconds=30.0, poll_seconds=0.01)
     with merging(url, PLAIN, keep_all=True):
         toy.begin()
-        for _ in range(5):
-            toy.step(1.0)
+        toy.steps(5, 1.0)
         toy.island.finish(toy.session)
     assert (toy.b, replay(Folder(url))) == (-3.0, [])
 

@@ -12,25 +12,21 @@ from mtf_gradsync.islands import Island, IslandError, IslandHook, MergeSettings,
 from mtf_gradsync.tools.islands.folder import Folder
 from mtf_gradsync.tools.islands.journal import events_by_step, read_status
 from mtf_gradsync.tools.islands.tensor_files import TensorSpec
-from tests import harness
-from tests.tools.islands.conftest import Program, batches, merging
+from tests.tools.islands.conftest import Monitored, Program, batches, merging
 from tests.tools.islands.toy import PLAIN, Toy, ToyValues, begun, merge
 
 
 def test_what_was_learned_since_the_contribution_is_kept(folder):
     one, two = begun(folder, ["one", "two"])
-    for _ in range(2):
-        one.step(1.0)
-        two.step(3.0)
+    one.steps(2, 1.0)
+    two.steps(2, 3.0)
     # No merger is there: the islands go on.
-    for _ in range(3):
-        one.step(0.25)
+    one.steps(3, 0.25)
     merge(folder, 1, waiting=Waiting(quorum=2))
     one.step(0.5)
     assert one.b == 2.0 - 4.0 - 3 * 0.25 - 0.5
     # It is in its next contribution, which it makes at once, with all steps' tokens.
-    two.step(0.0)
-    two.step(0.0)
+    two.steps(2, 0.0)
     (decision,) = merge(folder, 1, waiting=Waiting(quorum=2))
     assert [c.weight for c in decision.contributions] == [4.0, 2.0]
     # The outer values are rounded once, as is each island's.
@@ -41,8 +37,7 @@ def test_what_was_learned_since_the_contribution_is_kept(folder):
 def test_an_island_that_is_slower_contributes_the_steps_that_it_has_made(folder):
     fast, slow = begun(folder, ["fast", "slow"])
     slow.step(3.0)
-    for _ in range(2):
-        fast.step(1.0)
+    fast.steps(2, 1.0)
     with merging(folder, PLAIN, Waiting(quorum=1, min_grace=60.0, max_grace=60.0)):
         while not (folder / "versions" / "00000001.soon").exists():
             pass
@@ -57,9 +52,8 @@ def test_an_island_that_is_slower_contributes_the_steps_that_it_has_made(folder)
 
 def test_returned_and_added_islands_begin_from_the_newest_version(folder):
     one, two = begun(folder, ["one", "two"])
-    for _ in range(2):
-        one.step(1.0)
-        two.step(1.0)
+    one.steps(2, 1.0)
+    two.steps(2, 1.0)
     two.step(1.0)  # and is killed
     merge(folder, 1, waiting=Waiting(quorum=2))
     again = Toy(folder, "two", 2, wait="none")
@@ -73,16 +67,13 @@ def test_returned_and_added_islands_begin_from_the_newest_version(folder):
 
 def test_what_an_island_contributed_before_it_was_killed_stays(folder):
     one, two = begun(folder, ["one", "two"])
-    for _ in range(2):
-        one.step(1.0)
+    one.steps(2, 1.0)
     path = folder / "contributions" / "00000000" / "one@1-1.safetensors"
     before = path.read_bytes()
     again = Toy(folder, "one", 2, wait="none").begin(step=2)
-    for _ in range(3):
-        again.step(0.25)
+    again.steps(3, 0.25)
     assert path.read_bytes() == before
-    for _ in range(2):
-        two.step(3.0)
+    two.steps(2, 3.0)
     (decision,) = merge(folder, 1, waiting=Waiting(quorum=2), keep_all=True)
     assert [c.weight for c in decision.contributions] == [2.0, 2.0]
     # What it has learned since it came back is kept, and is in its next contribution.
@@ -106,8 +97,7 @@ def test_two_processes_of_one_name(folder):
     ):
         one.step(1.0)
     one.island.close()
-    for _ in range(2):
-        again.step(1.0)
+    again.steps(2, 1.0)
     assert len(pending(folder)) == 1
 
 
@@ -118,8 +108,7 @@ def test_values_that_are_not_finite_are_not_contributed(folder, caplog):
     assert toy.b == 2.0
     assert "of one holds numbers that are not finite, after step 2: it goes back" in caplog.text
     assert not Folder(str(folder)).names("contributions")
-    toy.step(1.0)
-    toy.step(1.0)
+    toy.steps(2, 1.0)
     merge(folder, 1)
     toy.step(0.0)
     assert toy.b == 0.0
@@ -127,9 +116,8 @@ def test_values_that_are_not_finite_are_not_contributed(folder, caplog):
 
 def test_no_tokens_are_no_contribution(folder):
     one, two = begun(folder, ["one", "two"])
-    for _ in range(2):
-        one.step(8.0, tokens=0.0)
-        two.step(1.0)
+    one.steps(2, 8.0, tokens=0.0)
+    two.steps(2, 1.0)
     merge(folder, 1)
     one.step(0.0)
     two.step(0.0)
@@ -140,8 +128,7 @@ def test_no_tokens_are_no_contribution(folder):
 
 def test_a_damaged_version_is_not_taken(folder, caplog):
     (toy,) = begun(folder, ["one"])
-    for _ in range(2):
-        toy.step(1.0)
+    toy.steps(2, 1.0)
     merge(folder, 1)
     path = folder / "versions" / "00000001.safetensors"
     whole = path.read_bytes()
@@ -153,18 +140,6 @@ def test_a_damaged_version_is_not_taken(folder, caplog):
     path.write_bytes(whole)
     toy.step(1.0)
     assert (toy.b, toy.island.version) == (-2.0, 1)
-
-
-def test_a_damaged_version_is_made_again(folder):
-    (toy,) = begun(folder, ["one"])
-    for _ in range(2):
-        toy.step(1.0)
-    merge(folder, 1)
-    path = folder / "versions" / "00000001.safetensors"
-    whole = Folder(str(folder)).load("versions/00000001.safetensors")
-    path.write_bytes(b"")
-    merge(folder, 0)
-    assert Folder(str(folder)).load("versions/00000001.safetensors").checksum == whole.checksum
 
 
 @pytest.mark.parametrize(
@@ -324,20 +299,12 @@ def test_an_island_of_a_graph_without_variables(folder):
 def test_a_hook_of_monitored_sessions(folder):
     feeds = batches(6)
     program = Program("placement", "2", "sgd", feeds[0], folder, "one", 2, wait_seconds=60.0)
-    built = program.built
-    config = harness.placement_config(2)
-    with built.graph.as_default(), merging(folder, PLAIN):
-        step = tf.train.get_or_create_global_step()
-        with tf.control_dependencies(built.updates):
-            train = tf.assign_add(step, 1)
-        tokens = tf.cast(step, tf.float32) * 3.0 + 1.0
-        scaffold = tf.train.Scaffold(init_op=tf.group(*built.init, step.initializer))
-        restore = tf.train.SessionRunHook()
-        restore.after_create_session = lambda session, coord: session.run(built.restore)
-        hooks = [IslandHook(program.island, tokens), restore]
-        with tf.train.SingularMonitoredSession(hooks, scaffold, config=config) as session:
-            for feed in feeds:
-                session.run(train, {built.inputs[k]: v for k, v in feed.items()})
+    with program.built.graph.as_default(), merging(folder, PLAIN):
+        monitored = Monitored(program)
+        tokens = tf.cast(monitored.global_step, tf.float32) * 3.0 + 1.0
+        hooks = [IslandHook(program.island, tokens)]
+        with monitored.session(folder.parent, hooks) as session:
+            monitored.steps(session, feeds)
     merged = read_status(Folder(str(folder))).decisions[1:]
     assert len(merged) == 3
     weights = [c.weight for d in merged for c in d.contributions]
@@ -347,8 +314,7 @@ def test_a_hook_of_monitored_sessions(folder):
 def test_progress_is_in_the_journal(folder, caplog):
     with caplog.at_level(logging.WARNING):
         (toy,) = begun(folder, ["one"])
-    for _ in range(2):
-        toy.step(1.0)
+    toy.steps(2, 1.0)
     merge(folder, 1)
     toy.step(0.0)
     toy.island.close()

@@ -11,10 +11,17 @@ from mtf_gradsync._private.libraries import tf
 from mtf_gradsync.islands import IslandError, IslandHook, MergeSettings, Waiting
 from mtf_gradsync.tools.islands.folder import Folder
 from mtf_gradsync.tools.islands.journal import read_status
-from mtf_gradsync.tools.islands.versions import newest_version, read_values, replay
-from tests import harness
-from tests.tools.islands.conftest import KINDS, Program, contributions, feed, line, merging
-from tests.tools.islands.toy import PLAIN, Toy, begun, merge
+from mtf_gradsync.tools.islands.versions import newest_version, replay
+from tests.tools.islands.conftest import (
+    KINDS,
+    Monitored,
+    Program,
+    contributions,
+    feed,
+    line,
+    merging,
+)
+from tests.tools.islands.toy import PLAIN, Toy, begun, merge, values_of
 
 
 def save(toy, path):
@@ -32,11 +39,6 @@ def back(folder, saved, step, name="one", **arguments):
     return toy
 
 
-def newest_of(folder, fragments=1):
-    place = Folder(str(folder))
-    return read_values(place, newest_version(place), fragments)
-
-
 def test_what_a_checkpoint_has_learned_is_contributed(folder, tmp_path, caplog):
     caplog.set_level(logging.INFO)
     (one,) = begun(folder, ["one"])
@@ -52,7 +54,7 @@ def test_what_a_checkpoint_has_learned_is_contributed(folder, tmp_path, caplog):
     again.step(8.0, tokens=5.0)
     (decision,) = merge(folder, 1)
     assert [(c.tokens, c.steps) for c in decision.contributions] == [(20.0, 4)]
-    assert newest_of(folder)["b"] == 2.0 - 15.0
+    assert values_of(folder)["b"] == 2.0 - 15.0
     joined = [e for e in read_status(Folder(str(folder))).events if e["event"] == "joined"]
     assert [e.get("restored") for e in joined] == [None, [1, 1]]
 
@@ -60,8 +62,7 @@ def test_what_a_checkpoint_has_learned_is_contributed(folder, tmp_path, caplog):
 def test_it_is_contributed_on_top_of_newer_versions(folder, tmp_path):
     one, two = begun(folder, ["one", "two"])
     one.island.inner_steps = 10
-    for _ in range(3):
-        one.step(1.0)
+    one.steps(3, 1.0)
     saved = save(one, tmp_path / "model.ckpt-3")
     one.kill()
     for _ in range(3):
@@ -69,7 +70,7 @@ def test_it_is_contributed_on_top_of_newer_versions(folder, tmp_path):
         two.step(0.0)
         merge(folder, 1)
         two.step(0.0)
-    before = float(newest_of(folder)["b"])
+    before = float(values_of(folder)["b"])
     assert before < -16.0
     again = back(folder, saved, 3)
     assert (again.b, again.island.version) == (before - 3.0, 3)
@@ -83,8 +84,7 @@ def test_it_is_contributed_on_top_of_newer_versions(folder, tmp_path):
 @pytest.mark.parametrize("becomes", ["merged", "open", "refused", "late", "gone"])
 def test_what_was_contributed_before_the_checkpoint(folder, tmp_path, becomes):
     one, two = begun(folder, ["one", "two"])
-    for _ in range(2):
-        one.step(1.0)
+    one.steps(2, 1.0)
     sent = folder / "contributions" / "00000000" / "one@1-1.safetensors"
     assert sent.exists()
     one.step(0.25)
@@ -95,14 +95,12 @@ def test_what_was_contributed_before_the_checkpoint(folder, tmp_path, becomes):
         merge(folder, 1)
     elif becomes == "refused":
         sent.write_bytes(data[:-1])
-        two.step(0.0, tokens=1e-9)
-        two.step(0.0, tokens=1e-9)
+        two.steps(2, 0.0, tokens=1e-9)
         merge(folder, 1)
     elif becomes in ("late", "gone"):
         sent.unlink()
         if becomes == "late":
-            for _ in range(2):
-                two.step(0.0, tokens=1e-9)
+            two.steps(2, 0.0, tokens=1e-9)
             merge(folder, 1)
             sent.write_bytes(data)
     again = back(folder, saved, 3)
@@ -118,7 +116,7 @@ def test_what_was_contributed_before_the_checkpoint(folder, tmp_path, becomes):
     again.island.finish(again.session, waits=False)
     merge(folder, 0)
     total = read_status(Folder(str(folder))).decisions[-1].totals["one"].tokens
-    assert (newest_of(folder)["b"], total) == (2.0 - 2.25, 3.0)
+    assert (values_of(folder)["b"], total) == (2.0 - 2.25, 3.0)
 
 
 @pytest.mark.parametrize("becomes", ["merged", "open"])
@@ -139,7 +137,7 @@ def test_what_was_contributed_after_the_checkpoint_is_not_contributed_again(
     again.step(0.5)
     again.step(0.0)
     merge(folder, 1)
-    assert newest_of(folder)["b"] == -0.5
+    assert values_of(folder)["b"] == -0.5
 
 
 def test_of_several_lives_from_one_checkpoint(folder, tmp_path):
@@ -157,7 +155,7 @@ def test_of_several_lives_from_one_checkpoint(folder, tmp_path):
     third.step(4.0)
     third.step(0.0)
     merge(folder, 1)
-    assert newest_of(folder)["b"] == 2.0 - 1.25 - 4.0
+    assert values_of(folder)["b"] == 2.0 - 1.25 - 4.0
 
 
 def test_contributions_for_older_versions_that_may_still_be_merged(folder, tmp_path):
@@ -170,20 +168,18 @@ def test_contributions_for_older_versions_that_may_still_be_merged(folder, tmp_p
     data = late.read_bytes()
     one.kill()
     late.unlink()
-    for _ in range(2):
-        two.step(0.0)
+    two.steps(2, 0.0)
     merge(folder, 1, waiting=waiting)
     late.write_bytes(data)
     again = back(folder, saved, 1)
     # All that it had contributed is still to be merged, and is there only once.
     assert (again.b, again.island.version) == (2.0 - 3.0, 1)
-    for _ in range(2):
-        two.step(0.0)
-        again.step(0.0)
+    two.steps(2, 0.0)
+    again.steps(2, 0.0)
     merge(folder, 1, waiting=waiting)
     again.island.finish(again.session, waits=False)
     merge(folder, 1, waiting=waiting)
-    assert newest_of(folder)["b"] < 2.0 - 3.0 / 4.0
+    assert values_of(folder)["b"] < 2.0 - 3.0 / 4.0
     assert read_status(Folder(str(folder))).decisions[-1].totals["one"].tokens == 4.0
 
 
@@ -209,7 +205,7 @@ def test_fragments_and_rounded_forms(folder, tmp_path):
         for _ in range(2):
             toy.step(0.0)
         merge(folder, 1, settings)
-    values = newest_of(folder, 2)
+    values = values_of(folder, fragments=2)
     np.testing.assert_allclose(values["b"], 2.0 - moved, atol=0.02)
     np.testing.assert_allclose(values["a"], np.arange(6).reshape(2, 3) - moved, atol=0.02)
 
@@ -375,8 +371,7 @@ def test_steps_that_accumulate_go_on_where_the_checkpoint_is(kind, folder, tmp_p
                 restore(program, session, path)
             program.island.begin(session, 6 * life, path)
             for _ in range(6):
-                program.step(session, feed(0.5))
-                program.island.after_step(session, 3.0)
+                program.learn(session, feed(0.5), 3.0)
             if not life:
                 saved(program, session, path)
                 program.island._exchange.lease.abandon()
@@ -384,7 +379,7 @@ def test_steps_that_accumulate_go_on_where_the_checkpoint_is(kind, folder, tmp_p
             program.island.finish(session)
     # 12 steps, 3 updates of 4 steps each.
     assert contributions(folder) == {"a": [(3, 36.0)]}
-    np.testing.assert_allclose(newest_of(folder)["w"], 1.0 - 6.0, rtol=0, atol=1e-6)
+    np.testing.assert_allclose(values_of(folder)["w"], 1.0 - 6.0, rtol=0, atol=1e-6)
 
 
 def saved(program, session, path):
@@ -409,33 +404,21 @@ def restore(program, session, path):
 def test_a_hook_keeps_what_checkpoints_have(folder, tmp_path):
     program = Program("placement", "2", line(gs.CrossShardOptimizer), feed(1.0), folder, "one", 50,
                       wait="none")  # fmt: skip
-    built = program.built
-    with built.graph.as_default(), merging(folder, PLAIN, Waiting(min_grace=0.0)):
-        global_step = tf.train.get_or_create_global_step()
-        with tf.control_dependencies(built.updates):
-            train = tf.assign_add(global_step, 1)
-        saver = tf.train.Saver()
+    with program.built.graph.as_default(), merging(folder, PLAIN, Waiting(min_grace=0.0)):
+        monitored = Monitored(program)
 
         class Collect(tf.train.CheckpointSaverListener):
             def before_save(self, session, global_step_value):
-                session.run(built.collect)
+                session.run(program.built.collect)
 
         for steps, is_last in ((7, False), (3, True)):
-            scaffold = tf.train.Scaffold(
-                init_op=tf.group(*built.init, global_step.initializer),
-                local_init_op=built.restore, saver=saver,
-            )  # fmt: skip
-            creator = tf.train.ChiefSessionCreator(
-                scaffold, config=harness.placement_config(2), checkpoint_dir=str(tmp_path)
-            )
             save_hook = tf.train.CheckpointSaverHook(
-                str(tmp_path), save_steps=5, saver=saver, listeners=[Collect()]
+                str(tmp_path), save_steps=5, saver=monitored.saver, listeners=[Collect()]
             )
             hook = IslandHook(program.island, 2.0, str(tmp_path))
             with pytest.raises(KeyboardInterrupt) if not is_last else contextlib.nullcontext():
-                with tf.train.MonitoredSession(creator, [save_hook, hook]) as session:
-                    for _ in range(steps):
-                        session.run(train, {built.inputs["x"]: feed(1.0)["x"]})
+                with monitored.session(tmp_path, [save_hook, hook]) as session:
+                    monitored.steps(session, [feed(1.0)] * steps)
                     if not is_last:
                         program.island._exchange.lease.abandon()
                         program.island._merger = None
@@ -443,4 +426,4 @@ def test_a_hook_keeps_what_checkpoints_have(folder, tmp_path):
     total = sum(tokens for _, tokens in contributions(folder)["one"])
     saved_at = int(tf.train.latest_checkpoint(str(tmp_path)).rsplit("-", 1)[1])
     assert total == 2.0 * saved_at
-    np.testing.assert_array_equal(newest_of(folder)["w"], np.full(6, 1.0 - saved_at))
+    np.testing.assert_array_equal(values_of(folder)["w"], np.full(6, 1.0 - saved_at))

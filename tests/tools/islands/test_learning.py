@@ -13,12 +13,13 @@ from mtf_gradsync.islands import Island, IslandHook, MergeSettings, Waiting
 from mtf_gradsync.tools.islands.folder import Folder
 from mtf_gradsync.tools.islands.journal import read_status
 from mtf_gradsync.tools.islands.learning import Learning
-from mtf_gradsync.tools.islands.versions import read_values, replay
-from tests import harness, models, reference
+from mtf_gradsync.tools.islands.versions import replay
+from tests import models, reference
 from tests.tools.islands.conftest import (
     BATCH,
     KINDS,
     D,
+    Monitored,
     Program,
     at_once,
     batches,
@@ -27,11 +28,7 @@ from tests.tools.islands.conftest import (
     line,
     merging,
 )
-from tests.tools.islands.toy import PLAIN, Toy, begun, merge
-
-
-def version(folder, number):
-    return read_values(Folder(str(folder)), number, 1)
+from tests.tools.islands.toy import PLAIN, Toy, begun, merge, values_of
 
 
 def test_counters_follow_a_version_and_a_counter_that_it_lacks_stays():
@@ -47,30 +44,6 @@ def test_counters_follow_a_version_and_a_counter_that_it_lacks_stays():
 
 
 # Weights count what was applied.
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.mostly_slow
-def test_weights_count_the_steps_that_updates_have_applied(kind, folder):
-    def accumulates(opt):
-        return gs.GradientAccumulationOptimizer(opt, backward_passes_per_step=4)
-
-    a = Program(kind, "2", line(accumulates), feed(0.5), folder, "a", 6, wait="none")
-    b = Program("simd", "2", line(gs.CrossShardOptimizer), feed(1.0), folder, "b", 6, wait="none")
-    with a.session() as of_a, b.session() as of_b:
-        with merging(folder, PLAIN):
-            a.island.begin(of_a)
-            b.island.begin(of_b)
-        for _ in range(6):
-            a.step(of_a, feed(0.5))
-            a.island.after_step(of_a)
-            b.step(of_b, feed(7.0 / 6.0))
-            b.island.after_step(of_b)
-        a.island.finish(of_a, waits=False)
-        merge(folder, 1, waiting=Waiting(quorum=2))
-    # 4 of 6 steps of a are applied, 2 in all; those of b are 7.
-    assert contributions(folder) == {"a": [(1, 4.0)], "b": [(6, 6.0)]}
-    np.testing.assert_allclose(version(folder, 1)["w"], -4.0, rtol=0, atol=2e-6)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -101,12 +74,11 @@ def test_contributions_are_of_what_was_applied_and_not_skipped(kind, folder):
     with program.session() as session, merging(folder, PLAIN, Waiting(min_grace=0.0)):
         program.island.begin(session)
         for move, tokens in moves:
-            program.step(session, feed(move))
-            program.island.after_step(session, tokens)
+            program.learn(session, feed(move), tokens)
         program.island.finish(session)
     assert contributions(folder) == {"a": expected}
     assert len(expected) > 2
-    np.testing.assert_array_equal(version(folder, len(expected))["w"], np.full(6, w))
+    np.testing.assert_array_equal(values_of(folder, len(expected))["w"], np.full(6, w))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -116,12 +88,9 @@ def test_a_step_that_the_loss_scale_skips_has_no_tokens(kind, folder):
         return gs.LossScaleOptimizer(opt)
 
     program = Program(kind, "2", line(wrap), feed(0.5), folder, "a", 2, wait="none")
-    with program.session() as session:
-        with merging(folder, PLAIN):
-            program.island.begin(session)
+    with program.begun(PLAIN) as session:
         for number, move in enumerate([1.0, float("inf"), 1.0]):
-            program.step(session, feed(move))
-            program.island.after_step(session, 10.0**number)
+            program.learn(session, feed(move), 10.0**number)
         merge(folder, 1)
     assert contributions(folder) == {"a": [(2, 101.0)]}
 
@@ -135,12 +104,9 @@ def test_synchronous_replicas_apply_the_tokens_of_several_steps(kind, folder):
         return SimpleNamespace(minimize=lambda loss: sync.minimize(loss, global_step=step))
 
     program = Program(kind, "2", line(wrap), feed(0.5), folder, "a", 2, wait="none")
-    with program.session() as session:
-        with merging(folder, PLAIN):
-            program.island.begin(session)
+    with program.begun(PLAIN) as session:
         for number in range(5):
-            program.step(session, feed(1.0))
-            program.island.after_step(session, 10.0**number)
+            program.learn(session, feed(1.0), 10.0**number)
         merge(folder, 1)
     # An update takes the contributions of two steps; the fifth step waits for another.
     assert contributions(folder) == {"a": [(2, 1111.0)]}
@@ -153,11 +119,8 @@ def test_a_step_without_an_exchange_takes_less_than_a_fifth_of_a_millisecond(kin
         return gs.GradientAccumulationOptimizer(gs.LossScaleOptimizer(opt), 4)
 
     program = Program(kind, "2", line(wrap), feed(0.5), folder, "a", 10**6, poll_seconds=60.0)
-    with program.session() as session:
-        with merging(folder, PLAIN):
-            program.island.begin(session)
-        program.step(session, feed(0.5))
-        program.island.after_step(session)
+    with program.begun(PLAIN) as session:
+        program.learn(session, feed(0.5))
         took = []
         for _ in range(300):
             began = time.perf_counter()
@@ -185,9 +148,7 @@ def test_slots_that_are_not_finite_begin_anew(kind, opt, folder, caplog):
     feeds = batches(5)
     bad = {k: np.full_like(v, np.nan) for k, v in feeds[0].items()}
     program = Program(kind, "2", opt, feeds[0], folder, "a", 1, wait="none")
-    with program.session() as session:
-        with merging(folder, PLAIN):
-            program.island.begin(session)
+    with program.begun(PLAIN) as session:
         begin = program.island._values.read(session)
         program.step(session, bad)
         program.step(session, feeds[4])  # momentum is behind by a step
@@ -243,14 +204,13 @@ def test_means_and_averages_are_exchanged(kind, folder):
         assert names == {"w", "mean:mean", f"mean:{average}"}
         for step in range(2):
             for number, (program, session) in enumerate(zip(made, sessions)):
-                program.step(session, feed(moves[number][step]))
-                program.island.after_step(session, tokens[number])
+                program.learn(session, feed(moves[number][step]), tokens[number])
                 stepped(state[number], moves[number][step])
         merge(folder, 1, MergeSettings(0.5, 0.5), Waiting(quorum=2))
         mean = {k: np.average([s[k] for s in state], weights=tokens) for k in state[0]}
         # Trained ones by SGD with Nesterov's momentum; the others have what islands have.
         expected = {**mean, "w": 1.0 - 0.5 * 1.5 * (1.0 - mean["w"])}
-        found = version(folder, 1)
+        found = values_of(folder, 1)
         for name in names:
             np.testing.assert_allclose(
                 found[name], expected[name.removeprefix("mean:")], rtol=0, atol=1e-6
@@ -314,7 +274,7 @@ def test_versions_of_bfloat16_variables_are_float32(folder):
         for toy in toys:  # take it
             toy.island._wait_and_take(toy.session, 0.0)
             assert toy.b == np.float32(outer).astype(ml_dtypes.bfloat16)
-    found = version(folder, 12)["b"]
+    found = values_of(folder, 12)["b"]
     assert found.dtype == np.float32
     np.testing.assert_allclose(found, outer, rtol=0, atol=12 * 2**-24)
     assert round(float(found), 3) == 0.984
@@ -343,7 +303,7 @@ def test_an_island_of_bfloat16_variables_beside_one_of_float32(kind, folder):
             begin = np.float32(outer).astype(ml_dtypes.bfloat16)
             end = np.asarray(begin - np.float32(2**-7)).astype(ml_dtypes.bfloat16)
             outer -= (float(begin) - float(end)) / 2.0
-            np.testing.assert_allclose(version(folder, number)["w"], outer, rtol=0, atol=2**-23)
+            np.testing.assert_allclose(values_of(folder, number)["w"], outer, rtol=0, atol=2**-23)
             for program, session in ((a, of_a), (b, of_b)):
                 program.island._wait_and_take(session, 0.0)
         found = a.island._values.read(of_a)["w"]
@@ -370,8 +330,7 @@ def test_the_furthest_island_begins(folder, caplog):
 
 def test_steps_follow_the_version(folder):
     one, two = begun(folder, ["one", "two"])
-    for _ in range(2):
-        one.step(1.0)
+    one.steps(2, 1.0)
     two.step(1.0)
     two.island.finish(two.session, waits=False)
     merge(folder, 1, waiting=Waiting(quorum=2))
@@ -382,8 +341,7 @@ def test_steps_follow_the_version(folder):
     one.step(0.0)
     assert one.island.step == 3
     for toy in (joins, own, one):
-        for _ in range(2):
-            toy.step(1.0)
+        toy.steps(2, 1.0)
     assert [toy.island.step for toy in (joins, own, one)] == [4, 2, 5]
     (decision,) = merge(folder, 1, waiting=Waiting(quorum=3))
     assert decision.counts["step"] == 4  # `one` contributed after its first step of two
@@ -417,19 +375,17 @@ def test_schedules_and_counts_of_updates_follow_the_version(kind, folder):
             a.island.begin(of_a)
         w, rates = 1.0, []
         for step in range(4):
-            a.step(of_a, feed(1.0))
-            a.island.after_step(of_a)
+            a.learn(of_a, feed(1.0))
             if step % 2:
                 rates.append(100.0 * step + step // 2)
                 w -= 2.0 * rates[-1]
         merge(folder, 1)
-        np.testing.assert_allclose(version(folder, 1)["w"], w, rtol=1e-6)
+        np.testing.assert_allclose(values_of(folder, 1)["w"], w, rtol=1e-6)
         with merging(folder, PLAIN):
             b.island.begin(of_b)
         assert b.island.step == 4
         for _ in range(2):
-            b.step(of_b, feed(1.0))
-            b.island.after_step(of_b)
+            b.learn(of_b, feed(1.0))
         w -= 2.0 * (100.0 * 5 + 2)
         found = b.island._values.read(of_b)
         np.testing.assert_allclose(found["w"], w, rtol=1e-6)
@@ -439,39 +395,26 @@ def test_schedules_and_counts_of_updates_follow_the_version(kind, folder):
 # Ends and new beginnings.
 
 
-def test_all_that_is_left_is_contributed_at_the_end(folder):
-    toy = Toy(folder, "one", 10, wait="none", wait_seconds=60.0)
-    with merging(folder, PLAIN, Waiting(min_grace=0.0), keep_all=True):
-        toy.begin()
-        for _ in range(19):
-            toy.step(1.0)
-        toy.island.finish(toy.session)
-    newest = read_status(Folder(str(folder))).version
-    assert float(version(folder, newest)["b"]) == 2.0 - 19.0
-    assert sum(tokens for _, tokens in contributions(folder)["one"]) == 19.0
-    assert replay(Folder(str(folder))) == []
-
-
 @pytest.mark.parametrize("fragments", [1, 2])
-def test_fragments_that_are_left_are_contributed_at_the_end(folder, fragments):
-    toy = Toy(folder, "one", 4, wait="none", wait_seconds=60.0)
+def test_all_that_is_left_is_contributed_at_the_end(folder, fragments):
+    toy = Toy(folder, "one", 10, wait="none", wait_seconds=60.0)
     settings = PLAIN._replace(fragments=fragments)
     with merging(folder, settings, Waiting(min_grace=0.0), keep_all=True):
         toy.begin()
-        for _ in range(7):
-            toy.step(1.0)
+        toy.steps(19, 1.0)
         toy.island.finish(toy.session)
-    newest = read_status(Folder(str(folder))).version
-    values = read_values(Folder(str(folder)), newest, fragments)
-    assert float(values["b"]) == 2.0 - 7.0
-    assert float(values["a"][0, 0]) == -7.0
+    values = values_of(folder, fragments=fragments)
+    assert float(values["b"]) == 2.0 - 19.0
+    assert float(values["a"][0, 0]) == -19.0
+    if fragments == 1:
+        assert sum(tokens for _, tokens in contributions(folder)["one"]) == 19.0
+    assert replay(Folder(str(folder))) == []
 
 
 def test_what_stays_without_a_merger_is_said(folder, caplog):
     (toy,) = begun(folder, ["one"])
     toy.island._wait_at_end = 0.0
-    for _ in range(5):
-        toy.step(1.0)
+    toy.steps(5, 1.0)
     toy.island.finish(toy.session)
     assert "learned from 5 tokens since version 0 waits to be merged" in caplog.text
     (row,) = read_status(Folder(str(folder))).rows
@@ -484,8 +427,7 @@ def test_an_island_begins_again_after_its_end(folder):
     toy = Toy(folder, "one", 2, merge=True, merge_settings=PLAIN, wait_seconds=60.0)
     for part in range(3):
         toy.begin(toy.island.step if part else 0)
-        for _ in range(4):
-            toy.step(1.0)
+        toy.steps(4, 1.0)
         toy.island.finish(toy.session)
         assert toy.island.version == 2 * (part + 1)
     assert toy.b == 2.0 - 12.0
@@ -493,60 +435,32 @@ def test_an_island_begins_again_after_its_end(folder):
     assert (row.joined, row.contributed, row.merged) == (3, 6, 6)
 
 
-def test_a_session_that_recovers_begins_again(folder):
-    (toy,) = begun(folder, ["one"])
-    toy.step(1.0)
-    older = {k: v.copy() for k, v in toy.session.items()}
-    toy.step(1.0)
-    merge(folder, 1)
-    toy.step(1.0)  # takes version 1
-    toy.session.update(older)  # a session that was lost restores a checkpoint of step 1
-    toy.begin(1)
-    assert (toy.b, toy.island.version) == (0.0, 1)
-    toy.step(1.0)
-    toy.step(1.0)
-    merge(folder, 1)
-    assert float(version(folder, 2)["b"]) == -2.0
-
-
 def test_a_monitored_session_that_recovers_begins_again(folder, tmp_path):
     """Its session is lost after step 5, and begins from a checkpoint of step 2."""
     program = Program("placement", "2", line(gs.CrossShardOptimizer), feed(1.0), folder, "one", 3,
                       wait="none")  # fmt: skip
-    built, seen, lost = program.built, [], []
+    seen, lost = [], []
 
     class Session(tf.train.SessionRunHook):
         def after_run(self, run_context, run_values):
-            step = int(run_context.session.run(global_step))
+            step = int(run_context.session.run(monitored.global_step))
             seen.append((step, program.island.step, program.island.version))
             if step == 2:
-                run_context.session.run(built.collect)
-                saver.save(run_context.session, str(tmp_path / "model.ckpt"), global_step)
+                run_context.session.run(program.built.collect)
+                path = str(tmp_path / "model.ckpt")
+                monitored.saver.save(run_context.session, path, monitored.global_step)
             if step == 5 and not lost:
                 lost.append(True)
                 raise tf.errors.AbortedError(None, None, "lost")
 
-    with built.graph.as_default(), merging(folder, PLAIN, Waiting(min_grace=0.0)):
-        global_step = tf.train.get_or_create_global_step()
-        with tf.control_dependencies(built.updates):
-            train = tf.assign_add(global_step, 1)
-        saver = tf.train.Saver()
-        scaffold = tf.train.Scaffold(
-            init_op=tf.group(*built.init, global_step.initializer),
-            local_init_op=built.restore, saver=saver,
-        )  # fmt: skip
-        creator = tf.train.ChiefSessionCreator(
-            scaffold, config=harness.placement_config(2), checkpoint_dir=str(tmp_path)
-        )
-        hooks = [IslandHook(program.island), Session()]
-        with tf.train.MonitoredSession(creator, hooks) as session:
-            for _ in range(8):
-                session.run(train, {built.inputs["x"]: feed(1.0)["x"]})
+    with program.built.graph.as_default(), merging(folder, PLAIN, Waiting(min_grace=0.0)):
+        monitored = Monitored(program)
+        with monitored.session(tmp_path, [IslandHook(program.island), Session()]) as session:
+            monitored.steps(session, [feed(1.0)] * 8)
     # Those that were made again, from the version: 3 steps are in it.
     assert [step for step, _, _ in seen] == [1, 2, 3, 4, 5, 3, 4, 5, 6]
     joined = [e for e in read_status(Folder(str(folder))).events if e["event"] == "joined"]
     assert [e["step"] for e in joined] == [0, 2]
-    newest = read_status(Folder(str(folder))).version
     total = sum(tokens for _, tokens in contributions(folder)["one"])
     # What is in versions is what was contributed, and nothing that was restored.
-    np.testing.assert_array_equal(version(folder, newest)["w"], np.full(6, 1.0 - total))
+    np.testing.assert_array_equal(values_of(folder)["w"], np.full(6, 1.0 - total))

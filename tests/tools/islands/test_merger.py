@@ -22,22 +22,30 @@ from mtf_gradsync.tools.islands import leases
 from mtf_gradsync.tools.islands.folder import Folder
 from mtf_gradsync.tools.islands.journal import read_status
 from mtf_gradsync.tools.islands.objects import island_of, offer_object
-from mtf_gradsync.tools.islands.versions import newest_version, read_values
+from mtf_gradsync.tools.islands.versions import newest_version
 from tests.tools.islands.conftest import merging
-from tests.tools.islands.toy import PLAIN, FragileFolder, Killed, Toy, begun, merge, new_session
+from tests.tools.islands.toy import (
+    PLAIN,
+    FragileFolder,
+    Killed,
+    Toy,
+    begun,
+    merge,
+    new_session,
+    values_of,
+)
 
 
 def test_a_version_is_the_mean_weighted_by_tokens(folder):
     one, two = begun(folder, ["one", "two"])
-    for _ in range(2):
-        one.step(1.0, tokens=3.0)
-        two.step(5.0, tokens=1.0)
+    one.steps(2, 1.0, tokens=3.0)
+    two.steps(2, 5.0, tokens=1.0)
     (decision,) = merge(folder, 1, waiting=Waiting(quorum=2))
     assert [(c.island, c.weight) for c in decision.contributions] == [
         ("one", 6.0), ("two", 2.0),
     ]  # fmt: skip
     # 2 less the mean of 2 with weight 6 and of 10 with weight 2.
-    values = read_values(Folder(str(folder)), 1, 1)
+    values = values_of(folder, 1)
     assert values["b"] == 2.0 - 4.0
     np.testing.assert_array_equal(values["a"], new_session()["a"] - 4.0)
     # Both go on from it, after the next step, with what that step has learned.
@@ -51,8 +59,7 @@ def test_what_a_killed_merger_has_half_written_goes(folder):
     half = folder / "versions" / "00000001.safetensors#1"
     half.write_bytes(b"half")
     os.utime(half, (0.0, 0.0))
-    toy.step(1.0)
-    toy.step(1.0)
+    toy.steps(2, 1.0)
     merge(folder, 1)
     assert [path.name for path in sorted((folder / "versions").iterdir())] == [
         "00000000.safetensors", "00000001.safetensors",
@@ -98,24 +105,20 @@ def test_names_decide_the_order_and_not_arrival(folder, tmp_path):
         place = tmp_path / str(number)
         toys = dict(zip("abc", begun(place, "abc")))
         for name in order:
-            for _ in range(2):
-                toys[name].step({"a": 1e-3, "b": 1e3, "c": -0.7}[name], tokens=0.1 + ord(name))
+            toys[name].steps(2, {"a": 1e-3, "b": 1e3, "c": -0.7}[name], tokens=0.1 + ord(name))
         merge(place, 1, waiting=Waiting(quorum=3))
-        bits.append({k: v.tobytes() for k, v in read_values(Folder(str(place)), 1, 1).items()})
+        bits.append({k: v.tobytes() for k, v in values_of(place, 1).items()})
     assert all(b == bits[0] for b in bits)
 
 
 def test_late_contributions_are_counted_and_dropped(folder):
     one, slow = begun(folder, ["one", "slow"])
-    for _ in range(2):
-        one.step(1.0)
+    one.steps(2, 1.0)
     merge(folder, 1)
     slow.is_blind = True  # it has not looked yet
-    for _ in range(2):
-        slow.step(3.0)
+    slow.steps(2, 3.0)
     slow.is_blind = False
-    one.step(1.0)
-    one.step(1.0)
+    one.steps(2, 1.0)
     (decision,) = merge(folder, 1)
     assert [c.island for c in decision.contributions] == ["one"]
     assert [(c.island, c.weight) for c in decision.dropped] == [("slow", 2.0)]
@@ -133,23 +136,19 @@ def test_late_contributions_are_counted_and_dropped(folder):
 
 def test_an_older_contribution_is_merged_within_max_staleness(folder):
     one, slow = begun(folder, ["one", "slow"])
-    for _ in range(2):
-        one.step(1.0)
+    one.steps(2, 1.0)
     waiting = Waiting(max_staleness=1)
     merge(folder, 1, waiting=waiting)
     slow.is_blind = True
-    for _ in range(2):
-        slow.step(3.0)
-    one.step(1.0)
-    one.step(1.0)
+    slow.steps(2, 3.0)
+    one.steps(2, 1.0)
     (decision,) = merge(folder, 1, waiting=waiting)
     assert [(c.island, c.version) for c in decision.contributions] == [
         ("one", 1), ("slow", 0),
     ]  # fmt: skip
-    assert read_values(Folder(str(folder)), 2, 1)["b"] == 2.0 - 2.0 - (2.0 + 6.0) / 2.0
+    assert values_of(folder, 2)["b"] == 2.0 - 2.0 - (2.0 + 6.0) / 2.0
     # It is used once.
-    one.step(1.0)
-    one.step(1.0)
+    one.steps(2, 1.0)
     (decision,) = merge(folder, 1, waiting=waiting)
     assert [c.island for c in decision.contributions] == ["one"]
 
@@ -181,8 +180,7 @@ def test_the_grace_window_follows_how_far_apart_contributions_come(folder, monke
         for toy in (one, one, two):
             toy.step(0.0)
 
-    one.step(1.0)
-    one.step(1.0)
+    one.steps(2, 1.0)
     merger.run(lambda: len(made) == 3, on_version, sleep)
     # At first nothing is known of it. Then it is half as long again as the usual 2 s, also after a
     # version with one contribution alone, and over when all are there that were there lately.
@@ -192,8 +190,7 @@ def test_the_grace_window_follows_how_far_apart_contributions_come(folder, monke
 def test_damaged_and_foreign_contributions_are_refused_by_name(folder, caplog):
     toys = begun(folder, ["damaged", "foreign", "good", "nan"])
     for toy in toys:
-        for _ in range(2):
-            toy.step(1.0)
+        toy.steps(2, 1.0)
     there = folder / "contributions" / "00000000"
     content = bytearray((there / "damaged@1-1.safetensors").read_bytes())
     content[-1] ^= 1
@@ -232,8 +229,7 @@ def test_killed_anywhere_it_makes_the_same_bits(folder, tmp_path, after):
         fragile = FragileFolder(str(place), kill_at, after)
         for number in range(3):
             for toy, move in zip(toys, (0.3, 0.7)):
-                for _ in range(2):
-                    toy.step(move + number)
+                toy.steps(2, move + number)
             missing = lambda: number + 1 - newest_version(Folder(str(place)))  # noqa: B023, E731
             try:
                 merge(fragile, missing(), settings, Waiting(quorum=2), keep_all=True)
@@ -241,7 +237,7 @@ def test_killed_anywhere_it_makes_the_same_bits(folder, tmp_path, after):
                 fragile.left = 10**9
                 merge(place, missing(), settings, Waiting(quorum=2), keep_all=True)
         assert replay(Folder(str(place))) == []
-        bits = {k: v.tobytes() for k, v in read_values(Folder(str(place)), 3, 1).items()}
+        bits = {k: v.tobytes() for k, v in values_of(place, 3).items()}
         return bits, 10**9 - fragile.left
 
     expected, changes = rounds(tmp_path / "whole", 10**9)
@@ -271,24 +267,21 @@ def test_settings_of_a_folder_do_not_change(folder):
 
 
 @pytest.mark.parametrize(
-    ("make", "message"),
+    ("made", "message"),
     [
-        (
-            lambda: MergeSettings(-1.0).check(),
-            "outer_learning_rate must be above 0 and below 10, got -1.0",
-        ),
-        (lambda: MergeSettings(outer_momentum=1.0).check(), r"outer_momentum must be in \[0, 1\)"),
-        (lambda: MergeSettings(fragments=0).check(), "fragments must be a whole number"),
-        (
-            lambda: Waiting(quorum=0).check(),
-            "quorum must be a whole number of at least 1, or 'living', got 0",
-        ),
-        (lambda: Waiting(min_grace=5.0, max_grace=1.0).check(), "min_grace=5.0, max_grace=1.0"),
+        (MergeSettings(-1.0), "outer_learning_rate must be above 0 and below 10, got -1.0"),
+        (MergeSettings(outer_momentum=1.0), r"outer_momentum must be in \[0, 1\)"),
+        (MergeSettings(fragments=0), "fragments must be a whole number"),
+        (MergeSettings(weight="steps"), "weight must be one of tokens, tokens_per_step, got 'st"),
+        (MergeSettings(merge="median"), "merge must be one of mean, radial, got 'median'"),
+        (MergeSettings(max_norm=0.5), "max_norm must be above 1, or 0 for none, got 0.5"),
+        (Waiting(quorum=0), "quorum must be a whole number of at least 1, or 'living', got 0"),
+        (Waiting(min_grace=5.0, max_grace=1.0), "min_grace=5.0, max_grace=1.0"),
     ],
 )
-def test_settings_that_make_no_sense(make, message):
+def test_settings_that_make_no_sense(made, message):
     with pytest.raises(ValueError, match=message):
-        make()
+        made.check()
 
 
 def test_old_versions_go_unless_all_are_kept(folder, tmp_path):
@@ -296,8 +289,7 @@ def test_old_versions_go_unless_all_are_kept(folder, tmp_path):
         toy = Toy(place, "one", 1, wait_seconds=60.0)
         with merging(place, MergeSettings(), keep_all=keep_all):
             toy.begin()
-            for _ in range(5):
-                toy.step(1.0)
+            toy.steps(5, 1.0)
         names = [f"{number:08d}.safetensors" for number in kept]
         assert Folder(str(place)).names("versions") == names
     with pytest.raises(DamagedObjectError, match="is gone"):
@@ -328,8 +320,7 @@ def test_a_folder_in_an_object_store(tmp_path):
 def test_changes_of_equal_bits_are_named(folder, caplog):
     toys = begun(folder, ["one", "two", "three"])
     for toy, move in zip(toys, (0.5, 0.5, 0.75)):
-        toy.step(move)
-        toy.step(move)
+        toy.steps(2, move)
     merge(folder, 1, waiting=Waiting(quorum=3))
     assert caplog.text.count("The changes of one, two have equal bits") == 1
 
@@ -338,8 +329,7 @@ def test_an_island_whose_changes_stay_absurd_does_not_become_usual(folder):
     one, two = begun(folder, ["one", "two"])
     for number in range(4):
         for toy, move in ((one, 1.0), (two, 1e6)):
-            toy.step(move)
-            toy.step(move)
+            toy.steps(2, move)
         (decision,) = merge(folder, 1, waiting=Waiting(quorum=2))
         scales = [one.scale for one in decision.contributions]
         assert scales[0] == 1.0
@@ -356,12 +346,12 @@ def test_a_version_that_would_overflow_keeps_the_values_of_before(folder, caplog
     toy.step(3.3e38)  # finite; 0.7 * 1.5 times as much is not
     merge(folder, 1, settings, keep_all=True)
     assert "a of version 1 would not be finite: it keeps the values of before" in caplog.text
-    assert read_values(Folder(str(folder)), 1, 1)["b"] == 2.0
+    assert values_of(folder, 1)["b"] == 2.0
     toy.island._wait_and_take(toy.session, 0.0)
     assert toy.b == 2.0
     toy.step(1.0)
     merge(folder, 1, settings, keep_all=True)
-    np.testing.assert_allclose(read_values(Folder(str(folder)), 2, 1)["b"], 2.0 - 0.7 * 1.5)
+    np.testing.assert_allclose(values_of(folder, 2)["b"], 2.0 - 0.7 * 1.5)
     assert replay(Folder(str(folder))) == []
 
 

@@ -15,6 +15,7 @@ from mtf_gradsync.islands import (
 )
 from mtf_gradsync.tools.islands.folder import Folder
 from mtf_gradsync.tools.islands.tensor_files import TensorSpec
+from mtf_gradsync.tools.islands.versions import newest_version, read_values
 from tests.tools.islands.conftest import merging
 
 
@@ -64,6 +65,11 @@ class Toy:
         for name, value in self.session.items():
             self.session[name] = (value - np.float32(move)).astype(value.dtype)
         self.island.after_step(self.session, tokens)
+
+    def steps(self, count: int, move: float, tokens: float = 1.0) -> None:
+        """Makes steps that each take `move` away from all values."""
+        for _ in range(count):
+            self.step(move, tokens)
 
     def kill(self) -> None:
         """Ends its heartbeats, as if the process were killed."""
@@ -134,6 +140,12 @@ def merge(folder, versions, settings=PLAIN, waiting=None, **arguments):
 
     merger.run(is_done, made.append, sleep=lambda seconds: None)
     return made
+
+
+def values_of(folder, version=None, fragments=1):
+    """The outer values of a version, the newest one by default."""
+    place = Folder(str(folder))
+    return read_values(place, newest_version(place) if version is None else version, fragments)
 
 
 def begun(folder, names, settings=PLAIN):
