@@ -5,22 +5,12 @@ from typing import TYPE_CHECKING
 from mtf_gradsync.extension import lazy_names
 
 if TYPE_CHECKING:
-    from mtf_gradsync.tools.islands.elastic import (
-        DataPart,
-        ElasticIslands,
-        IslandHook,
-        claim_part,
-    )
+    from mtf_gradsync.tools.islands.elastic import DataPart, ElasticIslands, IslandHook, claim_part
     from mtf_gradsync.tools.islands.exchange import IslandError
     from mtf_gradsync.tools.islands.folder import Folder
     from mtf_gradsync.tools.islands.island import Island
     from mtf_gradsync.tools.islands.journal import plot_status, read_status
-    from mtf_gradsync.tools.islands.merger import (
-        FolderTakenError,
-        Merger,
-        MergerError,
-        Waiting,
-    )
+    from mtf_gradsync.tools.islands.merger import FolderTakenError, Merger, MergerError, Waiting
     from mtf_gradsync.tools.islands.tensor_files import DamagedObjectError
     from mtf_gradsync.tools.islands.versions import MergeSettings, replay
 else:  # a type checker that saw `__getattr__` would take any name

@@ -17,11 +17,17 @@ errors of a change to its next change (error feedback), as `QuantizedAllReduce` 
 
 from __future__ import annotations
 
-from typing import Iterator, Literal, Mapping, NamedTuple, Sequence, get_args
+from typing import Iterator, Literal, NamedTuple, Sequence, get_args
 
 import numpy as np
 
-from mtf_gradsync.tools.islands.tensor_files import DamagedObjectError, Stored, TensorSpec
+from mtf_gradsync.tools.islands.tensor_files import (
+    Arrays,
+    DamagedObjectError,
+    Specs,
+    Stored,
+    TensorSpec,
+)
 
 Form = Literal["float32", "bfloat16", "int8", "int4"]
 FORMS = get_args(Form)
@@ -71,7 +77,7 @@ class Change(NamedTuple):
 
     weight: float
     scale: float
-    tensors: Mapping[str, np.ndarray]
+    tensors: Arrays
 
 
 def wide(value: np.ndarray) -> np.ndarray:
@@ -98,7 +104,7 @@ class Length(NamedTuple):
     steps: float
 
     @classmethod
-    def of(cls, change: Mapping[str, np.ndarray], steps: float) -> Length:
+    def of(cls, change: Arrays, steps: float) -> Length:
         """Returns the length of a change: its norm over all trained variables together.
 
         `change` is a dictionary from the names of variables to their changes, learned in `steps`
@@ -134,10 +140,7 @@ def scale_of(change: Length, others: Sequence[Length], max_ratio: float) -> floa
 
 
 def make_outer_step(
-    values: Mapping[str, np.ndarray],
-    momenta: Mapping[str, np.ndarray],
-    changes: Iterator[Change],
-    step: OuterStep,
+    values: Arrays, momenta: Arrays, changes: Iterator[Change], step: OuterStep
 ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
     """Computes a version's values and momenta from those of the version before and the changes.
 
@@ -201,9 +204,7 @@ def _slices(size: int) -> Iterator[slice]:
     return (slice(at, at + _PART) for at in range(0, size, _PART))
 
 
-def encoded(
-    change: Mapping[str, np.ndarray], form: Form
-) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+def encoded(change: Arrays, form: Form) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
     """Rounds a change to the form in which it is sent; returns tensors to send and the errors.
 
     Args:
@@ -235,7 +236,7 @@ def encoded(
     return sent, errors
 
 
-def decoded(stored: Stored, specs: Mapping[str, TensorSpec]) -> dict[str, np.ndarray]:
+def decoded(stored: Stored, specs: Specs) -> dict[str, np.ndarray]:
     """Decodes the change in a contribution; returns float32 arrays by name of the variable.
 
     Args:

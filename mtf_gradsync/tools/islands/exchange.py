@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from typing import Any, Callable, Mapping, TypeVar
+from typing import Any, Callable, Mapping, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -31,9 +31,10 @@ from mtf_gradsync.tools.islands.objects import (
 )
 from mtf_gradsync.tools.islands.tensor_files import (
     SUFFIX,
+    Arrays,
     DamagedObjectError,
     OtherTensorsError,
-    TensorSpec,
+    Specs,
     tensor_object,
 )
 from mtf_gradsync.tools.islands.versions import MergeSettings, most_bytes, read_version
@@ -46,6 +47,17 @@ _LOOK_SECONDS = 2.0
 
 class IslandError(RuntimeError):
     """The error of an island that cannot begin, or cannot repeat an earlier run."""
+
+
+class Unmerged(NamedTuple):
+    """A contribution that may still be merged: its object's name, its facts, and its change.
+
+    The change is a dictionary from the names of variables to float32 arrays.
+    """
+
+    name: str
+    facts: ContributionFacts
+    change: dict[str, np.ndarray]
 
 
 class Exchange:
@@ -73,7 +85,7 @@ class Exchange:
         self,
         folder: Folder,
         island: str,
-        specs: Mapping[str, TensorSpec],
+        specs: Specs,
         poll_seconds: float,
         report: Callable[[], dict[str, Any]],
     ):
@@ -155,11 +167,10 @@ class Exchange:
         damaged is ignored until its object in the folder changes. The method raises FolderError if
         the folder fails.
         """
-        marks = self.folder.marks("versions")
-        for number in sorted(_numbers(marks), reverse=True):
+        for number, mark in reversed(numbers_in(self.folder, "versions", SUFFIX).items()):
             if version is not None and number <= version:
                 break
-            if (number, _mark(marks, number)) not in self._damaged_versions:
+            if mark and (number, mark) not in self._damaged_versions:
                 return number
         return version
 
@@ -218,9 +229,10 @@ class Exchange:
             raise
         except DamagedObjectError as error:
             logger.warning("%s; training goes on without it", error)
-            nothing = dict[str, str]()
-            marks = self.run_or_default("versions", lambda: self.folder.marks("versions"), nothing)
-            self._damaged_versions.add((newest, _mark(marks, newest)))
+            marks = self.run_or_default(
+                "versions", lambda: numbers_in(self.folder, "versions", SUFFIX), dict[int, str]()
+            )
+            self._damaged_versions.add((newest, marks.get(newest, "")))
             return None
 
     def settings(self) -> MergeSettings:
@@ -232,7 +244,7 @@ class Exchange:
 
     # Offers and contributions.
 
-    def offer(self, facts: ContributionFacts, tensors: Mapping[str, np.ndarray]) -> None:
+    def offer(self, facts: ContributionFacts, tensors: Arrays) -> None:
         """Writes an offer, this island's values, into the folder; version 0 can be made of it.
 
         If the folder has a good offer of this island already, that offer stays. If the earlier
@@ -268,7 +280,7 @@ class Exchange:
             self.run_or_default("offer", work, None)
 
     def contribute(
-        self, facts: ContributionFacts, tensors: Mapping[str, np.ndarray], event: Mapping[str, Any]
+        self, facts: ContributionFacts, tensors: Arrays, event: Mapping[str, Any]
     ) -> tuple[str, bool]:
         """Writes an event into the island's journal, and then a contribution into the folder.
 
@@ -320,7 +332,7 @@ class Exchange:
             return last
         return "" if decision.oldest > version else None
 
-    def why_lost(self, name: str, version: int, at_once: bool = False) -> str:
+    def why_lost(self, name: str, version: int) -> str:
         """Returns in words why a contribution cannot be merged: it was refused, or it is gone.
 
         The result is "" if the contribution may still be merged. The method looks into the folder
@@ -331,10 +343,9 @@ class Exchange:
         Args:
           name: the contribution's name.
           version: the number of the version from which the contribution was made.
-          at_once: whether to look now in any case.
         """
         now = time.monotonic()
-        if now < self._looked_for_sent + max(self._poll, 0.0) and not at_once:
+        if now < self._looked_for_sent + self._poll:
             return ""
         self._looked_for_sent = now
         place, last = name.rsplit("/", 1)
@@ -352,9 +363,7 @@ class Exchange:
             return self.folder.read_json(name.removesuffix(SUFFIX) + REFUSED, str) or ""
         return ""
 
-    def find_unmerged(
-        self, decision: Decision, specs: Mapping[str, TensorSpec]
-    ) -> tuple[str, ContributionFacts, dict[str, np.ndarray]] | None:
+    def find_unmerged(self, decision: Decision, specs: Specs) -> Unmerged | None:
         """Finds a contribution of an earlier run of this island's process that may still be merged.
 
         Args:
@@ -363,13 +372,12 @@ class Exchange:
             shapes and dtypes.
 
         Returns:
-          A triple: the contribution's name, its facts, and a dictionary from the names of variables
-          to their changes. None if no contribution of an earlier run may still be merged, or if the
+          The contribution. None if no contribution of an earlier run may still be merged, or if the
           folder fails.
         """
         last = contribution_order(decision.totals.get(self._island, IslandTotal()).last)
 
-        def work() -> tuple[str, ContributionFacts, dict[str, np.ndarray]] | None:
+        def work() -> Unmerged | None:
             for version in range(decision.version, decision.oldest - 1, -1):
                 names = last_contributions(self.folder, version)
                 name = names.get((self._island, version), "")
@@ -381,9 +389,7 @@ class Exchange:
             return self.run_or_default("contribution", work, None)
         return None
 
-    def read_contribution(
-        self, name: str, specs: Mapping[str, TensorSpec]
-    ) -> tuple[str, ContributionFacts, dict[str, np.ndarray]] | None:
+    def read_contribution(self, name: str, specs: Specs) -> Unmerged | None:
         """Reads a contribution; returns None if it is gone.
 
         Args:
@@ -391,15 +397,11 @@ class Exchange:
           specs: a dictionary from the names of the contribution's variables to their shapes and
             dtypes.
 
-        Returns:
-          A triple: `name`, the facts that the island sent with the contribution, and a dictionary
-          from the names of variables to their changes in float32.
-
         Raises:
           DamagedObjectError: the object is damaged, or is for other variables.
         """
         stored = self.folder.load(name, kind=ContributionFacts, most=most_bytes(specs))
-        return stored and (name, stored.facts, decoded(stored, specs))
+        return stored and Unmerged(name, stored.facts, decoded(stored, specs))
 
     def log_wait(self, key: str, message: str, after: float = 0.0) -> None:
         """Logs what the island waits for, if it has waited for `after` seconds.
@@ -412,15 +414,3 @@ class Exchange:
           after: the seconds from the first call to the first message in the log.
         """
         self.reminders.remind(key, f"Island {self._island}: {message}", after)
-
-
-def _numbers(marks: Mapping[str, str]) -> list[int]:
-    return [
-        int(name[: -len(SUFFIX)])
-        for name, mark in marks.items()
-        if mark and name.endswith(SUFFIX) and name[: -len(SUFFIX)].isdigit() and len(name) == 20
-    ]
-
-
-def _mark(marks: Mapping[str, str], number: int) -> str:
-    return marks.get(f"{number:08d}{SUFFIX}", "")

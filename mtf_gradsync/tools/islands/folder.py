@@ -22,19 +22,24 @@ import time
 import urllib.parse
 import uuid
 from datetime import timedelta
-from typing import Any, Iterator, Mapping, TypeVar, overload
-
-import numpy as np
+from typing import Any, Iterator, TypeVar, overload
 
 from mtf_gradsync.runtimes._common import install_extra
 from mtf_gradsync.tools.islands.tensor_files import (
+    Arrays,
     DamagedObjectError,
+    Specs,
     Stored,
-    TensorSpec,
+    decoded_json,
     encoded_json,
     read_tensors,
     tensor_object,
 )
+
+with contextlib.suppress(ImportError):  # `Folder` raises an error that says how to install it
+    import obstore
+    import obstore.exceptions
+    import obstore.store
 
 T = TypeVar("T")
 JSON_BYTES = 1 << 26  # no JSON object is larger
@@ -73,13 +78,11 @@ class Folder:
     """
 
     def __init__(self, url: str | os.PathLike[str]):
-        for library in ("obstore", "msgspec", "safetensors"):
+        for library in ("obstore", "safetensors"):
             if importlib.util.find_spec(library) is None:
                 raise ImportError(
                     f"Islands need {library}: {install_extra('islands')}", name=library
                 )
-        import obstore.store
-
         self.url = os.fspath(url)
         if not self.url:
             raise ValueError(f"The folder of the islands needs a path or URL, got {self.url!r}.")
@@ -121,8 +124,6 @@ class Folder:
         """
         if not self.is_local:
             return True
-        import obstore.store
-
         try:
             if creates and self._inode is None:
                 os.makedirs(self._root, exist_ok=True)
@@ -204,8 +205,6 @@ class Folder:
         return found
 
     def _marks(self, folder: str) -> dict[str, str]:
-        import obstore
-
         found = {}
         listed = obstore.list_with_delimiter(self._store, folder)
         for one in listed["objects"]:
@@ -223,8 +222,6 @@ class Folder:
         The method raises DamagedObjectError if the object has more than `most` bytes, or if `name`
         is the name of something else than an object, such as a directory.
         """
-        import obstore
-
         if not self._is_there():
             return None
         with self._store_errors(name, "read"):
@@ -250,8 +247,6 @@ class Folder:
         `name` is the object's name, such as "versions/00000008.soon", and `data` are its bytes.
         The method raises FolderError if the folder cannot be written now.
         """
-        import obstore
-
         self._is_there(creates=True)
         with self._store_errors(name, "written"):
             obstore.put(self._store, name, data)
@@ -264,9 +259,6 @@ class Folder:
         an object and not answer in time. So an existing object that holds exactly `data` counts as
         created by this call.
         """
-        import obstore
-        from obstore.exceptions import AlreadyExistsError
-
         self._is_there(creates=True)
         with self._store_errors(name, "written"):
             try:
@@ -275,7 +267,7 @@ class Folder:
                 elif self.read(name, most=0) is None:
                     obstore.put(self._store, name, data)
                 self._is_there()
-            except AlreadyExistsError:
+            except obstore.exceptions.AlreadyExistsError:
                 with contextlib.suppress(DamagedObjectError):
                     found = self.read(name, most=len(data))
                     return found is not None and len(found) == len(data) and bytes(found) == data
@@ -284,8 +276,6 @@ class Folder:
 
     def remove(self, name: str) -> None:
         """Removes the object of this name, if it exists; raises FolderError if the folder fails."""
-        import obstore
-
         if self._is_there():
             with self._store_errors(name, "removed"), contextlib.suppress(FileNotFoundError):
                 obstore.delete(self._store, name)
@@ -295,8 +285,6 @@ class Folder:
 
         After the move, an object can be created again under the old name.
         """
-        import obstore
-
         aside = f"{_SET_ASIDE}/{name.replace('/', '.')}.{uuid.uuid4().hex[:8]}"
         self._is_there()
         with self._store_errors(name, "set aside"), contextlib.suppress(FileNotFoundError):
@@ -334,13 +322,11 @@ class Folder:
         result has this type. The method raises DamagedObjectError if the object holds no JSON, or a
         value of another type.
         """
-        import msgspec
-
         data = self.read(name)
         if data is None:
             return None
         try:
-            return msgspec.json.decode(data, type=kind)
+            return decoded_json(data, kind)
         except (ValueError, RecursionError) as error:
             raise DamagedObjectError(
                 f"{name} in {self.url} is refused: it is no JSON of the expected kind: {error}"
@@ -360,7 +346,7 @@ class Folder:
 
     # Tensors.
 
-    def store(self, name: str, facts: Any, tensors: Mapping[str, np.ndarray]) -> str:
+    def store(self, name: str, facts: Any, tensors: Arrays) -> str:
         """Writes facts and tensors as one object; replaces an existing object of this name.
 
         Args:
@@ -378,7 +364,7 @@ class Folder:
     def load(
         self,
         name: str,
-        specs: Mapping[str, TensorSpec] | None = None,
+        specs: Specs | None = None,
         expected: str | None = None,
         kind: Any = dict[str, Any],
         most: int | None = None,

@@ -10,24 +10,15 @@ import numpy as np
 
 from mtf_gradsync.extension import counted, is_number
 from mtf_gradsync.tools.islands.changes import FORMS, Form, wide
-from mtf_gradsync.tools.islands.exchange import Exchange, IslandError
+from mtf_gradsync.tools.islands.exchange import Exchange, IslandError, Unmerged
 from mtf_gradsync.tools.islands.folder import Folder, FolderError
 from mtf_gradsync.tools.islands.island_checkpoint import SavedIsland, Sent, saved_beside
 from mtf_gradsync.tools.islands.journal import events_by_step
 from mtf_gradsync.tools.islands.learning import Learning
 from mtf_gradsync.tools.islands.merger import Merger, MergerThread, Waiting, poll_seconds_of
-from mtf_gradsync.tools.islands.objects import (
-    ISLAND_NAME,
-    ContributionFacts,
-    Decision,
-    IslandTotal,
-)
+from mtf_gradsync.tools.islands.objects import ISLAND_NAME, ContributionFacts, Decision, IslandTotal
 from mtf_gradsync.tools.islands.session_values import StepCounts, Values
-from mtf_gradsync.tools.islands.tensor_files import (
-    OtherTensorsError,
-    TensorSpec,
-    dtype_of,
-)
+from mtf_gradsync.tools.islands.tensor_files import Arrays, OtherTensorsError, TensorSpec, dtype_of
 from mtf_gradsync.tools.islands.versions import MergeSettings
 
 logger = logging.getLogger(__name__)
@@ -159,9 +150,7 @@ class Island:
         self._poll = poll_seconds or poll_seconds_of(self.folder)
         self.traffic = FolderTraffic(0, 0)
         self._make_merger = lambda: (
-            MergerThread(lambda: Merger(self.folder, merge_settings, waiting, keep_all))
-            if merge
-            else None
+            MergerThread(Merger(self.folder, merge_settings, waiting, keep_all)) if merge else None
         )
         self._merger = self._make_merger()  # made here, so that wrong settings raise at once
         self._exchange = self._new_exchange()
@@ -230,16 +219,17 @@ class Island:
         self._merger = self._merger or self._make_merger()
         if self._merger:
             self._merger.start()
-        version, decision = self._await_version(session)
+        values, decision = self._await_version(session)
+        version = decision.version
         # The merger may still merge a contribution of an earlier run of this island's process.
         unmerged = self._exchange.find_unmerged(decision, self._learning.specs_after(version))
         self._exchange.journal.keeps_all = decision.keeps_all
-        sent = unmerged[0] if unmerged else ""
+        sent = unmerged.name if unmerged else ""
         last = decision.totals.get(self.name, IslandTotal()).last
         life, fragments = self._exchange.journal.life, self._learning.fragments
         if saved and saved.is_uncontributed([last, sent], life, version, fragments):
-            return self._continue_restored(session, saved, version, decision)
-        self._join(session, version, decision, unmerged)
+            return self._continue_restored(session, saved, values, decision)
+        self._join(session, values, decision, unmerged)
         self._write_event("joined", bytes=_bytes(self._learning.base), sent=sent)
         # It is normal that a new run takes a version's values. If an older run's values are
         # overwritten, or the step jumps, a warning says so.
@@ -274,7 +264,7 @@ class Island:
             logger.warning("Island %s: %s", self.name, error)
 
     def _continue_restored(
-        self, session: Any, saved: SavedIsland, version: int, decision: Decision
+        self, session: Any, saved: SavedIsland, values: Arrays, decision: Decision
     ) -> None:
         """Continues from a checkpoint: takes a version, and adds what the island had learned.
 
@@ -284,17 +274,17 @@ class Island:
         Args:
           session: the session that trains; its variables are restored from the checkpoint.
           saved: the content of the file beside the checkpoint.
-          version: the number of the folder's newest version. The attribute `_version_values` has
-            the version's values.
+          values: a dictionary from the names of variables to their values in the folder's newest
+            version.
           decision: the decision that made this version.
         """
         self._restore(session, saved)
-        learned = saved.learned
+        learned, version = saved.learned, decision.version
         sent = self._learning.sent
         waiting = sent.tokens if sent else 0.0
         self._write_event("joined", restored=[learned.life, learned.events])
         if version > learned.version:
-            self._take_version(session, version, (self._version_values, decision))
+            self._take_version(session, version, (values, decision))
         logger.warning(
             "The island %s goes on from version %d, with what its checkpoint of step %d has "
             "learned from %g tokens since version %d, as step %d", self.name, version, self._at,
@@ -328,14 +318,15 @@ class Island:
         found = {key: int(values[name]) for key, name in self._follows.items()}
         return {"step": self.step, **found}
 
-    def _await_version(self, session: Any) -> tuple[int, Decision]:
-        """Waits until the folder has a version, and reads its values into `_version_values`.
+    def _await_version(self, session: Any) -> tuple[Arrays, Decision]:
+        """Waits until the folder has a version, and reads its values.
 
         Until the folder has a version, the island offers the values of `session`: it writes them
         into the folder, so that the merger can make the first version of them.
 
         Returns:
-          The version's number, and the decision that made it.
+          A dictionary from the names of variables to their values in the version, and the decision
+          that made it.
 
         Raises:
           IslandError: there was no version within `begin_seconds`, or the version is of another
@@ -354,8 +345,7 @@ class Island:
                 except OtherTensorsError as error:
                     raise IslandError(f"The island has another model: {error}") from error
                 if found:
-                    self._version_values, decision = found
-                    return newest, decision
+                    return found
             else:
                 self._exchange.offer(facts, offered)
             merger = self._merger.says() if self._merger else ""
@@ -377,9 +367,7 @@ class Island:
                 f"in {self.folder.url} are made with fragments={fragments}."
             )
 
-    def _read_values(
-        self, newest: int, since: int
-    ) -> tuple[dict[str, np.ndarray], Decision] | None:
+    def _read_values(self, newest: int, since: int) -> tuple[Arrays, Decision] | None:
         """Reads the variables that versions from `since` to `newest` changed.
 
         The number of bytes that are read is added to the attribute `traffic`.
@@ -398,11 +386,7 @@ class Island:
         return found
 
     def _join(
-        self,
-        session: Any,
-        version: int,
-        decision: Decision,
-        unmerged: tuple[str, ContributionFacts, Mapping[str, np.ndarray]] | None,
+        self, session: Any, merged: Arrays, decision: Decision, unmerged: Unmerged | None
     ) -> None:
         """Sets the session's variables to a version's values; from these the island learns.
 
@@ -411,19 +395,17 @@ class Island:
 
         Args:
           session: the session that trains.
-          version: the number of the version. The attribute `_version_values` has its values.
+          merged: a dictionary from the names of variables to their values in the version.
           decision: the decision that made the version.
-          unmerged: the contribution of the earlier run, as a triple: its name, its facts, and a
-            dictionary from the names of variables to their changes. None if there is no such
-            contribution.
+          unmerged: the contribution of the earlier run; None if there is no such contribution.
         """
         counts, learning = self._schedule_counters(self._values.read(session)), self._learning
         learning.base = {}
-        learning.start_from(version, counts)
+        learning.start_from(decision.version, counts)
         name, facts, change = unmerged or ("", None, {})
         learned = {key: -value for key, value in change.items()}
         followed = self._follow_version(decision, counts, counts)
-        self._write_values(session, self._version_values, learned, followed)
+        self._write_values(session, merged, learned, followed)
         if facts and facts.version is not None:
             now = self._values.read(session)
             values = {key: now[key] for key in change}
@@ -434,11 +416,7 @@ class Island:
             self._sent_at = time.monotonic()
 
     def _write_values(
-        self,
-        session: Any,
-        merged: Mapping[str, np.ndarray],
-        learned: Mapping[str, np.ndarray],
-        more: Mapping[str, Any],
+        self, session: Any, merged: Arrays, learned: Arrays, more: Mapping[str, Any]
     ) -> None:
         """Sets the session's variables to a version's values plus what the island has learned.
 
@@ -692,7 +670,7 @@ class Island:
         self,
         session: Any,
         newest: int,
-        found: tuple[dict[str, np.ndarray], Decision] | None = None,
+        found: tuple[Arrays, Decision] | None = None,
         merged_as: str | None = "?",
     ) -> None:
         """Takes a newer version's values, and adds to them what only the island has learned.
@@ -786,13 +764,9 @@ class Island:
                 found = self._read_values(event["version"], 0)
                 if not found:
                     raise self._lack_of_version(event)
-                self._version_values = found[0]
-                name, unmerged = event.get("sent", ""), None
-                if name:
-                    unmerged = self._exchange.read_contribution(
-                        name, self._learning.specs_after(event["version"])
-                    )
-                self._join(session, event["version"], found[1], unmerged)
+                specs, name = self._learning.specs_after(event["version"]), event.get("sent", "")
+                unmerged = self._exchange.read_contribution(name, specs) if name else None
+                self._join(session, *found, unmerged)
             elif kind == "took":
                 self._take_version(session, event["version"], merged_as=event.get("merged"))
                 if self.version != event["version"]:
@@ -805,5 +779,5 @@ class Island:
                 self._reset_to_version(session)
 
 
-def _bytes(values: Mapping[str, np.ndarray]) -> int:
+def _bytes(values: Arrays) -> int:
     return sum(value.nbytes for value in values.values())

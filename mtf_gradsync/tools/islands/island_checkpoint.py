@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import logging
 import os
-from typing import Mapping, NamedTuple, Sequence
+from typing import NamedTuple, Sequence
 
 import msgspec
 import numpy as np
 
 from mtf_gradsync.tools.islands.folder import Folder, FolderError
 from mtf_gradsync.tools.islands.objects import contribution_order
-from mtf_gradsync.tools.islands.tensor_files import DamagedObjectError, TensorSpec
+from mtf_gradsync.tools.islands.tensor_files import DamagedObjectError, Specs, TensorSpec
 
 logger = logging.getLogger(__name__)
 
@@ -187,9 +187,7 @@ class SavedIsland(NamedTuple):
         return cls(found.facts, tensors[_BASE], tensors[_ROUNDED], attempts)
 
 
-def saved_beside(
-    checkpoint: str, island: str, specs: Mapping[str, TensorSpec]
-) -> SavedIsland | None:
+def saved_beside(checkpoint: str, island: str, specs: Specs) -> SavedIsland | None:
     """Returns what an island saved beside a checkpoint, or None if it saved nothing usable.
 
     The result is None if there is no file beside the checkpoint, or if the file is another island's

@@ -9,7 +9,7 @@ import numpy as np
 from mtf_gradsync.tools.islands.changes import Form, encoded, wide
 from mtf_gradsync.tools.islands.island_checkpoint import Learned, SavedIsland, Sent
 from mtf_gradsync.tools.islands.session_values import StepCounts
-from mtf_gradsync.tools.islands.tensor_files import TensorSpec
+from mtf_gradsync.tools.islands.tensor_files import Arrays, Specs, TensorSpec
 from mtf_gradsync.tools.islands.versions import fragment_of
 
 
@@ -51,7 +51,7 @@ class Learning:
         the updates that are not contributed yet.
     """
 
-    def __init__(self, specs: Mapping[str, TensorSpec]):
+    def __init__(self, specs: Specs):
         self._specs = specs
         self.base: dict[str, np.ndarray] = {}
         self.fragments = 1
@@ -172,11 +172,7 @@ class Learning:
         return {n: (self.base[n] - wide(values[n])).astype(np.float32) for n in names}
 
     def rounded_change(
-        self,
-        changed: Mapping[str, np.ndarray],
-        values: Mapping[str, Any],
-        counts: dict[str, int],
-        form: Form,
+        self, changed: Arrays, values: Mapping[str, Any], counts: dict[str, int], form: Form
     ) -> RoundedChange:
         """Adds earlier rounding errors to a change, and rounds it to the form in which it is sent.
 
@@ -241,11 +237,7 @@ class Learning:
     # Versions.
 
     def take_version(
-        self,
-        version: int,
-        merged: Mapping[str, np.ndarray],
-        now: Mapping[str, Any],
-        may_still_merge: bool,
+        self, version: int, merged: Arrays, now: Mapping[str, Any], may_still_merge: bool
     ) -> dict[str, np.ndarray]:
         """Records that the island takes a newer version; returns what to add to the new values.
 
@@ -280,10 +272,7 @@ class Learning:
         return learned
 
     def add_learned(
-        self,
-        merged: Mapping[str, np.ndarray],
-        learned: Mapping[str, np.ndarray],
-        dtypes: Mapping[str, np.dtype],
+        self, merged: Arrays, learned: Arrays, dtypes: Mapping[str, np.dtype]
     ) -> dict[str, np.ndarray]:
         """Adds what the island has learned to a version's values; returns the sums by name.
 

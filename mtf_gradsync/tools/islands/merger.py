@@ -15,11 +15,11 @@ import contextlib
 import logging
 import threading
 import time
-from typing import Any, Callable, Literal, Mapping, NamedTuple, Sequence
+from typing import Any, Callable, Literal, NamedTuple, Sequence
 
 import numpy as np
 
-from mtf_gradsync.extension import some_of
+from mtf_gradsync.extension import is_whole_number, some_of
 from mtf_gradsync.tools.islands import leases
 from mtf_gradsync.tools.islands.changes import Length, scale_of
 from mtf_gradsync.tools.islands.folder import Folder, FolderError
@@ -42,6 +42,7 @@ from mtf_gradsync.tools.islands.objects import (
 from mtf_gradsync.tools.islands.received import ReceivedContributions
 from mtf_gradsync.tools.islands.tensor_files import (
     SUFFIX,
+    Arrays,
     DamagedObjectError,
     tensor_object,
 )
@@ -94,15 +95,11 @@ class Waiting(NamedTuple):
 
     def check(self) -> None:
         """Raises ValueError if a setting is out of range, or `min_grace` is above `max_grace`."""
-        for name, least in (("quorum", 1), ("max_staleness", 0)):
-            value = getattr(self, name)
-            if name == "quorum" and value == "living":
-                continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                other = ", or 'living'" if name == "quorum" else ""
-                raise ValueError(
-                    f"{name} must be a whole number of at least {least}{other}, got {value!r}."
-                )
+        whole = "must be a whole number of at least"
+        if self.quorum != "living" and not is_whole_number(self.quorum):
+            raise ValueError(f"quorum {whole} 1, or 'living', got {self.quorum!r}.")
+        if not is_whole_number(self.max_staleness, 0):
+            raise ValueError(f"max_staleness {whole} 0, got {self.max_staleness!r}.")
         if not 0.0 <= self.min_grace <= self.max_grace:
             raise ValueError(
                 "min_grace and max_grace need 0 <= min_grace <= max_grace, got "
@@ -318,7 +315,10 @@ class Merger:
             except DamagedObjectError as error:
                 state = self._remake_version(version, error)
             if state is not None:
-                self._restore_decision(version)
+                # If the decision's own object is gone or damaged, it is written again.
+                decision = self._decision(version)
+                if decision is not None:
+                    self._folder.create_json(decision_object(version), decision)
                 return state
             aside = self._folder.set_aside(version_object(version))
             logger.warning("Nobody has decided on version %d: it goes to %s", version, aside)
@@ -350,16 +350,6 @@ class Merger:
                 f"version {version} of {self._folder.url} can neither be read nor made again: "
                 f"{reason} {error}"
             ) from error
-
-    def _restore_decision(self, version: int) -> None:
-        """Writes the decision on a version again, if it is gone or damaged.
-
-        The decision is copied from the object with the version's values, which contains it.
-        """
-        if self._read_decision(version) is None:
-            found = self._folder.load(version_object(version), kind=MadeBy)
-            if found is not None and found.facts.decision.version == version:
-                self._folder.create_json(decision_object(version), found.facts.decision)
 
     def _read_decision(self, version: int) -> Decision | None:
         """Reads the decision on a version from its object in the folder; None if there is none.
@@ -393,7 +383,7 @@ class Merger:
         self._create(version_object(state.version), decision, made.values)
         self._state = state
 
-    def _create(self, name: str, decision: Decision, tensors: Mapping[str, np.ndarray]) -> None:
+    def _create(self, name: str, decision: Decision, tensors: Arrays) -> None:
         """Creates an object with a version's values or momenta in the folder.
 
         If the folder has an object of the same name with other bits, this other object is moved
@@ -651,13 +641,12 @@ class Merger:
 class MergerThread:
     """A thread that runs a merger, or waits while another process merges in the folder.
 
-    `make` is a function that returns the merger. It is called when the `MergerThread` is made, so
-    that wrong settings raise errors there. Errors in the thread are logged, and the merger begins
-    again: only the method `stop` ends the thread.
+    Errors in the thread are logged, and the merger begins again: only the method `stop` ends the
+    thread.
     """
 
-    def __init__(self, make: Callable[[], Merger]):
-        self._merger = make()
+    def __init__(self, merger: Merger):
+        self._merger = merger
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="merger", daemon=True)
 

@@ -20,16 +20,10 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from mtf_gradsync.runtimes._common import install_extra
+import msgspec
+
 from mtf_gradsync.tools.islands.folder import Folder
 from mtf_gradsync.tools.islands.tensor_files import SUFFIX, DamagedObjectError
-
-try:
-    import msgspec
-except ImportError as error:
-    raise ImportError(
-        f"Islands need msgspec: {install_extra('islands')}", name="msgspec"
-    ) from error
 
 SETTINGS = "settings.json"
 REFUSED = ".refused"
@@ -295,15 +289,17 @@ def offer_object(island: str) -> str:
     return f"offers/{island}{SUFFIX}"
 
 
-def numbers_in(folder: Folder, subfolder: str, ending: str) -> list[int]:
-    """Returns the numbers of the objects in a subfolder whose names are a number and an ending.
+def numbers_in(folder: Folder, subfolder: str, ending: str) -> dict[int, str]:
+    """Finds the objects in a subfolder whose names are a number and an ending.
 
-    The numbers are in ascending order. `subfolder` is the name of the subfolder, such as
-    "versions". `ending` is what follows the number in the objects' names, such as ".soon"; "" for
-    names that are only a number.
+    The result is a dictionary from the numbers, in ascending order, to the marks of the objects
+    (see `Folder.marks`). `subfolder` is the name of the subfolder, such as "versions". `ending` is
+    what follows the number in the objects' names, such as ".soon"; "" for names that are only a
+    number.
     """
-    found = (_NUMBERED.fullmatch(name) for name in folder.names(subfolder))
-    return [int(one[1]) for one in found if one and (one[2] or "") == ending]
+    marks = folder.marks(subfolder)
+    found = ((_NUMBERED.fullmatch(name), marks[name]) for name in sorted(marks))
+    return {int(one[1]): mark for one, mark in found if one and (one[2] or "") == ending}
 
 
 def read_decision(folder: Folder, version: int) -> Decision | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import logging
-from typing import Callable, Mapping, Sequence
+from typing import Callable, Sequence
 
 import numpy as np
 
@@ -22,16 +22,12 @@ from mtf_gradsync.tools.islands.objects import (
 from mtf_gradsync.tools.islands.tensor_files import (
     SUFFIX,
     DamagedObjectError,
+    Specs,
     Stored,
     TensorSpec,
     checksum,
 )
-from mtf_gradsync.tools.islands.versions import (
-    MergedState,
-    MergeSettings,
-    fragment_of,
-    most_bytes,
-)
+from mtf_gradsync.tools.islands.versions import MergedState, MergeSettings, fragment_of, most_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -167,7 +163,7 @@ def _specs_of(
 
 
 def _check_and_describe(
-    name: str, stored: Stored, specs: Mapping[str, TensorSpec] | None, settings: MergeSettings
+    name: str, stored: Stored, specs: Specs | None, settings: MergeSettings
 ) -> Contribution:
     """Checks a contribution or an offer that was read; returns its record for a decision.
 

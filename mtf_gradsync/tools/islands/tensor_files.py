@@ -14,6 +14,16 @@ from typing import Any, Mapping, NamedTuple
 
 import numpy as np
 
+from mtf_gradsync.runtimes._common import install_extra
+
+try:
+    import msgspec
+except ImportError as error:
+    raise ImportError(
+        f"Islands need msgspec: {install_extra('islands')}", name="msgspec"
+    ) from error
+
+Arrays = Mapping[str, np.ndarray]  # by the names of variables, if nothing else is said
 SUFFIX = ".safetensors"
 _TEXT, _BFLOAT16 = "mtf_gradsync", "bfloat16"  # keys in the metadata of a file of tensors
 # The names of dtypes in safetensors, and numpy's.
@@ -58,6 +68,9 @@ class TensorSpec(NamedTuple):
         return int(np.prod(self.shape)) * dtype_of(self.dtype).itemsize
 
 
+Specs = Mapping[str, TensorSpec]  # by the names of variables
+
+
 class Stored(NamedTuple):
     """The content of an object.
 
@@ -79,7 +92,7 @@ def dtype_of(name: str) -> np.dtype[Any]:
     return np.dtype(getattr(ml_dtypes, name, name))
 
 
-def checksum(facts: Any, tensors: Mapping[str, np.ndarray]) -> str:
+def checksum(facts: Any, tensors: Arrays) -> str:
     """Returns the SHA-256 of an object's content, in hexadecimal digits.
 
     The checksum does not depend on the order of the tensors.
@@ -91,7 +104,7 @@ def checksum(facts: Any, tensors: Mapping[str, np.ndarray]) -> str:
     return _checksum(encoded_json(facts), tensors)
 
 
-def _checksum(facts: bytes, tensors: Mapping[str, np.ndarray]) -> str:
+def _checksum(facts: bytes, tensors: Arrays) -> str:
     found = hashlib.sha256(facts)
     for name in sorted(tensors):
         value = np.asarray(tensors[name], order="C")
@@ -100,14 +113,17 @@ def _checksum(facts: bytes, tensors: Mapping[str, np.ndarray]) -> str:
     return found.hexdigest()
 
 
+def decoded_json(data: Any, kind: Any) -> Any:
+    """Returns the value of type `kind` that JSON text holds; raises ValueError if it is no such."""
+    return msgspec.json.decode(data, type=kind)
+
+
 def encoded_json(value: Any) -> bytes:
     """Returns a value as the bytes of JSON text with sorted keys."""
-    import msgspec
-
     return msgspec.json.encode(value, order="sorted")
 
 
-def tensor_object(facts: Any, tensors: Mapping[str, np.ndarray]) -> tuple[str, bytes]:
+def tensor_object(facts: Any, tensors: Arrays) -> tuple[str, bytes]:
     """Encodes facts and tensors as a file of `safetensors`; returns the checksum and the bytes.
 
     Args:
@@ -132,11 +148,7 @@ def tensor_object(facts: Any, tensors: Mapping[str, np.ndarray]) -> tuple[str, b
 
 
 def read_tensors(
-    where: str,
-    data: memoryview,
-    specs: Mapping[str, TensorSpec] | None,
-    expected: str | None,
-    kind: Any,
+    where: str, data: memoryview, specs: Specs | None, expected: str | None, kind: Any
 ) -> Stored:
     """Returns the content of a file of tensors after checking it; the bytes are not copied.
 
@@ -158,28 +170,25 @@ def read_tensors(
         raise wrong(f"{where} is refused: {error}") from error
 
 
-def _read(
-    data: memoryview, specs: Mapping[str, TensorSpec] | None, expected: str | None, kind: Any
-) -> Stored:
+class _HeaderEntry(msgspec.Struct):
+    dtype: str
+    shape: tuple[int, ...]
+    data_offsets: tuple[int, int]
+
+
+def _read(data: memoryview, specs: Specs | None, expected: str | None, kind: Any) -> Stored:
     # The `safetensors` library would copy the file twice, or map it into memory. With a mapped
     # file, a failing disk would kill the process.
-    import msgspec
-
-    class Tensor(msgspec.Struct):
-        dtype: str
-        shape: tuple[int, ...]
-        data_offsets: tuple[int, int]
-
     begin = 8 + int.from_bytes(data[:8], "little")
     if not 8 < begin <= len(data):
         raise _Wrong("it is no file of tensors")
-    header = msgspec.json.decode(data[8:begin], type=dict[str, Any])
+    header = decoded_json(data[8:begin], dict[str, Any])
     metadata = msgspec.convert(header.pop("__metadata__", {}), dict[str, str])
     if _TEXT not in metadata:
         raise _Wrong("it was not written by an island or a merger")
-    narrow = msgspec.json.decode(metadata.get(_BFLOAT16, "[]"), type=list[str])
+    narrow = decoded_json(metadata.get(_BFLOAT16, "[]"), list[str])
     there, ends = {}, collections.Counter[str]()
-    for key, one in msgspec.convert(header, dict[str, Tensor]).items():
+    for key, one in msgspec.convert(header, dict[str, _HeaderEntry]).items():
         dtype = _BFLOAT16 if key in narrow else _NAMES[one.dtype]
         spec = there[key] = TensorSpec(one.shape, dtype)
         begin_at, ends[key] = one.data_offsets
@@ -198,10 +207,10 @@ def _read(
         raise _Wrong(
             f"its checksum is {metadata['sha256'][:12]}..., and {expected[:12]}... was expected"
         )
-    return Stored(msgspec.json.decode(text, type=kind), tensors, metadata["sha256"])
+    return Stored(decoded_json(text, kind), tensors, metadata["sha256"])
 
 
-def _check_specs(there: Mapping[str, TensorSpec], specs: Mapping[str, TensorSpec]) -> None:
+def _check_specs(there: Specs, specs: Specs) -> None:
     if set(there) != set(specs):
         missing, more = sorted(set(specs) - set(there)), sorted(set(there) - set(specs))
         raise _OtherTensors(

@@ -42,6 +42,7 @@ from mtf_gradsync.tools.islands.objects import (
 from mtf_gradsync.tools.islands.tensor_files import (
     SUFFIX,
     DamagedObjectError,
+    Specs,
     Stored,
     TensorSpec,
     checksum,
@@ -206,11 +207,7 @@ def versions_that_make(version: int, fragments: int) -> list[int]:
 
 
 def read_version(
-    folder: Folder,
-    version: int,
-    fragments: int,
-    specs: Mapping[str, TensorSpec] | None = None,
-    since: int = 0,
+    folder: Folder, version: int, fragments: int, specs: Specs | None = None, since: int = 0
 ) -> tuple[dict[str, np.ndarray], Decision]:
     """Reads the variables that versions from `since` to `version` changed, and the decision.
 
@@ -326,7 +323,7 @@ def make_version(folder: Folder, decision: Decision, before: MergedState | None)
     name = decision_object(decision.version)
     settings = MergeSettings.from_dict(decision.settings, f"Those of {name} in {folder.url}")
 
-    def load(one: Contribution, specs: Mapping[str, TensorSpec] | None) -> Stored:
+    def load(one: Contribution, specs: Specs | None) -> Stored:
         most = None if specs is None else most_bytes(specs)
         found = folder.load(one.object, expected=one.checksum, kind=ContributionFacts, most=most)
         if found is None:
@@ -363,7 +360,7 @@ def make_version(folder: Folder, decision: Decision, before: MergedState | None)
     return MergedState(decision.version, {**before.values, **values}, {**before.momenta, **momenta})
 
 
-def most_bytes(specs: Mapping[str, TensorSpec]) -> int:
+def most_bytes(specs: Specs) -> int:
     """Returns the largest allowed size, in bytes, of a contribution.
 
     `specs` are the shapes and dtypes of the variables in the contribution, by name.

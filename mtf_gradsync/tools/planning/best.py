@@ -283,10 +283,7 @@ def _with_fewer_rules(layout: str, mesh_shape: str, batch_dims: Sequence[str]) -
 
 
 def best_of(
-    choices: Sequence[Choice],
-    machine: Machine,
-    budget: float | None,
-    check: Check | None = None,
+    choices: Sequence[Choice], machine: Machine, budget: float | None, check: Check | None = None
 ) -> Best:
     """Returns the division that has the shortest predicted time of all that fit into memory.
 

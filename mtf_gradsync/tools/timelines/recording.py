@@ -222,10 +222,7 @@ def record_call(calls: list[Call], name: str, work: Callable[[], Any]) -> Any:
 
 
 def steps_until(
-    begin: int,
-    ends: Iterable[int],
-    events: Iterable[Event],
-    of_updates: AbstractSet[str],
+    begin: int, ends: Iterable[int], events: Iterable[Event], of_updates: AbstractSet[str]
 ) -> tuple[Step, ...]:
     """Returns the steps that end at the times `ends`; each begins where the step before ends.
 

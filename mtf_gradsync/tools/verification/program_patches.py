@@ -7,13 +7,7 @@ from typing import Any, Iterator
 
 import gin
 
-from mtf_gradsync.extension import (
-    NOT_GIVEN,
-    CommonArguments,
-    TrainOptimizerInterface,
-    Wrapper,
-    mtf,
-)
+from mtf_gradsync.extension import NOT_GIVEN, CommonArguments, TrainOptimizerInterface, Wrapper, mtf
 from mtf_gradsync.tools.verification.causes import statistics_of
 from mtf_gradsync.tools.verification.model_changes import (
     expert_layers,
