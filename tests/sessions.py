@@ -12,21 +12,32 @@ _resharding_saver = functools.partial(gs.ReshardingSaver, max_to_keep=None)
 
 
 @contextlib.contextmanager
-def session_of(made, make_saver=_resharding_saver):
-    """One interface for all runtimes: run, save, restore, variables.
+def session_of(made, make_saver=_resharding_saver, first=None):
+    """One interface for all runtimes: run, save, restore, variables, read, write.
 
-    On a placement mesh the saver is that of `make_saver`.
+    On a placement mesh the saver is that of `make_saver`. `first` are values by name that
+    variables begin with, as programs give them.
     """
     with made.graph.as_default(), made._session() as session:
-        yield session if made.program else _OfPlacement(made, session, make_saver())
+        if made.program is None:
+            yield _OfPlacement(made, session, make_saver, first or {})
+            return
+        if first:
+            session.write(first)
+        yield session
 
 
 class _OfPlacement:
-    def __init__(self, made, session, saver):
-        self._made, self._session, self._saver = made, session, saver
+    def __init__(self, made, session, make_saver, first):
+        self._made, self._session, self._make_saver = made, session, make_saver
+        self._masters = {v.op.name: v for v in tf.global_variables()}
         self.run = session.run
         session.run(made.init)
-        session.run(made.restore)
+        self._set(first)
+
+    @functools.cached_property
+    def _saver(self):
+        return self._make_saver()
 
     def restore(self, path):
         self._saver.restore(self._session, path)
@@ -34,7 +45,21 @@ class _OfPlacement:
 
     def variables(self):
         self._session.run(self._made.collect)
-        return self._session.run({v.op.name: v for v in tf.global_variables()})
+        return self._session.run(self._masters)
+
+    def read(self, name):
+        return self.variables()[name]
+
+    def write(self, values):
+        self._session.run(self._made.collect)  # the slices of others are newer than their masters
+        self._set(values)
+
+    def _set(self, values):
+        """Sets masters, from which slices are then copied."""
+        for name, value in values.items():
+            # Copies: TensorFlow may keep a slice of what it is fed as a variable, and write to it.
+            self._masters[name].load(np.array(value), self._session)
+        self._session.run(self._made.restore)
 
     def save(self, path):
         self._session.run(self._made.collect)
@@ -42,8 +67,15 @@ class _OfPlacement:
 
 
 def train(made, session, feeds):
+    """Makes a step for each feed."""
     for feed in feeds:
         session.run(made.updates, {made.inputs[name]: x for name, x in feed.items()})
+
+
+def step(made, session, feed):
+    """Makes a step; returns the variables after it."""
+    train(made, session, [feed])
+    return session.variables()
 
 
 def ran(made, feeds, restore=None, save=None, make_saver=_resharding_saver):

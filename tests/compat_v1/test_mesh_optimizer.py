@@ -11,6 +11,7 @@ from mtf_gradsync.compat_v1.mesh_optimizer import RULES
 from tests import harness
 from tests.compat_v1 import optimizers
 from tests.compat_v1.optimizers import OPTIMIZERS, TOLERANCE
+from tests.sessions import ran
 
 WRAPPERS = {
     "bare": lambda opt: opt,
@@ -358,21 +359,7 @@ def test_checkpoints_go_on_with_a_mesh_and_without(tmp_path, kind, name):
     optimizers.plain_training(OPTIMIZERS[name], feeds[:10], checkpoint=plain)
     mesh_shape, layout, _ = harness.MESHES["2x2"]
     made = harness.built(kind, mesh_shape, layout, build(name), feeds[0])
-    with made.graph.as_default(), made._session() as session:
-        saver = tf.train.Saver()
-        if kind == "placement":
-            saver.restore(session, plain)
-            session.run(made.restore)
-        else:
-            session.restore(plain)
-        for feed in feeds[10:20]:
-            feed = {made.inputs[n]: value for n, value in feed.items()}
-            session.run(made.updates, feed)
-        if kind == "placement":
-            session.run(made.collect)
-            saver.save(session, meshed, write_meta_graph=False)
-        else:
-            session.save(meshed)
+    ran(made, feeds[10:20], plain, meshed, tf.train.Saver)
     got = optimizers.plain_training(OPTIMIZERS[name], feeds[20:], restore=meshed)
     assert got["global_step"] == 30
     assert_like_the_original(got, optimizers.plain_training(OPTIMIZERS[name], feeds))

@@ -8,6 +8,7 @@ import pytest
 import mtf_gradsync as gs
 from mtf_gradsync._private.libraries import mtf, tf
 from tests import harness
+from tests.sessions import session_of
 
 MESH, LAYOUT = "rows:2;cols:2", "batch:rows"
 AXES = {"mesh_shape": MESH, "layout": LAYOUT}
@@ -87,10 +88,7 @@ def train(built, feeds, caplog, capfd, fetches=None):
     begin = tuple(f"{owner}: {text}" for owner, text in BEGIN.items())
     caplog.clear()
     capfd.readouterr()
-    with built.graph.as_default(), built._session() as session:
-        if built.program is None:
-            session.run(built.init)
-            session.run(built.restore)
+    with session_of(built) as session:
         for values in feeds:
             number += 1
             fed = {built.inputs[name]: value for name, value in values.items()}

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Iterator, NamedTuple
+import functools
+from typing import Any, Callable, Iterator, NamedTuple
 
 import numpy as np
 
 import mtf_gradsync as gs
 from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync.optimizers.state import scalar_state
 from tests import harness, models
-from tests.properties import settable_program
 from tests.properties.sync_replicas_schedules import Schedule
+from tests.sessions import session_of, step
 
 AVERAGE_DECAY = 0.9
 # With Adam's usual epsilon of 1e-6, rounding of a gradient near 0 grows 1000 times in the update.
@@ -52,26 +54,8 @@ class Setup(NamedTuple):
         return tuple(d.size for d in self.axes.shard_dims)
 
 
-class Program:
-    """A session that runs one schedule after the other."""
-
-    def __init__(self, program: settable_program.Program):
-        self._program = program
-        self._start = program.variables()
-
-    def run(self, schedule: Schedule) -> Iterator[dict[str, np.ndarray]]:
-        """Every variable after each step of a schedule, from the initial values on."""
-        self._program.load(self._start)
-        found = self._start
-        for feed in schedule.feeds():
-            # Replicas that lag are handed what was meant for an older step.
-            feed["local_steps"] = found["sync_replicas/local_step"].ravel() - feed.pop("lag")
-            found = self._program.step(feed)
-            yield found
-
-
-def train(setup: Setup, mesh: mtf.Mesh, inputs: dict[str, tf.Tensor]) -> list[mtf.Operation]:
-    """Operations of a step of the model of `tests.models`."""
+def train(setup: Setup, mesh: mtf.Mesh, inputs: dict[str, tf.Tensor]) -> Any:
+    """A `harness.Build`, but for the setup: a step of the model of `tests.models`."""
     axes = setup.axes
     loss = models.mlp_loss(mesh, inputs, axes.batch_dims)
     variables = mesh.graph.trainable_variables
@@ -79,14 +63,7 @@ def train(setup: Setup, mesh: mtf.Mesh, inputs: dict[str, tf.Tensor]) -> list[mt
     if setup.pending:
         global_step = tf.train.get_or_create_global_step()
     else:
-        global_step = mtf.get_variable(
-            mesh,
-            "global_step",
-            mtf.Shape([]),
-            tf.int32,
-            initializer=tf.zeros_initializer(),
-            trainable=False,
-        ).operation
+        global_step = scalar_state(mesh, "global_step")
         shape = mtf.Shape(list(axes.shard_dims))
         poison = [
             mtf.import_tf_tensor(
@@ -105,18 +82,30 @@ def train(setup: Setup, mesh: mtf.Mesh, inputs: dict[str, tf.Tensor]) -> list[mt
         variable_averages=AVERAGE_DECAY,
         variables_to_average=variables,
     )
-    return opt.apply_gradients(list(zip(grads, variables)), global_step)
+    return opt.apply_gradients(list(zip(grads, variables)), global_step), {}
 
 
 @contextlib.contextmanager
-def program(setup: Setup) -> Iterator[Program]:
-    """Builds the program and opens a session."""
+def program(setup: Setup) -> Iterator[Callable[[Schedule], Iterator[dict[str, np.ndarray]]]]:
+    """Builds the program and opens a session; yields a function that runs a schedule.
+
+    The function gives every variable after each step of a schedule, from the initial values on.
+    """
     mesh_shape, layout, _ = harness.MESHES[setup.mesh]
     feed = Schedule(setup.shard_sizes, setup.replicas_to_aggregate, 1).feeds()[0]
     feed["local_steps"] = feed.pop("lag")
+    build = functools.partial(train, setup)
+    made = harness.built(setup.kind, mesh_shape, layout, build, feed)
+    with session_of(made) as session:
+        start = session.variables()
 
-    def build(mesh: mtf.Mesh, inputs: dict[str, tf.Tensor]) -> list[mtf.Operation]:
-        return train(setup, mesh, inputs)
+        def run(schedule: Schedule) -> Iterator[dict[str, np.ndarray]]:
+            session.write(start)
+            found = start
+            for feed in schedule.feeds():
+                # Replicas that lag are handed what was meant for an older step.
+                feed["local_steps"] = found["sync_replicas/local_step"].ravel() - feed.pop("lag")
+                found = step(made, session, feed)
+                yield found
 
-    with settable_program.program(setup.kind, mesh_shape, layout, feed, build) as running:
-        yield Program(running)
+        yield run

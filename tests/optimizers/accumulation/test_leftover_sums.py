@@ -1,13 +1,12 @@
 """Sums that no update has taken: at the end of a training, and where K changes at a restart."""
 
-import contextlib
-
 import numpy as np
 import pytest
 
 import mtf_gradsync as gs
 from mtf_gradsync._private.libraries import mtf, tf
 from tests import harness
+from tests.sessions import session_of, step
 
 MESH, LAYOUT = "rows:2", "batch:rows"
 AXES = {"mesh_shape": MESH, "layout": LAYOUT}
@@ -22,63 +21,32 @@ def accumulation(passes, **given):
     return gs.GradientAccumulationOptimizer(inner, passes, **given, **AXES)
 
 
-class Program:
+def program(kind, make):
     """A scalar w of 0, whose gradient is the mean of the inputs; `make` gets the input "flush"."""
 
-    def __init__(self, kind, make, saver=gs.ReshardingSaver):
-        def build(mesh, inputs):
-            x = mtf.import_tf_tensor(mesh, inputs["x"], mtf.Shape([mtf.Dimension("batch", 2)]))
-            w = mtf.get_variable(mesh, "w", [], initializer=tf.zeros_initializer())
-            grads = mtf.gradients([mtf.reduce_mean(x * w)], [w])
-            operations = make(inputs["flush"]).apply_grads(grads, [w.operation])
-            return operations, {}
+    def build(mesh, inputs):
+        x = mtf.import_tf_tensor(mesh, inputs["x"], mtf.Shape([mtf.Dimension("batch", 2)]))
+        w = mtf.get_variable(mesh, "w", [], initializer=tf.zeros_initializer())
+        grads = mtf.gradients([mtf.reduce_mean(x * w)], [w])
+        return make(inputs["flush"]).apply_grads(grads, [w.operation]), {}
 
-        feed = {"x": np.zeros([2], "f"), "flush": np.zeros([], bool)}
-        self.built = harness.built(kind, MESH, LAYOUT, build, feed)
-        if kind == "placement":
-            with self.built.graph.as_default():
-                self.saver = saver(tf.global_variables())
+    feed = {"x": np.zeros([2], "f"), "flush": np.zeros([], bool)}
+    return harness.built(kind, MESH, LAYOUT, build, feed)
 
-    @contextlib.contextmanager
-    def opened(self):
-        built = self.built
-        with built.graph.as_default(), built._session() as session:
-            if built.program is None:
-                session.run(built.init)
-                session.run(built.restore)
-            yield session
 
-    def restore(self, session, path):
-        if self.built.program is not None:
-            session.restore(path)
-        else:
-            self.saver.restore(session, path)
-            session.run(self.built.restore)
-
-    def save(self, session, path):
-        if self.built.program is not None:
-            return session.save(path)
-        session.run(self.built.collect)
-        return self.saver.save(session, path, write_meta_graph=False)
-
-    def run(self, gradients, restore=None, save=None, flush=()):
-        """Makes a step for each gradient; returns w after each, and all variables at the end."""
-        built, after = self.built, []
-        with self.opened() as session:
-            if restore:
-                self.restore(session, restore)
-            for number, gradient in enumerate(gradients):
-                values = {"x": np.full([2], gradient, "f"), "flush": number in flush}
-                session.run(built.updates, {built.inputs[k]: v for k, v in values.items()})
-                if built.program is None:
-                    session.run(built.collect)
-                    variables = session.run({v.op.name: v for v in tf.global_variables()})
-                else:
-                    variables = session.variables()
-                after.append(variables["w"])
-            if save:
-                self.save(session, save)
-        return after, variables
+def run(made, gradients, restore=None, save=None, flush=(), **saver):
+    """Makes a step for each gradient; returns w after each, and all variables at the end."""
+    after = []
+    with session_of(made, **saver) as session:
+        if restore:
+            session.restore(restore)
+        for number, gradient in enumerate(gradients):
+            feed = {"x": np.full([2], gradient, "f"), "flush": number in flush}
+            variables = step(made, session, feed)
+            after.append(variables["w"])
+        if save:
+            session.save(save)
+    return after, variables
 
 
 @pytest.fixture(scope="module")
@@ -90,8 +58,8 @@ def saved(tmp_path_factory):
         if (kind, passes) not in made:
             directory = tmp_path_factory.mktemp("saved")
             made[kind, passes] = str(directory / "model.ckpt")
-            program = Program(kind, lambda flush: accumulation(passes))
-            program.run(GRADIENTS[:6], save=made[kind, passes])
+            before = program(kind, lambda flush: accumulation(passes))
+            run(before, GRADIENTS[:6], save=made[kind, passes])
         return made[kind, passes]
 
     return path
@@ -99,16 +67,16 @@ def saved(tmp_path_factory):
 
 @KINDS
 def test_a_flush_applies_what_is_there_with_the_step_s_own(kind):
-    program = Program(
+    made = program(
         kind, lambda flush: accumulation(4, average_aggregated_gradients=True, flush=flush)
     )
-    after, values = program.run(GRADIENTS[:6], flush=[5])
+    after, values = run(made, GRADIENTS[:6], flush=[5])
     first, last = np.mean(GRADIENTS[:4]), np.mean(GRADIENTS[4:6])
     np.testing.assert_array_equal(after, [0, 0, 0, -first, -first, -first - last])
     assert values["GradientAccumulationOptimizer/mini_step"] == 0
     assert values["GradientAccumulationOptimizer/update_step"] == 2
     # An accumulation begins anew after it; a flush of an update that is due changes nothing.
-    after, _ = program.run([2.0] * 5, flush=[0, 4])
+    after, _ = run(made, [2.0] * 5, flush=[0, 4])
     np.testing.assert_array_equal(after, [-2, -2, -2, -2, -4])
 
 
@@ -116,8 +84,8 @@ def test_a_flush_on_a_skipped_step_applies_the_steps_before(mesh_kind):
     def make(flush):
         return accumulation(4, should_skip_update_fn=gs.skip_not_finite, flush=flush)
 
-    program = Program(mesh_kind, make)
-    after, values = program.run([1.0, 2.0, NAN, NAN, 4.0], flush=[2, 3])
+    made = program(mesh_kind, make)
+    after, values = run(made, [1.0, 2.0, NAN, NAN, 4.0], flush=[2, 3])
     np.testing.assert_array_equal(after, [0, 0, -3, -3, -3])
     found = {
         name: values[f"GradientAccumulationOptimizer/{name}"]
@@ -149,8 +117,8 @@ KEPT = {
 @pytest.mark.mostly_slow(every=3)
 def test_sums_stay_where_k_changes(name, kind, saved):
     passes, sums = KEPT[name]
-    program = Program(kind, lambda flush: accumulation(passes))
-    after, values = program.run(GRADIENTS[6:8], restore=saved(kind, 4))
+    made = program(kind, lambda flush: accumulation(passes))
+    after, values = run(made, GRADIENTS[6:8], restore=saved(kind, 4))
     w, expected = -np.sum(GRADIENTS[:4]), []
     for number in (1, 2):
         w -= np.sum(sums.get(number, ()))
@@ -163,15 +131,15 @@ def test_sums_stay_where_k_changes(name, kind, saved):
 @KINDS
 def test_a_k_of_one_refuses_to_lose_sums(kind, saved, tmp_path):
     path = saved(kind, 4)
-    program = Program(kind, lambda flush: accumulation(1))
+    made = program(kind, lambda flush: accumulation(1))
     text = r"2 microbatch steps.*Optimizer/mini_step\).*passes_per_step=lambda step: 1.*drop_sums"
-    with program.opened() as session, pytest.raises(ValueError, match=text):
-        program.restore(session, path)
+    with session_of(made) as session, pytest.raises(ValueError, match=text):
+        session.restore(path)
     if kind == "xla":
         return
-    with program.built.graph.as_default():
+    with made.graph.as_default():
         adapted = gs.adapt_checkpoint(path, str(tmp_path), drop_sums=True)
-    after, _ = program.run(GRADIENTS[6:8], restore=adapted)
+    after, _ = run(made, GRADIENTS[6:8], restore=adapted)
     np.testing.assert_array_equal(after, -np.sum(GRADIENTS[:4]) - np.cumsum(GRADIENTS[6:8]))
     # Nor are there sums that a later run could take up.
     reader = tf.train.load_checkpoint(adapted)
@@ -179,26 +147,26 @@ def test_a_k_of_one_refuses_to_lose_sums(kind, saved, tmp_path):
     assert reader.get_tensor("GradientAccumulationOptimizer/mini_step") == 0
     # A checkpoint without sums, and a graph that does not train, are restored as they are.
     complete = str(tmp_path / "complete")
-    Program(kind, lambda flush: accumulation(4)).run(GRADIENTS[:4], save=complete)
-    after, _ = program.run(GRADIENTS[4:5], restore=complete)
+    run(program(kind, lambda flush: accumulation(4)), GRADIENTS[:4], save=complete)
+    after, _ = run(made, GRADIENTS[4:5], restore=complete)
     np.testing.assert_array_equal(after, [-np.sum(GRADIENTS[:5])])
 
 
 def test_tensorflows_own_saver_refuses_what_it_would_lose_or_lacks(saved):
-    losing = Program("placement", lambda flush: accumulation(1), tf.train.Saver)
-    with losing.opened() as session, pytest.raises(ValueError, match="sums of 2 microbatch steps"):
-        losing.restore(session, saved("placement", 4))
-    path, lacking = (
-        saved("placement", 1),
-        Program("placement", lambda flush: accumulation(3), tf.train.Saver),
-    )
+    plain = {"make_saver": tf.train.Saver}
+    losing = program("placement", lambda flush: accumulation(1))
+    words = "sums of 2 microbatch steps"
+    with session_of(losing, **plain) as session, pytest.raises(ValueError, match=words):
+        session.restore(saved("placement", 4))
+    path, lacking = saved("placement", 1), program("placement", lambda flush: accumulation(3))
     text = r"does not have .*mini_step.*gs\.ReshardingSaver.*gs\.adapt_checkpoint"
-    with lacking.opened() as session, pytest.raises(tf.errors.NotFoundError, match=text):
-        lacking.restore(session, path)
+    missing = pytest.raises(tf.errors.NotFoundError, match=text)
+    with session_of(lacking, **plain) as session, missing:
+        session.restore(path)
     # What it can restore it does restore, and what is no wrapper's state is TensorFlow's to tell.
     saved_sums = saved("placement", 4)
-    same = Program("placement", lambda flush: accumulation(4), tf.train.Saver)
-    after, _ = same.run(GRADIENTS[6:8], restore=saved_sums)
+    same = program("placement", lambda flush: accumulation(4))
+    after, _ = run(same, GRADIENTS[6:8], restore=saved_sums, **plain)
     np.testing.assert_array_equal(
         after, -np.cumsum([np.sum(GRADIENTS[:4]), np.sum(GRADIENTS[4:8])])
     )
@@ -213,8 +181,8 @@ def test_tensorflows_own_saver_refuses_what_it_would_lose_or_lacks(saved):
 @KINDS
 def test_a_run_with_a_k_of_one_goes_on_with_more(kind, saved):
     path = saved(kind, 1)
-    program = Program(kind, lambda flush: accumulation(3))
-    after, values = program.run([1.0, 1.0, 1.0], restore=path)
+    made = program(kind, lambda flush: accumulation(3))
+    after, values = run(made, [1.0, 1.0, 1.0], restore=path)
     before = -np.sum(GRADIENTS[:6])
     np.testing.assert_array_equal(after, [before, before, before - 3])
     assert values["GradientAccumulationOptimizer/update_step"] == 1

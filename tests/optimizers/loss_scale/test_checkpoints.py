@@ -8,6 +8,7 @@ import pytest
 import mtf_gradsync as gs
 from mtf_gradsync._private.libraries import mtf
 from tests import harness
+from tests.sessions import ran
 
 RULE = {"initial_scale": 8.0, "growth_steps": 2, "max_scale": 64.0}
 
@@ -42,15 +43,7 @@ def built(make, mesh):
 
 def run(make, mesh, feeds, restore=None, save=None):
     """Makes steps; returns the variables."""
-    made = built(make, mesh)
-    with made.graph.as_default(), made._session() as session:
-        if restore:
-            session.restore(restore)
-        for given in feeds:
-            session.run(made.updates, {made.inputs["x"]: given["x"]})
-        if save:
-            session.save(save)
-        return session.variables()
+    return ran(built(make, mesh), feeds, restore, save)
 
 
 def feed(value=1.0):

@@ -8,6 +8,8 @@ import pytest
 import mtf_gradsync as gs
 from mtf_gradsync._private.libraries import mtf, tf
 from tests import harness, models, reference
+from tests.sessions import session_of
+from tests.sessions import train as steps
 
 # As for CrossShardOptimizer's trajectories.
 TOLERANCE = 6 * 16 * np.finfo(np.float32).eps
@@ -387,11 +389,8 @@ def test_all_shards_decide_alike():
         return gs.LossScaleOptimizer(models.OPTIMIZERS["momentum"](), **RULE)
 
     built = harness.built("placement", shape, layout, train(make, batch_dims), feeds()[0])
-    with built.graph.as_default(), built._session() as session:
-        session.run(built.init)
-        session.run(built.restore)
-        for feed in feeds():
-            session.run(built.updates, {built.inputs[k]: x for k, x in feed.items()})
+    with session_of(built) as session:
+        steps(built, session, feeds())
         for variable, laid_out in built.lowering.variables.items():
             first, *others = session.run(list(laid_out.laid_out_tensor.all_slices))
             assert len(others) == 3

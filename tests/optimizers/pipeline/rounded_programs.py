@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import mtf_gradsync as gs
-from mtf_gradsync._private.libraries import mtf, tf
-from tests import harness
+from mtf_gradsync._private.libraries import mtf
+from tests import harness, sessions
 from tests.reduce import rounded
 
 MESHES = {
@@ -38,9 +38,6 @@ class Program:
             return operations, {"loss": value, **(gs.reported(self.opt) if reported else {})}
 
         self.built = harness.built(kind, shape, layout, build, feed)
-        if self.built.program is None:
-            with self.built.graph.as_default():
-                self.saver = gs.ReshardingSaver(max_to_keep=None)
 
     def fetches(self, feeds):
         """What the steps fetch, from the start."""
@@ -48,26 +45,7 @@ class Program:
 
     def run(self, feeds, restore=None, save=None):
         """Makes steps, from a checkpoint perhaps, and returns all masters."""
-        made = self.built
-        with made.graph.as_default(), made._session() as session:
-            if made.program is None:
-                session.run(made.init)
-                if restore:
-                    self.saver.restore(session, restore)
-                session.run(made.restore)
-            elif restore:
-                session.restore(restore)
-            for feed in feeds:
-                feed = {made.inputs[name]: value for name, value in feed.items()}
-                session.run([made.fetched, made.updates], feed)
-            if made.program is None:
-                session.run(made.collect)
-                if save:
-                    self.saver.save(session, save)
-                return session.run({v.op.name: v for v in tf.global_variables()})
-            if save:
-                session.save(save)
-            return session.variables()
+        return sessions.ran(self.built, feeds, restore, save)
 
 
 def cross_shard(mesh):

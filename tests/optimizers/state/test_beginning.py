@@ -9,7 +9,7 @@ from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.optimizers.state import is_marked
 from mtf_gradsync.runtimes.checkpoints import averaged_checkpoint
 from tests import harness
-from tests.sessions import assert_same_bits
+from tests.sessions import assert_same_bits, session_of, train
 from tests.wrappers import wrap
 
 STEPS = 5
@@ -57,32 +57,10 @@ def feeds():
     return [{"x": random.standard_normal((4, 6)).astype("f")} for _ in range(STEPS)]
 
 
-class Running:
-    """A session of a program, before its first step."""
-
-    def __init__(self, made, session):
-        self.made, self.session = made, session
-        self.is_replicas = made.program is not None
-        self.masters = {v.op.name: v for v in tf.global_variables()}
-
-    def variables(self):
-        if self.is_replicas:
-            return self.session.variables()
-        self.session.run(self.made.collect)
-        return self.session.run(self.masters)
-
-    def assign(self, values):
-        """As programs do it: to masters, from which slices are then copied."""
-        if self.is_replicas:
-            self.session.write(values)
-            return
-        for name, value in values.items():
-            self.session.run(self.masters[name].assign(value))
-
-    def steps(self, number=STEPS):
-        for feed in feeds()[:number]:
-            self.session.run(self.made.updates, {self.made.inputs[k]: v for k, v in feed.items()})
-        return self.variables()
+def steps(made, session, number=STEPS):
+    """The variables after some steps."""
+    train(made, session, feeds()[:number])
+    return session.variables()
 
 
 @contextlib.contextmanager
@@ -90,16 +68,9 @@ def running(made, prepare=lambda: None, assigned=None):
     """Opens a session of a program; `assigned` are values by name that masters get before."""
     with made.graph.as_default():
         prepare()
-        init = [tf.global_variables_initializer(), tf.local_variables_initializer()]
-        with made._session() as session:
-            one = Running(made, session)
-            if not one.is_replicas:
-                session.run(init)
-            if assigned:
-                one.assign(assigned)
-            if not one.is_replicas:
-                session.run(made.restore)
-            yield one
+        made = made._replace(init=[tf.global_variables_initializer(), *made.init[1:]])
+    with session_of(made, tf.train.Saver, assigned) as session:
+        yield session
 
 
 VALUES = {"w": np.full(6, 3.0, "f"), "v": np.full(6, -3.0, "f")}
@@ -138,33 +109,36 @@ CASES = [
 @pytest.mark.mostly_slow(keep="simd")
 @pytest.mark.parametrize(("kind", "mesh", "stack"), CASES)
 def test_values_from_elsewhere_are_those_that_training_begins_with(kind, mesh, stack, pretrained):
-    with running(built(kind, mesh, stack, w=3.0)) as own:
-        expected = own.steps()
+    made = built(kind, mesh, stack, w=3.0)
+    with running(made) as own:
+        expected = steps(made, own)
     made = built(kind, mesh, stack)
     with running(made, assigned=VALUES) as assigned:
-        assert_same_bits(assigned.steps(), expected)
+        assert_same_bits(steps(made, assigned), expected)
     with running(made, lambda: initialize_all(pretrained)) as initialized:
-        assert_same_bits(initialized.steps(), expected)
+        assert_same_bits(steps(made, initialized), expected)
 
 
 @pytest.mark.parametrize("kind", ["simd", "xla"])
 @pytest.mark.slow
 def test_values_are_written_again_and_again_before_the_first_step(kind, tmp_path):
     stack = "average(islands(local))"
-    with running(built(kind, "2", stack, w=3.0)) as own:
-        expected = own.steps()
-    with running(built(kind, "2", stack)) as one:
-        one.assign({"w": VALUES["w"]})
-        assert np.all(one.session.read("w/island") == 3.0)
-        assert np.all(one.session.read("v/ExponentialMovingAverage") == -1.0)
-        one.session.save(str(tmp_path / "model.ckpt"))
-        one.assign({"w": VALUES["v"], "v": VALUES["w"]})
-        one.assign(VALUES)
-        assert_same_bits(one.steps(), expected)
+    made = built(kind, "2", stack, w=3.0)
+    with running(made) as own:
+        expected = steps(made, own)
+    made = built(kind, "2", stack)
+    with running(made) as one:
+        one.write({"w": VALUES["w"]})
+        assert np.all(one.read("w/island") == 3.0)
+        assert np.all(one.read("v/ExponentialMovingAverage") == -1.0)
+        one.save(str(tmp_path / "model.ckpt"))
+        one.write({"w": VALUES["v"], "v": VALUES["w"]})
+        one.write(VALUES)
+        assert_same_bits(steps(made, one), expected)
         # From the first step on they are values of their own.
-        before = one.session.read("w/ExponentialMovingAverage")
-        one.assign({"w": VALUES["w"] + 1.0})
-        np.testing.assert_array_equal(one.session.read("w/ExponentialMovingAverage"), before)
+        before = one.read("w/ExponentialMovingAverage")
+        one.write({"w": VALUES["w"] + 1.0})
+        np.testing.assert_array_equal(one.read("w/ExponentialMovingAverage"), before)
 
 
 @pytest.mark.parametrize("kind", ["placement", "simd"])
@@ -174,9 +148,9 @@ def test_variables_in_bfloat16_begin_their_averages_too(kind):
     with running(made, assigned=values) as one:
         average = one.variables()["w/ExponentialMovingAverage"]
         np.testing.assert_array_equal(average, values["w"])
-        if one.is_replicas:  # the master of w has lost bits meanwhile
-            one.assign({"w": values["w"] + 1.0})
-            average = one.session.read("w/ExponentialMovingAverage")
+        if kind == "simd":  # the master of w has lost bits meanwhile
+            one.write({"w": values["w"] + 1.0})
+            average = one.read("w/ExponentialMovingAverage")
             np.testing.assert_array_equal(average, values["w"] + 1.0)
 
 
@@ -184,27 +158,25 @@ def test_variables_in_bfloat16_begin_their_averages_too(kind):
 @pytest.mark.slow
 def test_a_new_run_takes_no_sums_and_no_counts_of_another(kind, tmp_path, caplog):
     stack = "average(local)"
-    with running(built(kind, "2", stack)) as first:
-        first.steps(3)  # one update, and half of the next one
-        path = str(tmp_path / "model.ckpt")
-        if first.is_replicas:
-            first.session.save(path)
-        else:
-            tf.train.Saver(list(first.masters.values())).save(first.session, path)
+    made, path = built(kind, "2", stack), str(tmp_path / "model.ckpt")
+    with running(made) as first:
+        steps(made, first, 3)  # one update, and half of the next one
+        first.save(path)
     there = tf.train.load_checkpoint(path)
     assert there.get_tensor("GradientAccumulationOptimizer/mini_step") == 1
     kept = {x: there.get_tensor(x) for x in ("w", "v", "w_momentum_v", "v_momentum_v", "step")}
     made = built(kind, "2", stack)
     assert kept.keys() <= {v.op.name for v in made.graph.get_collection("variables")}
     with running(made, assigned=kept) as own:
-        expected = own.steps()
+        expected = steps(made, own)
     doors = {
         "init_from_checkpoint": lambda: initialize_all(path),
         "warm_start": lambda: tf.train.warm_start(path, variables_in(path)),
     }
     for prepare in doors.values():
-        with running(built(kind, "2", stack), prepare) as new:
-            assert_same_bits(new.steps(), expected)
+        made = built(kind, "2", stack)
+        with running(made, prepare) as new:
+            assert_same_bits(steps(made, new), expected)
         (text,) = [r.getMessage() for r in caplog.records if "another run" in r.getMessage()]
         assert "mini_step" in text
         caplog.clear()
@@ -214,15 +186,13 @@ def test_a_checkpoint_from_before_training_is_one_of_the_values_that_it_begins_w
     path = str(tmp_path / "model.ckpt")
     made = built("placement", "2", "average")
     with running(made) as one:
-        expected = one.steps()
+        expected = steps(made, one)
     with made.graph.as_default(), made._session() as session:
         session.run(made.init)
-        saver = tf.train.Saver()
-        saver.save(session, path)  # nothing was copied to the masters
+        tf.train.Saver().save(session, path)  # nothing was copied to the masters
         assert is_marked(tf.train.load_variable(path, "w/ExponentialMovingAverage"))
-        saver.restore(session, path)
-        session.run(made.restore)
-        assert_same_bits(Running(made, session).steps(), expected)
-        variables = tf.trainable_variables()
-        with averaged_checkpoint(path, variables) as copy:
+    with running(made) as one:
+        one.restore(path)
+        assert_same_bits(steps(made, one), expected)
+        with averaged_checkpoint(path, tf.trainable_variables()) as copy:
             np.testing.assert_array_equal(tf.train.load_variable(copy, "w"), np.ones(6, "f"))

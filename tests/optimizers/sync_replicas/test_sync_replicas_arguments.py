@@ -5,8 +5,7 @@ import pytest
 
 import mtf_gradsync as gs
 from mtf_gradsync._private.libraries import mtf, tf
-from tests import harness, models
-from tests.properties import settable_program
+from tests import harness, models, sessions
 
 MESH, LAYOUT, BATCH_DIMS = harness.MESHES["4"]
 SHARDS = 4
@@ -190,11 +189,15 @@ def test_local_steps_that_are_not_given_are_the_variables(mesh_kind):
     def build(mesh, inputs):
         opt = make(SHARDS, contributes=inputs["contributes"])
         loss = models.mlp_loss(mesh, inputs, BATCH_DIMS)
-        return opt.minimize(loss, tf.train.get_or_create_global_step())
+        return opt.minimize(loss, tf.train.get_or_create_global_step()), {}
 
-    with settable_program.program(mesh_kind, MESH, LAYOUT, feed, build) as running:
-        running.load({"sync_replicas/local_step": [5, 4, 5, 5], "sync_replicas/update_step": 5})
-        seen = [running.step(feed) for _ in range(3)]
+    program = harness.built(mesh_kind, MESH, LAYOUT, build, feed)
+    with sessions.session_of(program) as session:
+        local_steps = np.array([5, 4, 5, 5], np.int32)
+        session.write({
+            "sync_replicas/local_step": local_steps, "sync_replicas/update_step": np.int32(5)
+        })  # fmt: skip
+        seen = [sessions.step(program, session, feed) for _ in range(3)]
     made = [values["sync_replicas/made"].tolist() for values in seen]
     assert made == [[1, 0, 0, 1], [2, 0, 0, 2], [3, 1, 0, 3]]
     steps = [values["sync_replicas/local_step"].tolist() for values in seen]
@@ -210,13 +213,14 @@ def test_a_stale_gradient_is_dropped_though_its_replica_has_a_new_token(mesh_kin
     def build(mesh, inputs):
         opt = make(3, local_steps=inputs["local_steps"])
         loss = models.mlp_loss(mesh, inputs, BATCH_DIMS)
-        return opt.minimize(loss, tf.train.get_or_create_global_step())
+        return opt.minimize(loss, tf.train.get_or_create_global_step()), {}
 
-    with settable_program.program(mesh_kind, MESH, LAYOUT, feed, build) as running:
-        for update in range(3):
-            feed["local_steps"] = np.array([update, max(update - 1, 0), update, update])
-            found = running.step(feed)
-            assert found["sync_replicas/local_step"].tolist() == [update + 1] * SHARDS
+    steps = [[update, max(update - 1, 0), update, update] for update in range(3)]
+    program = harness.built(mesh_kind, MESH, LAYOUT, build, feed)
+    after = program.after_each([{**feed, "local_steps": np.array(step)} for step in steps])
+    local_steps = [found["sync_replicas/local_step"].tolist() for found in after]
+    assert local_steps == [[1] * SHARDS, [2] * SHARDS, [3] * SHARDS]
+    found = after[-1]
     assert found["sync_replicas/made"].tolist() == [3, 1, 3, 3]
     assert found["sync_replicas/dropped"].tolist() == [0, 2, 0, 0]
 

@@ -5,9 +5,8 @@ import pytest
 
 import mtf_gradsync as gs
 from mtf_gradsync._private.libraries import mtf, tf
-from tests import reference
+from tests import harness, reference
 from tests.optimizers.sync_replicas.sync_replicas_reference import SyncReplicas
-from tests.properties.settable_program import program
 from tests.runtimes.cluster.sync_replicas_worker import (
     LEARNING_RATE,
     START,
@@ -16,6 +15,7 @@ from tests.runtimes.cluster.sync_replicas_worker import (
     center,
     original_trajectory,
 )
+from tests.sessions import session_of, step
 
 CASES = pytest.mark.parametrize(
     ("replicas_to_aggregate", "slow_worker", "first"),
@@ -63,17 +63,18 @@ def mesh_trajectory(kind, replicas_to_aggregate, slow_worker, how, pending):
         )
         ((grad, variable),) = opt.compute_gradients(loss)
         grad = grad if pending else gs.per_shard([grad], opt.axes)[0]
-        return opt.apply_gradients([(grad, variable)], tf.train.get_or_create_global_step())
+        return opt.apply_gradients([(grad, variable)], tf.train.get_or_create_global_step()), {}
 
-    feed = {"contributes": contributes, "local_steps": np.zeros(WORKERS, np.int32)}
-    with program(kind, MESH, LAYOUT, feed, build) as running:
-        seen = [running.variables()]
-        for update in range(UPDATES):
-            if how == "stale":
-                # It computed its gradient before the update that the others have seen.
-                feed["local_steps"] = np.full(WORKERS, update)
-                feed["local_steps"][slow_worker] -= 1
-            seen.append(running.step(feed))
+    feeds = []
+    for update in range(UPDATES):
+        local_steps = np.full(WORKERS, update, np.int32)
+        if how == "stale":
+            # It computed its gradient before the update that the others have seen.
+            local_steps[slow_worker] -= 1
+        feeds.append({"contributes": contributes, "local_steps": local_steps})
+    made = harness.built(kind, MESH, LAYOUT, build, feeds[0])
+    with session_of(made) as session:
+        seen = [session.variables(), *(step(made, session, feed) for feed in feeds)]
     made = [UPDATES * (worker != slow_worker) for worker in range(WORKERS)]
     assert seen[-1]["global_step"] == UPDATES
     assert list(seen[-1]["sync_replicas/made"]) == made
