@@ -10,8 +10,7 @@ own master (its value in checkpoints) has the outer values, which evaluation and
 from __future__ import annotations
 
 import dataclasses
-from types import MappingProxyType
-from typing import Any, Mapping, Sequence
+from typing import Any, Sequence
 
 import gin
 
@@ -21,8 +20,8 @@ from mtf_gradsync.compat_v1 import NOT_GIVEN, MeshOptimizerLike
 from mtf_gradsync.gradients.arguments import PassedOnArguments
 from mtf_gradsync.gradients.shards import check_addable, check_recoverable
 from mtf_gradsync.mesh.axes import LayoutLike, MeshShapeLike, ReplicaAxes, as_dim_names
-from mtf_gradsync.optimizers.outer_steps import OuterSettings, StepsOfIslands
-from mtf_gradsync.optimizers.outer_values import Agreed, IslandVariables, OuterVariable
+from mtf_gradsync.optimizers.outer_steps import StepsOfIslands, TrainsIslands
+from mtf_gradsync.optimizers.outer_values import Agreed, IslandVariables
 from mtf_gradsync.optimizers.pipeline.builder import StepBuilder
 from mtf_gradsync.optimizers.pipeline.forms import (
     Form,
@@ -34,38 +33,39 @@ from mtf_gradsync.optimizers.pipeline.forms import (
 from mtf_gradsync.optimizers.pipeline.order import averages
 from mtf_gradsync.optimizers.pipeline.stack import ONE_FOR_EACH_MESH, Place, Stage, stages_of
 from mtf_gradsync.optimizers.pipeline.words import About, Line, frequency_text, setting_text
-from mtf_gradsync.optimizers.skips import ReportsSkips, check_limit
-from mtf_gradsync.optimizers.wrapper import CommonArguments, StepAttribute
+from mtf_gradsync.optimizers.skips import check_limit
+from mtf_gradsync.optimizers.wrapper import CommonArguments
 from mtf_gradsync.reduce import FusedAllReduce, Strategy
 from mtf_gradsync.step import StepPlan
 
 
 @dataclasses.dataclass(frozen=True)
-class OuterSteps(OuterSettings, Stage):
+class OuterSteps(Stage):
     """The stage that gives each island its own gradients, and makes the outer steps."""
 
+    wrapper: TrainsIslands
     _keeps_outer_values = True
     _one_mesh = ONE_FOR_EACH_MESH
 
     @property
     def takes(self) -> PerShard | None:  # type: ignore[override]
         # One island takes gradients as they are, and sends nothing.
-        return PerShard("refuse", "", adds_up=True) if self.islands.shard_dims else None
+        return PerShard("refuse", "", adds_up=True) if self.wrapper.islands.shard_dims else None
 
     @property
     def _leaves(self) -> Form | None:  # type: ignore[override]
-        return self.form_inside if self.islands.shard_dims else None
+        return self.wrapper._form_inside if self.wrapper.islands.shard_dims else None
 
     @property
     def _islands(self) -> IslandAxes | None:  # type: ignore[override]
-        islands = self.islands
+        wrapper, islands = self.wrapper, self.wrapper.islands
         if not islands.shard_dims:
             return None
 
         def agree(holds: mtf.Tensor, by_any: bool) -> mtf.Tensor:
-            return Agreed(holds, by_any, islands, self.plain_reducer).outputs[0]
+            return Agreed(holds, by_any, islands, wrapper._plain_reducer).outputs[0]
 
-        return IslandAxes(islands, self.inside, self.all_axes, agree)
+        return IslandAxes(islands, wrapper.inside, wrapper.axes, agree)
 
     def check(
         self,
@@ -82,9 +82,11 @@ class OuterSteps(OuterSettings, Stage):
         given = [v for g, v in zip(grads, variables) if g is not None]
         if not given:
             return
-        name, held = self.wrapper.name, StepPlan.of(given[0].graph).extension(IslandVariables)
+        wrapper, name = self.wrapper, self.wrapper.name
+        islands, all_axes = wrapper.islands, wrapper.axes
+        held = StepPlan.of(given[0].graph).extension(IslandVariables)
         for variable in given:
-            if self.islands.free_shard_dims(variable.shape) != self.islands.shard_dims:
+            if islands.free_shard_dims(variable.shape) != islands.shard_dims:
                 raise ValueError(
                     f"The layout splits variable {variable.name!r} of shape "
                     f"{variable.shape.to_string} over an axis of the islands, so that no island "
@@ -101,46 +103,45 @@ class OuterSteps(OuterSettings, Stage):
                     f"{name} has applied a gradient of {variable.name!r} in this graph "
                     "already; give apply_grads all variables at once."
                 )
-        if len(given) < self.fragments:
+        if len(given) < wrapper.fragments:
             raise ValueError(
-                f"{name} needs at least fragments={self.fragments} variables with gradients, "
+                f"{name} needs at least fragments={wrapper.fragments} variables with gradients, "
                 f"but got {len(given)}: {[v.name for v in given]}. Give fewer fragments."
             )
-        if self.all_axes is None or not self.islands.shard_dims:
+        if all_axes is None or not islands.shard_dims:
             return
         own = [
-            None
-            if g is None or any(d.name in self.all_axes.batch_dims for d in g.shape.dims)
-            else g
+            None if g is None or any(d.name in all_axes.batch_dims for d in g.shape.dims) else g
             for g in grads
         ]
         names = [f"variable {v.name!r}" for v in variables]
-        check_addable(own, self.all_axes, names)
-        check_recoverable(own, self.islands, names, within=self.all_axes)
+        check_addable(own, all_axes, names)
+        check_recoverable(own, islands, names, within=all_axes)
 
     def describe(self, about: About) -> list[Line]:
-        count = self.islands.num_shards
+        wrapper, islands = self.wrapper, self.wrapper.islands
+        count = islands.num_shards
         lines = []
-        if self.islands.shard_dims:
+        if islands.shard_dims:
             lines = [Line(f"split gradients into those of {count} islands")]
-        share = f"1/{self.fragments} of " * (self.fragments > 1)
+        share = f"1/{wrapper.fragments} of " * (wrapper.fragments > 1)
         what = f"outer step of {share}the values: "
         what += f"mean of {count} islands, " if count > 1 else ""
-        what += f"learning rate {setting_text(self.learning_rate)}"
-        what += f", momentum {setting_text(self.momentum)}" * bool(self.momentum)
-        what += ", without islands that are not finite" * self.skips_islands
-        when = frequency_text(self.inner_steps // self.fragments)
+        what += f"learning rate {setting_text(wrapper.outer_learning_rate)}"
+        what += f", momentum {setting_text(wrapper.outer_momentum)}" * bool(wrapper.outer_momentum)
+        what += ", without islands that are not finite" * wrapper.leave_out_not_finite
+        when = frequency_text(wrapper.inner_steps // wrapper.fragments)
         return [*lines, Line(what, f"{when} update", after=True)]
 
     def apply(self, gradients: GradientSet, step: StepBuilder) -> GradientSet:
-        made = StepsOfIslands(self)
-        step.after_update(lambda updates: made.after_update(updates, step))
-        step.at_end(lambda operations: made.end_of_step(operations, step))
-        return made.apply(gradients, step)
+        made = StepsOfIslands(self.wrapper, gradients, step)
+        step.after_update(made.after_update)
+        step.at_end(made.end_of_step)
+        return made.gradients
 
 
 @gin.configurable(module="mtf_gradsync")
-class OuterOptimizer(ReportsSkips):
+class OuterOptimizer(TrainsIslands):
     """A wrapper that trains islands separately, and synchronizes them every `inner_steps` updates.
 
     Each island, a coordinate along the axes of `outer_dims`, updates its own values of variables
@@ -184,7 +185,6 @@ class OuterOptimizer(ReportsSkips):
     """
 
     shown = (("outer step", "outer/step"),)
-    _outer = StepAttribute[Mapping[mtf.Variable, mtf.Variable]](MappingProxyType({}))
 
     def __init__(
         self,
@@ -294,27 +294,7 @@ class OuterOptimizer(ReportsSkips):
 
     def stages(self, place: Place) -> list[Stage]:
         del place
-
-        def note_outer(outer: dict[mtf.Variable, OuterVariable]) -> None:
-            self._outer = outer
-
-        return [
-            OuterSteps(
-                self,
-                self.islands,
-                self.inside,
-                self.axes,
-                self.inner_steps,
-                self.fragments,
-                self.outer_learning_rate,
-                self.outer_momentum,
-                self.nesterov,
-                self.leave_out_not_finite,
-                self.reducer,
-                self._limit,
-                note_outer,
-            )
-        ]
+        return [OuterSteps(self)]
 
     def outer_value(self, var: mtf.Variable) -> mtf.Variable | None:
         """Returns the mtf variable with the outer values of `var`; None before an update."""

@@ -16,7 +16,6 @@ from mtf_gradsync._private.mesh_tensorflow import (
     set_operation_outputs,
 )
 from mtf_gradsync._private.tensorflow import root_scope
-from mtf_gradsync.gradients.losses import losses_behind
 from mtf_gradsync.gradients.measures import NotFinite
 from mtf_gradsync.gradients.operations import (
     GradientOperation,
@@ -277,51 +276,6 @@ def hold_by_islands(
     keep_unstacked(variable, without_autostack(variable.dtype))
     StepPlan.of(variable.graph).extension(IslandVariables).hold(variable, holder)
     return holder
-
-
-class LossesOfPeriod:
-    """A record of which islands had a loss that is not finite since the last outer step.
-
-    Periods between outer steps are numbered from 1. Each island keeps the number of the last period
-    in which it had a loss that is not finite, so that nothing has to be reset or sent between
-    islands.
-
-    Attributes:
-      variable: `<owner>/bad_loss`, int32 `[islands...]`: for each island the number of the last
-        period in which it had a loss that is not finite; 0 if it had none.
-      last: the value of the variable after the step.
-    """
-
-    def __init__(
-        self,
-        grads: Sequence[mtf.Tensor],
-        period: mtf.Tensor,
-        islands: ReplicaAxes,
-        strategy: Strategy,
-        owner: str,
-        has_data: mtf.Tensor | None = None,
-    ):
-        dims = list(islands.shard_dims)
-        self.variable = named_state(
-            period.mesh, f"{owner}/bad_loss", mtf.Shape(dims), num_shard_dims=len(dims), fill=0
-        )
-        self._period, last = period, self.variable.value
-        losses = losses_behind(grads)
-        if losses:
-            # A loss that is not finite and that islands share is not counted for any of them.
-            found = NotFinite(losses, islands, strategy, of_shards_only=True).outputs[0]
-            bad = mtf.greater(mtf.reduce_sum(found, output_shape=mtf.Shape(dims)), 0.0)
-            bad = bad if has_data is None else mtf.logical_and(bad, has_data)
-            last = last + (period - last) * mtf.cast(bad, tf.int32)
-        self.last = last
-
-    def bad_islands(self) -> mtf.Tensor:
-        """Returns for each island whether it had a loss that is not finite in this period.
-
-        The result is a float32 mtf tensor `[islands...]`: 1 if the island had a loss that is not
-        finite, else 0.
-        """
-        return mtf.cast(mtf.equal(self.last, self._period), tf.float32)
 
 
 class IslandVariables(PlanExtension):

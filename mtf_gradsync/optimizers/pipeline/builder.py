@@ -33,7 +33,7 @@ from mtf_gradsync.optimizers.pipeline.forms import (
     gather_parts,
 )
 from mtf_gradsync.optimizers.pipeline.stack import Condition, Stack, Stage, in_blocks
-from mtf_gradsync.optimizers.pipeline.strategy_state import reduce_by_strategy
+from mtf_gradsync.optimizers.pipeline.strategy_state import ReductionsByStrategies
 from mtf_gradsync.optimizers.slots import (
     SlotBook,
     SlotOwners,
@@ -42,8 +42,6 @@ from mtf_gradsync.optimizers.slots import (
     written_by,
 )
 from mtf_gradsync.optimizers.state import UpdateCounters
-from mtf_gradsync.reduce import Strategy
-from mtf_gradsync.reduce.strategy import Compression
 from mtf_gradsync.step import (
     Branch,
     Conditional,
@@ -192,12 +190,8 @@ class StepBuilder(StepConditions):
         self.passed_on: list[GradientSet] = []
         self.per_shard: GradientSet | None = None
         self.reduced_first: Reduced | None = None
-        self.compressions: list[Compression] = []
-        # The strategies with `reduce_gradients` that have reduced gradients, the variables of these
-        # gradients, and the new state of the strategies that is not written yet.
-        self._strategies: list[Strategy] = []
-        self._by_strategy: set[mtf.Variable] = set()
-        self._new_state: list[tuple[mtf.Variable, mtf.Tensor]] = []
+        self._by_strategies = ReductionsByStrategies(slots)
+        self.compressions = self._by_strategies.compressions
         self.without_data: mtf.Tensor | None = None
         self.counts_without_data: mtf.Variable | None = None
         self._shown: dict[mtf.Variable, mtf.Variable] = {}
@@ -244,7 +238,7 @@ class StepBuilder(StepConditions):
         for note in self._notes:
             note()
         for one in (segment.reduction for segment in segments):
-            if one.reduces_gradients and one.strategy not in self._strategies:
+            if one.reduces_gradients and one.strategy not in self._by_strategies.strategies:
                 warn_once(
                     f"unused {one.name}",
                     "No gradients are reduced by %s, the reducer of %s: another wrapper of its "
@@ -407,7 +401,7 @@ class StepBuilder(StepConditions):
         the scalar is false, the state does not change. If `when` is None, the state is written in
         every step.
         """
-        state, self._new_state = self._new_state, []
+        state, self._by_strategies.new_state = self._by_strategies.new_state, []
         if not state:
             return
 
@@ -440,7 +434,7 @@ class StepBuilder(StepConditions):
         else:
             axes, strategy, shapes_of, name = partition
             own = Reduction(strategy, axes.batch_dims, axes, name)
-            gradients = self._reduced_by_strategy(gradients, own)
+            gradients = self._by_strategies.reduce(gradients, own)
             unscattered = gradients.present
             of_parts = shapes_of(gradients.owners)
             shapes = [of_parts.get(v, v.shape) for v in gradients.owners]
@@ -477,38 +471,10 @@ class StepBuilder(StepConditions):
             with another number of shards, the mean of the strategy's state over the old shards is
             kept if `is_mean` is true, and the sum if it is false.
         """
-        gradients = self._reduced_by_strategy(gradients, reduction, extra, is_mean)
+        gradients = self._by_strategies.reduce(gradients, reduction, extra, is_mean)
         dims = dims_to_sum(gradients.present, gradients.owners)
         sums = sum_gradients(gradients.present, dims, reduction.strategy, reduction.batch_dims)
         return gradients.with_present(sums, Form.REDUCED)
-
-    def _reduced_by_strategy(
-        self,
-        gradients: GradientSet,
-        reduction: Reduction,
-        extra: bool = False,
-        is_mean: bool = False,
-    ) -> GradientSet:
-        """Returns gradients after a reduction by the strategy's own method `reduce_gradients`.
-
-        If the strategy has no method `reduce_gradients`, the gradients are returned as they are. A
-        gradient that is no sum over shards, or that the strategy has reduced in this step already,
-        is returned as it is, too. `reduction` has the strategy. `extra` says whether `gradients`
-        holds other values than the step's gradients, and `is_mean` whether the caller divides the
-        sums by the number of shards.
-        """
-        if gradients.form.is_reduced or not reduction.reduces_gradients:
-            return gradients
-        before = set() if extra else self._by_strategy
-        made = reduce_by_strategy(gradients, reduction, before, self._slots, extra, is_mean)
-        self._strategies.append(reduction.strategy)
-        self._new_state += made.new_state
-        self.compressions += made.compressions
-        if not extra:
-            self._by_strategy.update(made.sums)
-        return gradients.with_grads(
-            [made.sums.get(v, g) for g, v in zip(gradients.grads, gradients.variables)]
-        )
 
     def value_after(
         self, variables: Sequence[mtf.Variable], updates: Sequence[mtf.Operation]

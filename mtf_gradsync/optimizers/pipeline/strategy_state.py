@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import itertools
 import logging
-from typing import Any, Collection, NamedTuple, Sequence, Union
+from typing import Any, Collection, Sequence, Union
 
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.gradients.layout import find_replica_axes
@@ -21,6 +21,7 @@ from mtf_gradsync.mesh.axes import ReplicaAxes, axes_of_pipeline
 from mtf_gradsync.optimizers.pipeline.forms import GradientSet, Reduction
 from mtf_gradsync.optimizers.slots import SlotBook, owner_of
 from mtf_gradsync.optimizers.state import named_state
+from mtf_gradsync.reduce import Strategy
 from mtf_gradsync.reduce.strategy import Compression, GradientOfCores, StateMaker
 
 
@@ -255,109 +256,117 @@ class _Maker(StateMaker):
         self.compression = compression
 
 
-class ReducedByStrategy(NamedTuple):
-    """The result of `reduce_by_strategy`: reduced gradients, and the strategy's new state.
+class ReductionsByStrategies:
+    """The reductions in a step that strategies make by their own method `reduce_gradients`.
 
     Attributes:
-      sums: the reduced gradient of each variable.
-      new_state: pairs of a state variable of the strategy and its new value, not written yet.
-      compressions: for each group of gradients that the strategy compresses, the bytes of the
+      strategies: the strategies that have reduced gradients.
+      new_state: pairs of a state variable of a strategy and its new value, not written yet.
+      compressions: for each group of gradients that a strategy compresses, the bytes of the
         gradients and the bytes that it sends.
     """
 
-    sums: dict[mtf.Variable, mtf.Tensor]
-    new_state: list[tuple[mtf.Variable, mtf.Tensor]]
-    compressions: list[Compression]
+    def __init__(self, slots: SlotBook):
+        self._slots = slots
+        self._reduced: set[mtf.Variable] = set()  # variables of the step's gradients
+        self.strategies: list[Strategy] = []
+        self.new_state: list[tuple[mtf.Variable, mtf.Tensor]] = []
+        self.compressions: list[Compression] = []
 
+    def reduce(
+        self,
+        gradients: GradientSet,
+        reduction: Reduction,
+        extra: bool = False,
+        is_mean: bool = False,
+    ) -> GradientSet:
+        """Returns gradients after a reduction by `Strategy.reduce_gradients`.
 
-def reduce_by_strategy(
-    gradients: GradientSet,
-    reduction: Reduction,
-    reduced_before: Collection[mtf.Variable],
-    slots: SlotBook,
-    extra: bool,
-    is_mean: bool,
-) -> ReducedByStrategy:
-    """Returns the sums of pending (not yet reduced) gradients, by `Strategy.reduce_gradients`.
+        If the strategy has no such method, the gradients are returned as they are. A gradient that
+        is no sum over shards, or that was reduced here already, is returned as it is, too. The new
+        values of the strategy's state are added to `new_state`, and the caller writes them.
 
-    The result also has the new values of the strategy's state, which the caller writes.
+        On a mesh of one shard there is nothing to reduce, but all gradients pass through the
+        strategy. So the strategy's state exists on a mesh of one shard, too. A checkpoint with the
+        state can then be moved from a mesh of several shards to a mesh of one shard, and back.
 
-    On a mesh of one shard there is nothing to reduce, but all gradients pass through the strategy.
-    So the strategy's state exists on a mesh of one shard, too. A checkpoint with the state can then
-    be moved from a mesh of several shards to a mesh of one shard, and back.
+        Args:
+          gradients: the gradients, in any form.
+          reduction: how to reduce them.
+          extra: whether `gradients` holds other values than the step's gradients, such as the
+            differences of values that outer steps reduce. A strategy may keep state for these
+            values and for the gradients. If the graph has a variable of a state's name already, the
+            new name ends with the wrapper's name.
+          is_mean: whether the caller divides the sums by the number of shards. It matters if each
+            shard has state, and a run goes on with another number of shards. If `is_mean` is true,
+            the mean of the shards' state is kept; if it is false, its sum.
 
-    Args:
-      gradients: the gradients, not reduced yet.
-      reduction: how to reduce them, by a strategy that reduces gradients.
-      reduced_before: variables whose gradients this function has reduced in this step already.
-        Their gradients are left out.
-      slots: the `SlotBook` in which the state is recorded.
-      extra: whether `gradients` holds other values than the step's gradients, such as the
-        differences of values that outer steps reduce. A strategy may keep state for these values
-        and for the gradients. If the graph has a variable of a state's name already, the new name
-        ends with the wrapper's name.
-      is_mean: whether the caller divides the sums by the number of shards. It matters if each shard
-        has state, and a run goes on with another number of shards. If `is_mean` is true, the mean
-        of the shards' state is kept; if it is false, its sum.
-
-    Raises:
-      ValueError: the mesh is not known, there are several meshes, or the graph has another variable
-        of the name of a state variable.
-      TypeError: the strategy's state is not a structure of variables that its maker made.
-    """
-    strategy, axes = reduction.strategy, reduction.axes
-    first: dict[mtf.Mesh, str] = {}
-    for variable in gradients.owners:
-        first.setdefault(variable_of(variable).mesh, repr(variable.name))
-    if len(first) > 1:
-        raise ValueError(
-            f"{type(strategy).__name__} keeps state for the cores of one mesh, but the variables "
-            f"{', '.join(first.values())} are on different meshes: make a {reduction.name} for the "
-            "variables of each mesh, with a name= of its own, or give reducer= a strategy "
-            "without state."
+        Raises:
+          ValueError: the mesh is not known, there are several meshes, or the graph has another
+            variable of the name of a state variable.
+          TypeError: the strategy's state is not a structure of variables that its maker made.
+        """
+        if gradients.form.is_reduced or not reduction.reduces_gradients:
+            return gradients
+        strategy, axes = reduction.strategy, reduction.axes
+        first: dict[mtf.Mesh, str] = {}
+        for variable in gradients.owners:
+            first.setdefault(variable_of(variable).mesh, repr(variable.name))
+        if len(first) > 1:
+            raise ValueError(
+                f"{type(strategy).__name__} keeps state for the cores of one mesh, but the "
+                f"variables {', '.join(first.values())} are on different meshes: make a "
+                f"{reduction.name} for the variables of each mesh, with a name= of its own, or "
+                "give reducer= a strategy without state."
+            )
+        if axes is None:
+            what = "the cores that gradients are reduced over"
+            axes = find_replica_axes(gradients.present, reduction.batch_dims) or axes_of_pipeline(
+                reduction.name, what, reduction.batch_dims
+            )
+        self.strategies.append(strategy)
+        sums: dict[mtf.Variable, mtf.Tensor] = {}
+        before: Collection[mtf.Variable] = () if extra else self._reduced
+        for shard_dims, pairs in _group_by_shard_dims(gradients, axes, before).items():
+            variables, given = [v for v, _ in pairs], [g for _, g in pairs]
+            some = [] if shard_dims == axes.shard_dims else [d.name for d in shard_dims]
+            name = "/".join([reduction.name, *some])
+            maker = _Maker(gradients, name, self._slots, reduction.name if extra else "", is_mean)
+            described = [
+                GradientOfCores(v.name, v.shape, shard_dims, g.dtype, axes.slice_shape(v.shape))
+                for g, v in zip(given, variables)
+            ]
+            state = strategy.gradient_state(described, maker)
+            held = [v for v in tf.nest.flatten(state) if v is not None]
+            if len(held) != len(maker.made) or set(held) != set(maker.made):
+                raise TypeError(
+                    f"{type(strategy).__name__}.gradient_state must return the variables that its "
+                    f"maker made, each once, in a NamedTuple, tuple, list or dict, got {state!r}."
+                )
+            made = ReduceGradients(given, variables, shard_dims, axes, strategy, state)
+            sums.update(zip(variables, made.sums))
+            for one, value in made.new_state:
+                if isinstance(one, PieceOfState):
+                    one, value = one.variable, one.put_back(value)
+                self.new_state.append((one, value))
+            compression = maker.compression
+            if compression is not None:
+                self.compressions.append(compression)
+                others = ", ".join(compression.whole)
+                _logger.info(
+                    "%s of %s sends %d bytes of gradients in place of %d, %.3g of them%s.",
+                    type(strategy).__name__,
+                    reduction.name,
+                    compression.sent,
+                    compression.given,
+                    compression.sent / max(1, compression.given),
+                    f"; not compressed: {others}" if others else "",
+                )
+        if not extra:
+            self._reduced.update(sums)
+        return gradients.with_grads(
+            [sums.get(v, g) for g, v in zip(gradients.grads, gradients.variables)]
         )
-    if axes is None:
-        what = "the cores that gradients are reduced over"
-        axes = find_replica_axes(gradients.present, reduction.batch_dims) or axes_of_pipeline(
-            reduction.name, what, reduction.batch_dims
-        )
-    result = ReducedByStrategy({}, [], [])
-    for shard_dims, pairs in _group_by_shard_dims(gradients, axes, reduced_before).items():
-        variables, given = [v for v, _ in pairs], [g for _, g in pairs]
-        some = [] if shard_dims == axes.shard_dims else [d.name for d in shard_dims]
-        name = "/".join([reduction.name, *some])
-        maker = _Maker(gradients, name, slots, reduction.name if extra else "", is_mean)
-        described = [
-            GradientOfCores(v.name, v.shape, shard_dims, g.dtype, axes.slice_shape(v.shape))
-            for g, v in zip(given, variables)
-        ]
-        state = strategy.gradient_state(described, maker)
-        held = [v for v in tf.nest.flatten(state) if v is not None]
-        if len(held) != len(maker.made) or set(held) != set(maker.made):
-            raise TypeError(
-                f"{type(strategy).__name__}.gradient_state must return the variables that its "
-                f"maker made, each once, in a NamedTuple, tuple, list or dict, got {state!r}."
-            )
-        made = ReduceGradients(given, variables, shard_dims, axes, strategy, state)
-        result.sums.update(zip(variables, made.sums))
-        for one, value in made.new_state:
-            is_piece = isinstance(one, PieceOfState)
-            result.new_state.append(
-                (one.variable, one.put_back(value)) if is_piece else (one, value)
-            )
-        compression = maker.compression
-        if compression is not None:
-            result.compressions.append(compression)
-            _logger.info(
-                "%s of %s sends %d bytes of gradients in place of %d, %.3g of them%s.",
-                type(strategy).__name__,
-                reduction.name,
-                compression.sent,
-                compression.given,
-                compression.sent / max(1, compression.given),
-                f"; not compressed: {', '.join(compression.whole)}" if compression.whole else "",
-            )
-    return result
 
 
 def _group_by_shard_dims(
