@@ -44,7 +44,6 @@ from mtf_gradsync.optimizers.sharded_variables import (
 from mtf_gradsync.optimizers.skip_functions import SkipFn, State, call_skip_fn, check_skip_fn
 from mtf_gradsync.optimizers.skips import (
     ReportsSkips,
-    SkipMessages,
     Skips,
     check_limit,
     names_of_rows,
@@ -630,15 +629,16 @@ class _Accumulate(Stage):
     ) -> Skips:
         wrapper = self.wrapper
         name = getattr(wrapper._skip_fn, "__name__", type(wrapper._skip_fn).__name__)
-        words = SkipMessages(
-            "microbatch step skipped, gradients that are not finite:",
+        return Skips(
+            wrapper.name,
             [v.name for v in gradients.owners],
             names_of_rows(axes),
+            "microbatch step skipped, gradients that are not finite:",
             f"none, but should_skip_update_fn {name} says so",
+            counts=() if wrapper._skip_fn is None else [before.skipped],
+            waiting=() if before.waiting is None else [before.waiting],
+            limit=wrapper._limit,
         )
-        counts = () if wrapper._skip_fn is None else [before.skipped]
-        waiting = () if before.waiting is None else [before.waiting]
-        return Skips(wrapper.name, words, counts, waiting, wrapper._limit)
 
 
 def _why_synced(place: Place, is_known: bool) -> str:

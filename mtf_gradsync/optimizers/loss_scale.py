@@ -22,7 +22,6 @@ from mtf_gradsync.optimizers.pipeline.stack import Condition, Place, Stage, stag
 from mtf_gradsync.optimizers.pipeline.words import About, Line
 from mtf_gradsync.optimizers.skips import (
     ReportsSkips,
-    SkipMessages,
     Skips,
     check_limit,
     names_of_rows,
@@ -502,19 +501,17 @@ class _SkipNotFinite(Stage):
         self, gradients: GradientSet, before: LossScaleState, axes: ReplicaAxes | None
     ) -> Skips:
         wrapper, rule = self.wrapper, self.wrapper._rule
-        words = SkipMessages(
-            "step skipped, gradients that are not finite:",
-            [v.name for v in gradients.owners],
-            names_of_rows(axes),
-            "none by itself, but the norm of all",
-        )
         return Skips(
             wrapper.name,
-            words,
-            [before.skipped],
-            [before.waiting] if wrapper._limit else (),
-            wrapper._limit,
-            (before.scale, rule.lowest) if rule.is_dynamic else None,
+            [v.name for v in gradients.owners],
+            names_of_rows(axes),
+            "step skipped, gradients that are not finite:",
+            "none by itself, but the norm of all",
+            counts=[before.skipped],
+            waiting=[before.waiting] if wrapper._limit else (),
+            limit=wrapper._limit,
+            scales=[before.scale] if rule.is_dynamic else (),
+            lowest_scale=rule.lowest,
         )
 
 

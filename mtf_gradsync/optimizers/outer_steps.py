@@ -29,7 +29,7 @@ from mtf_gradsync.optimizers.pipeline.strategy_state import (
     variable_of,
 )
 from mtf_gradsync.optimizers.pipeline.weights import divided, nonzero
-from mtf_gradsync.optimizers.skips import ReportsSkips, SkipMessages, Skips
+from mtf_gradsync.optimizers.skips import ReportsSkips, Skips
 from mtf_gradsync.optimizers.slots import owner_of
 from mtf_gradsync.optimizers.state import named_state
 from mtf_gradsync.optimizers.wrapper import StepAttribute
@@ -322,16 +322,17 @@ class StepsOfIslands:
 
     def _make_skips(self) -> Skips:
         wrapper, state = self._wrapper, self._state
-        words = SkipMessages(
-            "outer step without islands whose loss or values are not finite:",
+        return Skips(
+            wrapper.name,
             [*(v.name for v in (*self._variables, *self._float_slots())), "the loss"],
             [f"(island {number})" for number in range(self._islands.num_shards)],
-            "none",
-            "Not finite in the last outer step that skipped islands:",
+            "outer step without islands whose loss or values are not finite:",
+            last="Not finite in the last outer step that skipped islands:",
             only_rows=True,
+            counts=[state.skipped],
+            waiting=[state.inner_step, state.updated_at] if state.updated_at else (),
+            limit=wrapper._limit,
         )
-        waiting = [state.inner_step, state.updated_at] if state.updated_at else ()
-        return Skips(wrapper.name, words, [state.skipped], waiting, wrapper._limit)
 
     def _float_slots(self) -> list[mtf.Variable]:
         return [v for v in self._slots if v.slice_dtype.is_floating]

@@ -11,8 +11,9 @@ and raises the error (`mtf_gradsync.step.Watched`).
 
 from __future__ import annotations
 
+import dataclasses
 import sys
-from typing import Any, Callable, Iterable, NamedTuple, Sequence, Union
+from typing import Any, Callable, Iterable, Sequence, Union
 
 import numpy as np
 
@@ -94,39 +95,10 @@ def waiting_after_step(waiting: mtf.Variable, updated: mtf.Tensor) -> mtf.Tensor
     return (waiting.value + 1) * (1 - on_mesh(updated, waiting.mesh))
 
 
-class SkipMessages(NamedTuple):
-    """The texts of a wrapper's messages about skipped steps.
-
-    On a skipped step a matrix of flags is recorded. It has a row for each shard and a column for
-    each gradient; a flag is greater than 0 if this shard's gradient is not finite. (In DiLoCo a row
-    is an island, and a column one of its variables, slots or the loss.) The messages name the
-    gradients and shards with a flag greater than 0.
-
-    Attributes:
-      line: the text that a log line has between the wrapper's name and the names of gradients that
-        are not finite.
-      names: the names of the matrix's columns: those of the variables.
-      rows: the names of the matrix's rows, such as "(shard 0)". The first rows are the shards or
-        islands, in order.
-      none: the text that a log line has in the place of the names if no flag is greater than 0.
-      last: the beginning of the error's sentence about the last skipped step; names of gradients
-        follow it.
-      only_rows: whether a log line has the numbers of the rows that have a flag greater than 0, in
-        place of names of gradients.
-    """
-
-    line: str
-    names: Sequence[str]
-    rows: Sequence[str]
-    none: str
-    last: str = "Not finite in the last step that was skipped:"
-    only_rows: bool = False
-
-
 def names_of_rows(axes: ReplicaAxes | None) -> list[str]:
     """Returns names for the rows of the matrix of flags that `Skips.report` records.
 
-    The names are for `SkipMessages.rows`. There is a row for each shard. Then there is a row for
+    The names are for `Skips.rows`. There is a row for each shard. Then there is a row for
     sums that are not finite although all of their terms are finite. The last row is for gradients
     of which it is not known whether each shard's own gradient is finite. If `axes`, the replica
     axes, are None, there is only the last row.
@@ -169,50 +141,63 @@ def not_finite_flags(
     return [*of_shards, which_not_finite([unclipped(g) for g in sums.present], None, strategy)]
 
 
+@dataclasses.dataclass(eq=False)
 class Skips:
     """The log lines and the error of a wrapper that skips steps, in a step that is being built.
 
+    On a skipped step a matrix of flags is recorded. It has a row for each shard and a column for
+    each gradient; a flag is greater than 0 if this shard's gradient is not finite. (In DiLoCo a row
+    is an island, and a column one of its variables, slots or the loss.) The messages name the
+    gradients and shards with a flag greater than 0.
+
     Attributes:
+      owner: the wrapper's name.
+      names: the names of the matrix's columns: those of the variables.
+      rows: the names of the matrix's rows, such as "(shard 0)". The first rows are the shards or
+        islands, in order.
+      line: the text that a log line has between the wrapper's name and the names of gradients that
+        are not finite.
+      none: the text that a log line has in the place of the names if no flag is greater than 0.
+      last: the beginning of the error's sentence about the last skipped step; names of gradients
+        follow it.
+      only_rows: whether a log line has the numbers of the rows that have a flag greater than 0, in
+        place of names of gradients.
+      counts: a list of one variable that counts skipped steps: a scalar, or a count for each shard
+        or island. () if no line is to be logged.
+      waiting: variables that count the steps in a row without an update: a list of one variable
+        with this number, or of two variables whose difference (the first minus the second) is this
+        number. () if nothing counts these steps, or there is no limit.
+      limit: max_steps_without_update, or None.
+      scales: a list of the variable of the loss scale; () without a loss scale that changes.
+      lowest_scale: the smallest value of the scale. Messages mention it if the scale has it.
+      missed: a list of a variable with the number of steps in a row that each replica has missed.
+        The error then lists the replicas that missed the last step. () for no such list.
       watched: the operation that checks the limit at the end of the step; None before `end_of_step`
         makes it.
     """
 
-    def __init__(
-        self,
-        owner: str,
-        words: SkipMessages,
-        counts: Sequence[mtf.Variable] = (),
-        waiting: Sequence[mtf.Variable] = (),
-        limit: int | None = None,
-        loss_scale: tuple[mtf.Variable, float] | None = None,
-        missed: mtf.Variable | None = None,
-    ):
-        """Takes the wrapper's texts, counters and limit.
+    owner: str
+    names: Sequence[str]
+    rows: Sequence[str]
+    line: str = ""
+    none: str = ""
+    last: str = "Not finite in the last step that was skipped:"
+    only_rows: bool = False
+    counts: Sequence[mtf.Variable] = ()
+    waiting: Sequence[mtf.Variable] = ()
+    limit: int | None = None
+    scales: Sequence[mtf.Variable] = ()
+    lowest_scale: float = 0.0
+    missed: Sequence[mtf.Variable] = ()
+    watched: Watched | None = None
 
-        Args:
-          owner: the wrapper's name.
-          words: the texts of the messages. They have the names of the rows (shards) and columns
-            (gradients) of the flags that `report` is given.
-          counts: a list of one variable that counts skipped steps: a scalar, or a count for each
-            shard or island. () if no line is to be logged.
-          waiting: variables that count the steps in a row without an update: a list of one variable
-            with this number, or of two variables whose difference (the first minus the second) is
-            this number. () if nothing counts these steps.
-          limit: max_steps_without_update, or None.
-          loss_scale: the variable of the loss scale, and the smallest value of the scale. Messages
-            mention it if the scale has this value. None without a loss scale.
-          missed: a variable with the number of steps in a row that each replica has missed. The
-            error then lists the replicas that missed the last step. None for no such list.
-        """
-        self.owner, self.words, self.limit = owner, words, limit
-        self.counts, self.waiting = list(counts), list(waiting if limit else ())
-        self.loss_scale, self.missed = loss_scale, missed
-        self.mesh = next(v.mesh for v in (*counts, *waiting))
-        self.watched: Watched | None = None
-        dims = [mtf.Dimension("rows", len(words.rows)), mtf.Dimension("of", len(words.names))]
+    def __post_init__(self) -> None:
+        self.mesh = next(v.mesh for v in (*self.counts, *self.waiting))
+        self.waiting = self.waiting if self.limit else ()
+        dims = [mtf.Dimension("rows", len(self.rows)), mtf.Dimension("of", len(self.names))]
         shape = mtf.anonymous_shape(mtf.Shape(dims))
         self.record = named_state(
-            self.mesh, f"{owner}/not_finite", shape, tf.float32, checkpointed=False
+            self.mesh, f"{self.owner}/not_finite", shape, tf.float32, checkpointed=False
         )
 
     def report(
@@ -243,22 +228,8 @@ class Skips:
         The operation reads the counters after `operations`, which are all other operations of the
         step.
         """
-        now = [mtf.anonymize(x) for x in values_after(self.looked_at, operations)]
-        self.watched = _CheckLimit(self, [v.value for v in self.looked_at], now, operations)
+        self.watched = _CheckLimit(self, operations)
         return [self.watched]
-
-    @property
-    def looked_at(self) -> list[mtf.Variable]:
-        """The variables whose values show whether a step has something to report.
-
-        The result has the variables in `counts`, then those in `waiting`, and last the loss scale
-        if there is one.
-        """
-        return [
-            *self.counts,
-            *self.waiting,
-            *([] if self.loss_scale is None else [self.loss_scale[0]]),
-        ]
 
     # Texts, as operations of TensorFlow; `_run_on_host` runs them if the step cannot.
 
@@ -274,14 +245,13 @@ class Skips:
             gradient. A flag is greater than 0 if the gradient is not finite.
           scale: the value of the loss scale after the step; None without a scale.
         """
-        words = self.words
-        if words.only_rows:
+        if self.only_rows:
             named = _joined(_rows(tf.reduce_max(found, 1)))
         else:
             named = self._names_of_marked(found)
-            named = tf.where_v2(tf.equal(named, ""), words.none, named)
+            named = tf.where_v2(tf.equal(named, ""), self.none, named)
         total = tf.reduce_max(now)
-        parts = [f"{self.owner}: {words.line} ", named, "."]
+        parts = [f"{self.owner}: {self.line} ", named, "."]
         next_line = "; the next line is at twice as many."
         ends = tf.where_v2(tf.equal(tf.bitwise.bitwise_and(total, total - 1), 0), next_line, ".")
         so_far = tf.strings.join([" ", tf.as_string(total), " skipped so far", ends])
@@ -300,7 +270,7 @@ class Skips:
         """
         assert self.limit is not None  # or there would be no error
         named = self._names_of_marked(found)
-        sentence = tf.strings.join([f" {self.words.last} ", named, "."])
+        sentence = tf.strings.join([f" {self.last} ", named, "."])
         parts = [_no_update(self.owner, self.limit)]
         parts.append(tf.where_v2(tf.equal(named, ""), "", sentence))
         parts += self._smallest_scale_note(scale)
@@ -315,11 +285,10 @@ class Skips:
         `scale` is the value of the scale. The sentence is a tf string, which is "" if the value is
         greater than the smallest one. The list is empty without a loss scale.
         """
-        if self.loss_scale is None:
+        if not self.scales:
             return []
-        lowest = self.loss_scale[1]
-        text = f" The scale cannot go below min_scale={lowest:g}, where it is now."
-        return [tf.where_v2(scale <= lowest, text, "")]
+        text = f" The scale cannot go below min_scale={self.lowest_scale:g}, where it is now."
+        return [tf.where_v2(scale <= self.lowest_scale, text, "")]
 
     def _names_of_marked(self, found: tf.Tensor) -> tf.Tensor:
         """Returns text that names the gradients and shards whose flag is greater than 0.
@@ -330,7 +299,7 @@ class Skips:
         """
         where = tf.where_v2(found > 0)
         some, more = where[:_MOST_NAMED], tf.shape(where)[0] - _MOST_NAMED
-        names, rows = list(self.words.names), list(self.words.rows)
+        names, rows = list(self.names), list(self.rows)
         lines = tf.strings.join(
             [tf.gather(names, some[:, 1]), tf.gather(rows, some[:, 0])], separator=" "
         )
@@ -375,7 +344,7 @@ class _RecordFlags(mtf.Operation):
         skips = self._skips
         laid_out = [lowering.tensors[x].to_laid_out_tensor() for x in self.inputs]
         found, now = laid_out[: self._num_found], laid_out[self._num_found :]
-        count = len(skips.words.names)
+        count = len(skips.names)
 
         def together(*found: tf.Tensor) -> tf.Tensor:
             rows, *of_sums = (tf.reshape(x, [-1, count]) for x in found)
@@ -392,10 +361,7 @@ class _RecordFlags(mtf.Operation):
         record = lowering.variables[skips.record]
         done = [record.assign_to_slices(lambda _, x, new: tf.assign(x, new), flags.all_slices)]
         if skips.counts and not is_simd(lowering.mesh_impl(self)):
-            variables = [
-                *skips.counts,
-                *([] if skips.loss_scale is None else [skips.loss_scale[0]]),
-            ]
+            variables = [*skips.counts, *skips.scales]
             before = [lowering.tensors[v.value].to_laid_out_tensor() for v in variables]
             first = [[x.all_slices[0] for x in some] for some in (before, now)]
             done.append(self._print(flags.all_slices[0], *first))
@@ -406,8 +372,8 @@ class _RecordFlags(mtf.Operation):
     ) -> tf.Operation:
         (before, *scale_before), (now, *scale) = values_before, values_now
         due = tf.reduce_any(_passes_a_power_of_two(before, now, tf))
-        if self._skips.loss_scale:
-            lowest = self._skips.loss_scale[1]
+        if scale:
+            lowest = self._skips.lowest_scale
             due = tf.logical_or(due, tf.logical_and(scale_before[0] > lowest, scale[0] <= lowest))
 
         def told() -> tf.Operation:
@@ -426,17 +392,13 @@ class _CheckLimit(Watched):
     raises the error and logs the lines.
     """
 
-    def __init__(
-        self,
-        skips: Skips,
-        before: Sequence[mtf.Tensor],
-        now: Sequence[mtf.Tensor],
-        step: Sequence[mtf.Operation],
-    ):
-        records = [skips.record]
-        records += [] if skips.loss_scale is None else [skips.loss_scale[0]]
-        records += [] if skips.missed is None else [skips.missed]
-        super().__init__(before, now, skips.looked_at, records, "max_steps_without_update")
+    def __init__(self, skips: Skips, step: Sequence[mtf.Operation]):
+        # Their values show whether a step has something to report.
+        variables = [*skips.counts, *skips.waiting, *skips.scales]
+        before = [v.value for v in variables]
+        now = [mtf.anonymize(x) for x in values_after(variables, step)]
+        records = [skips.record, *skips.scales, *skips.missed]
+        super().__init__(before, now, variables, records, "max_steps_without_update")
         self._skips, self._step = skips, list(step)
 
     def lower(self, lowering: mtf.Lowering) -> None:
@@ -475,7 +437,7 @@ class _CheckLimit(Watched):
           does not have is None.
         """
         skips, (found, *more) = self._skips, records
-        scale = more[0] if skips.loss_scale else None
+        scale = more[0] if skips.scales else None
         return found, scale, more[-1] if skips.missed else None
 
     def _steps_without(self, now: Sequence[Any]) -> Any:
@@ -491,14 +453,14 @@ class _CheckLimit(Watched):
         """Returns whether a step is to be logged: not every skipped step is.
 
         A step is logged in which a count of skipped steps reached or passed a power of two, or the
-        loss scale reached its smallest value. `before` and `now` are the values of the variables in
-        `Skips.looked_at` before the step and after it. If `before` is None (not known), the result
+        loss scale reached its smallest value. `before` and `now` are the values of the watched
+        variables before the step and after it. If `before` is None (not known), the result
         is false.
         """
         skips = self._skips
         if before is None:
             return False
-        if skips.loss_scale and before[-1] > skips.loss_scale[1] >= now[-1]:
+        if skips.scales and before[-1] > skips.lowest_scale >= now[-1]:
             return True
         return bool(skips.counts) and bool(np.any(_passes_a_power_of_two(before[0], now[0], np)))
 
@@ -514,7 +476,7 @@ class _CheckLimit(Watched):
             told.append(_run_on_host(skips.log_line, now[0], found, scale))
         if skips.limit is not None and self._is_over(now):
             # Rows of shards or islands with a flag, or the replicas that missed.
-            rows = skips.words.rows
+            rows = skips.rows
             flags = np.asarray(found).max(1) if missed is None else np.reshape(missed, -1)
             flagged = np.flatnonzero(flags > 0)
             replicas = [row for row in flagged if rows[row] not in (_OF_SUM, _OF_ONE)]

@@ -36,7 +36,7 @@ from mtf_gradsync.optimizers.replicas import (
     after_step,
     make_state,
 )
-from mtf_gradsync.optimizers.skips import SkipMessages, Skips, check_limit
+from mtf_gradsync.optimizers.skips import Skips, check_limit
 from mtf_gradsync.optimizers.wrapper import CommonArguments, StepAttribute
 from mtf_gradsync.reduce import Strategy
 from mtf_gradsync.reduce.compressed import WireDtype
@@ -410,11 +410,15 @@ class _AggregateReplicas(Stage):
         if not wrapper._limit:
             return None
         rows = [f"(shard {number})" for number in range(self.axes.num_shards)]
-        words = SkipMessages(
-            "", [v.name for v in gradients.owners], rows, "", "Not finite in the last step:"
+        return Skips(
+            wrapper.name,
+            [v.name for v in gradients.owners],
+            rows,
+            last="Not finite in the last step:",
+            waiting=[before.waiting],
+            limit=wrapper._limit,
+            missed=[before.missed],
         )
-        waiting = [before.waiting]
-        return Skips(wrapper.name, words, (), waiting, wrapper._limit, missed=before.missed)
 
     def _report(self, skips: Skips, gradients: GradientSet) -> list[mtf.Operation]:
         axes, reducer = self.axes, self.wrapper.reducer
