@@ -53,8 +53,8 @@ from mtf_gradsync.optimizers.skips import (
 )
 from mtf_gradsync.optimizers.state import (
     ACCUMULATOR,
+    SUMS_NOT_KEPT,
     named_state,
-    note_sums_not_kept,
     update_counter,
 )
 from mtf_gradsync.optimizers.wrapper import CommonArguments, StepAttribute
@@ -367,11 +367,11 @@ class GradientAccumulationOptimizer(ReportsSkips):
     def _note_step(self, step: StepBuilder) -> None:
         super()._note_step(step)
         if not self._accumulates:
-            note_sums_not_kept(
-                f"{self.name}/mini_step",
+            remedy = (
                 f"{self.name} has backward_passes_per_step=1 and no accumulators; with "
-                "backward_passes_per_step=lambda step: 1 its first step applies them.",
+                "backward_passes_per_step=lambda step: 1 its first step applies them."
             )
+            tf.add_to_collection(SUMS_NOT_KEPT, (f"{self.name}/mini_step", remedy))
 
     def _dtype_of_weighted_sums(self) -> tf.DType | None:
         """Returns the dtype in which gradients times weights are added up.

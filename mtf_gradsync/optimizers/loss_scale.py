@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any, Literal, NamedTuple, Sequence
 
 import gin
@@ -76,21 +77,6 @@ class LossScaleState(NamedTuple):
     def present(self) -> list[Any]:
         """The fields that are not None, in order: mtf variables, or mtf scalars after a step."""
         return [x for x in self if x is not None]
-
-
-def make_state(mesh: mtf.Mesh, name: str, rule: ScaleRule, limit: int | None) -> LossScaleState:
-    """Makes the variables of the scale and of its counters on `mesh`; checkpoints hold them.
-
-    The variable of each field of `LossScaleState` is called `<name>/<field>`, where `name` is the
-    wrapper's name. `rule` has the settings of the scale. If the scale is fixed, `scale` and
-    `good_steps` are None. If `limit` (max_steps_without_update) is None, `waiting` is None.
-    """
-    scale = good_steps = None
-    if rule.is_dynamic:
-        scale = named_state(mesh, f"{name}/scale", dtype=tf.float32, start=rule.initial)
-        good_steps = named_state(mesh, f"{name}/good_steps")
-    skipped = named_state(mesh, f"{name}/skipped")
-    return LossScaleState(scale, good_steps, skipped, waiting_state(mesh, name, limit))
 
 
 def after_step(
@@ -331,11 +317,21 @@ class LossScaleOptimizer(ReportsSkips):
 
     def _state_of(self, mesh: mtf.Mesh) -> LossScaleState:
         plan = StepPlan.of(mesh.graph)
-        state = plan.state(
-            self, self.name, lambda: make_state(mesh, self.name, self._rule, self._limit)
-        )
-        self.state = state
-        return state
+        self.state = plan.state(self, self.name, lambda: self._make_state(mesh))
+        return self.state
+
+    def _make_state(self, mesh: mtf.Mesh) -> LossScaleState:
+        """Makes the variables of the scale and of its counters on `mesh`; checkpoints hold them.
+
+        The variable of each field of `LossScaleState` is called `<name>/<field>`. If the scale is
+        fixed, `scale` and `good_steps` are None. Without a limit `waiting` is None.
+        """
+        name, rule, scale, good_steps = self.name, self._rule, None, None
+        if rule.is_dynamic:
+            scale = named_state(mesh, f"{name}/scale", dtype=tf.float32, start=rule.initial)
+            good_steps = named_state(mesh, f"{name}/good_steps")
+        skipped = named_state(mesh, f"{name}/skipped")
+        return LossScaleState(scale, good_steps, skipped, waiting_state(mesh, name, self._limit))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -407,112 +403,80 @@ class _SkipNotFinite(Stage):
                 "gradients of all of them at once."
             )
         losses.applied |= {wrapper.name}
-        before = wrapper._state_of(gradients.variables[0].mesh)
+        before, rule = wrapper._state_of(gradients.variables[0].mesh), wrapper._rule
         given = step.received[-1]  # before they were reduced
-        shards = step.shard_numbering(given.present)
+        axes, of_shards_only = step.shard_numbering(given.present)
+
+        def change_scale(
+            held: list[mtf.Tensor], finite: mtf.Tensor, has_data: mtf.Tensor | None
+        ) -> Gate | None:
+            """Writes the scale and its counters, reports a skipped step, returns the writes' gate.
+
+            The writes wait for `held`, the gradients that later stages get if this stage may skip
+            the step. `finite` and `has_data` (None if every step has data) are boolean scalars.
+            """
+            finite = on_mesh(finite, before.skipped.mesh)
+            has_data = None if has_data is None else on_mesh(has_data, finite.mesh)
+            gate = step.gate([*held, finite])
+            after = after_step(before, finite, has_data, rule)
+            skips = Skips(
+                wrapper.name,
+                [v.name for v in gradients.owners],
+                names_of_rows(axes),
+                "step skipped, gradients that are not finite:",
+                "none by itself, but the norm of all",
+                counts=[before.skipped],
+                waiting=[before.waiting] if wrapper._limit else (),
+                limit=wrapper._limit,
+                scales=[before.scale] if rule.is_dynamic else (),
+                lowest_scale=rule.lowest,
+            )
+            now = [after.skipped, *([] if after.scale is None else [after.scale])]
+            step.run_when(
+                mtf.logical_not(finite),
+                gate,
+                lambda: skips.report(
+                    not_finite_flags(given, gradients, axes, wrapper.reducer, of_shards_only), now
+                ),
+            )
+            writes = [mtf.assign(v, x) for v, x in zip(before.present, after.present)]
+            step.write(writes, gate)
+            known = None if step.plan.is_in_branch else after
+
+            def note() -> None:
+                wrapper._set_step_attributes(before, known, skips)
+                wrapper._writes = writes
+
+            step.when_built(note)
+            step.at_end(skips.end_of_step)
+            return gate
+
         if self.inner_skips_shards:
             # Gradients of shards that a stage inside skips do not count.
-            step.when_finite_is_known(
-                lambda finite, has_data: self._change_scale(
-                    before, finite, has_data, [], gradients, gradients, shards, step
-                )
-            )
+            step.when_finite_is_known(functools.partial(change_scale, []))
             return gradients
-        passed_on, axes = gradients, step.axes_now(given.present)
         has_data: mtf.Tensor | None = None
         if gradients.weights is not None:
             has_data = step.agreed(mtf.greater(gradients.weights.total, 0.0), True)
-        if passed_on.form.is_reduced:
+        if gradients.form.is_reduced:
             if any(stage.squares for stage in self.inside):
                 # The norm of finite gradients may be infinite, and a clip by it would make NaNs.
-                norm = global_norm(passed_on.present, wrapper.reducer)
+                norm = global_norm(gradients.present, wrapper.reducer)
                 finite = mtf.less(norm, float("inf"))
             else:
-                finite = mtf.less_equal(not_finite(passed_on.present, wrapper.reducer), 0.0)
+                finite = mtf.less_equal(not_finite(gradients.present, wrapper.reducer), 0.0)
             if gradients.weights is not None:  # without data, a mean may be 0 / 0
                 no_data = mtf.less_equal(gradients.weights.total, 0.0)
                 finite = mtf.logical_or(finite, on_mesh(no_data, finite.mesh))
             finite = step.agreed(finite)
         else:
-            found = NotFinite(passed_on.present, axes, wrapper.reducer).outputs[0]
+            own_axes = step.axes_now(given.present)
+            found = NotFinite(gradients.present, own_axes, wrapper.reducer).outputs[0]
             finite = mtf.less_equal(mtf.reduce_sum(found), 0.0)
-        held = [] if self._inner_stage_skips else passed_on.present
-        gate = self._change_scale(before, finite, has_data, held, given, passed_on, shards, step)
-        return passed_on if self._inner_stage_skips else passed_on.only_when(finite, gate)
-
-    def _change_scale(
-        self,
-        before: LossScaleState,
-        finite: mtf.Tensor,
-        has_data: mtf.Tensor | None,
-        held: list[mtf.Tensor],
-        gradients: GradientSet,
-        checked: GradientSet,
-        shards: tuple[ReplicaAxes | None, bool],
-        step: StepBuilder,
-    ) -> Gate | None:
-        """Writes the values of the scale and its counters after the step; reports a skipped step.
-
-        Args:
-          before: the mtf variables of the scale and its counters.
-          finite: a boolean scalar: whether the step's gradients are finite.
-          has_data: a boolean scalar: whether the step has data; None if every step has.
-          held: the gradients that later stages get, if this stage may skip the step; otherwise [].
-            The writes wait until these gradients and `finite` exist.
-          gradients: the gradients as the wrapper received them, before they were reduced. The
-            report of a skipped step tells from these which shards had gradients that are not
-            finite.
-          checked: the same gradients in the form that was checked for `finite`.
-          shards: how log lines number the shards, as `StepBuilder.shard_numbering` returns it.
-          step: the step that is being built.
-
-        Returns:
-          The gate of the writes: an operation that holds them back. None if the stage is in a
-          branch of the step: a branch waits as a whole and needs no gate.
-        """
-        wrapper = self.wrapper
-        axes, of_shards_only = shards
-        finite = on_mesh(finite, before.skipped.mesh)
-        has_data = None if has_data is None else on_mesh(has_data, finite.mesh)
-        gate = step.gate([*held, finite])
-        after = after_step(before, finite, has_data, wrapper._rule)
-        skips = self._make_skips(gradients, before, axes)
-        now = [after.skipped, *([] if after.scale is None else [after.scale])]
-        step.run_when(
-            mtf.logical_not(finite),
-            gate,
-            lambda: skips.report(
-                not_finite_flags(gradients, checked, axes, wrapper.reducer, of_shards_only), now
-            ),
-        )
-        writes = [mtf.assign(v, x) for v, x in zip(before.present, after.present)]
-        step.write(writes, gate)
-        known = None if step.plan.is_in_branch else after
-
-        def note() -> None:
-            wrapper._set_step_attributes(before, known, skips)
-            wrapper._writes = writes
-
-        step.when_built(note)
-        step.at_end(skips.end_of_step)
-        return gate
-
-    def _make_skips(
-        self, gradients: GradientSet, before: LossScaleState, axes: ReplicaAxes | None
-    ) -> Skips:
-        wrapper, rule = self.wrapper, self.wrapper._rule
-        return Skips(
-            wrapper.name,
-            [v.name for v in gradients.owners],
-            names_of_rows(axes),
-            "step skipped, gradients that are not finite:",
-            "none by itself, but the norm of all",
-            counts=[before.skipped],
-            waiting=[before.waiting] if wrapper._limit else (),
-            limit=wrapper._limit,
-            scales=[before.scale] if rule.is_dynamic else (),
-            lowest_scale=rule.lowest,
-        )
+        if self._inner_stage_skips:
+            change_scale([], finite, has_data)
+            return gradients
+        return gradients.only_when(finite, change_scale(gradients.present, finite, has_data))
 
 
 def _scale_rule(

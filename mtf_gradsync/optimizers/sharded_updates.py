@@ -22,16 +22,7 @@ from mtf_gradsync.optimizers.pipeline.builder import StepBuilder
 from mtf_gradsync.optimizers.pipeline.forms import Form, GradientSet, Partition
 from mtf_gradsync.optimizers.pipeline.stack import ONE_FOR_EACH_MESH, Place, Stage
 from mtf_gradsync.optimizers.pipeline.words import About, Line
-from mtf_gradsync.optimizers.sharded_variables import (
-    MIN_SIZE,
-    PartOfVariable,
-    assign_gathered,
-    group_sums,
-    nothing_to_split,
-    replicas_share_copies,
-    shapes_of_parts,
-    shapes_of_split_slot,
-)
+from mtf_gradsync.optimizers.sharded_variables import PartOfVariable
 from mtf_gradsync.optimizers.slots import optimizers_of, owner_of
 from mtf_gradsync.optimizers.wrapper import CommonArguments, StepAttribute, Wrapper
 from mtf_gradsync.reduce import Strategy
@@ -126,9 +117,24 @@ class _UpdateParts(Stage):
         updated one of the variables and gathered its slots. `grads` has the gradient, or None, of
         each of `variables`.
         """
+        wrapper, axes = self.wrapper, self.axes
         given = [v for g, v in zip(grads, variables) if g is not None]
-        if given:
-            self.wrapper._check_parts(given, self.axes)
+        again = [v.name for v in given if v in wrapper._with_gathered_slots]
+        if again:
+            raise ValueError(
+                "ShardedUpdateOptimizer can update variables with large factored statistics once "
+                "in a graph, because it gathers the statistics for one update, but it got "
+                f"gradients for {counted(again, 'variable')} again. Call apply_grads once, or "
+                "build a new graph."
+            )
+        if given and not wrapper._shapes_of_parts(given, axes):
+            why = sharded_variables.nothing_to_split(
+                given, axes, wrapper._fixed_dims(), wrapper._least
+            )
+            raise ValueError(
+                f"ShardedUpdateOptimizer {why}Use the inner optimizer without the wrapper (its "
+                "checkpoints are the same), or a mesh whose sizes divide a dimension."
+            )
         parts = self._partition.shapes_of(given)
         for name, tensor in arguments.named_tensors():
             for variable, part in parts.items():
@@ -175,15 +181,22 @@ class _UpdateParts(Stage):
         }
         min_size = max(wrapper._least, sharded_variables.MIN_GATHERED_SIZE)
         gathers = sharded_variables.partition_slots(
-            list(unsplit), updates, lambda shape: shapes_of_split_slot(shape, axes, min_size)
+            list(unsplit),
+            updates,
+            lambda shape: sharded_variables.shapes_of_split_slot(shape, axes, min_size),
         )
         gathered = list(unsplit.values()) if gathers else []
-        step.when_built(lambda: wrapper._note({v: parts.get(v) for v in owners}, gathered))
-        assign_gathered(updates, parts)
+
+        def note() -> None:
+            wrapper._parts = {**wrapper._parts, **{v: parts.get(v) for v in owners}}
+            wrapper._with_gathered_slots = wrapper._with_gathered_slots.union(gathered)
+
+        step.when_built(note)
+        sharded_variables.assign_gathered(updates, parts)
         log_savings(wrapper.name, axes, made, list(parts), owners)
         first = [*made, *gathers]
         others = [op for op in graph.operations if op not in before and op not in first]
-        group_sums([*first, *others], axes, wrapper.reducer)
+        sharded_variables.group_sums([*first, *others], axes, wrapper.reducer)
         return updates
 
 
@@ -262,6 +275,7 @@ class ShardedUpdateOptimizer(Wrapper):
         common = CommonArguments(name, axes, mesh_shape, layout, batch_dims, reducer, learning_rate)
         self._wrap(opt, common, "the replicas")
         self._min_size = min_size
+        self._least = sharded_variables.MIN_SIZE if min_size is None else min_size
         self._check_order()
         if self.axes.num_shards == 1:
             raise ValueError(
@@ -300,18 +314,20 @@ class ShardedUpdateOptimizer(Wrapper):
         self, variables: Sequence[mtf.Variable], axes: ReplicaAxes
     ) -> dict[mtf.Variable, mtf.Shape]:
         before = {v: (part or v).shape for v, part in self._parts.items()}
-        return shapes_of_parts(variables, axes, self._fixed_dims(), self._min_size, before)
-
-    @property
-    def _least(self) -> int:
-        return MIN_SIZE if self._min_size is None else self._min_size
+        return sharded_variables.shapes_of_parts(
+            variables, axes, self._fixed_dims(), self._min_size, before
+        )
 
     def stages(self, place: Place) -> list[Stage]:
         axes = place.axes
         assert axes is not None  # as the wrapper needs to know the mesh
 
         def shapes_of(variables: Sequence[mtf.Variable]) -> dict[mtf.Variable, mtf.Shape]:
-            return {} if replicas_share_copies(axes) else self._shapes_of_parts(variables, axes)
+            return (
+                {}
+                if sharded_variables.replicas_share_copies(axes)
+                else self._shapes_of_parts(variables, axes)
+            )
 
         return [_UpdateParts(self, axes, Partition(axes, self.reducer, shapes_of, self.name))]
 
@@ -328,14 +344,6 @@ class ShardedUpdateOptimizer(Wrapper):
         part.__dict__.update(vars(new))
         return part
 
-    def _note(
-        self,
-        parts: Mapping[mtf.Variable, PartOfVariable | None],
-        with_gathered_slots: Sequence[mtf.Variable],
-    ) -> None:
-        self._parts = {**self._parts, **parts}
-        self._with_gathered_slots = self._with_gathered_slots.union(with_gathered_slots)
-
     def _fixed_dims(self) -> set[str]:
         """Returns the names of dimensions that inner optimizers know by name.
 
@@ -344,26 +352,3 @@ class ShardedUpdateOptimizer(Wrapper):
         """
         inner = (opt for one in self.inner_stack() for opt in optimizers_of(one))
         return {name for opt in inner for name in stacked_dim_names(opt)}
-
-    def _check_parts(self, given: Sequence[mtf.Variable], axes: ReplicaAxes) -> None:
-        """Raises ValueError if no variable can be split, or if one cannot be updated a second time.
-
-        `given` are the variables that get gradients, and `axes` are the replica axes over which
-        they are split. If an update gathers a variable's slots, the variable cannot be updated a
-        second time in the graph.
-        """
-        again = [v.name for v in given if v in self._with_gathered_slots]
-        if again:
-            raise ValueError(
-                "ShardedUpdateOptimizer can update variables with large factored statistics once "
-                "in a graph, because it gathers the statistics for one update, but it got "
-                f"gradients for {counted(again, 'variable')} again. Call apply_grads once, or "
-                "build a new graph."
-            )
-        if self._shapes_of_parts(given, axes):
-            return
-        why = nothing_to_split(given, axes, self._fixed_dims(), self._least)
-        raise ValueError(
-            f"ShardedUpdateOptimizer {why}Use the inner optimizer without the wrapper (its "
-            "checkpoints are the same), or a mesh whose sizes divide a dimension."
-        )

@@ -28,6 +28,8 @@ from mtf_gradsync.step import StepPlan
 SkipFn = Any
 # Pairs of a variable and its value after the step.
 State = List[Tuple[mtf.Variable, mtf.Tensor]]
+# A variable, the value that it gets if the step is taken, and the value if it is skipped.
+_NewValue = Tuple[mtf.Variable, mtf.Tensor, mtf.Tensor]
 # A function that makes the state after a step, from whether the step is skipped.
 StateAfter = Callable[[mtf.Tensor], State]
 
@@ -147,14 +149,6 @@ class _Series(NamedTuple):
     num_values: str
     spikes_in_a_row: str
     without_data: float
-
-
-class _NewValue(NamedTuple):
-    """A variable, the value that it gets if the step is taken, and the value if it is skipped."""
-
-    variable: mtf.Variable
-    taken: mtf.Tensor
-    skipped: mtf.Tensor
 
 
 _SERIES = {
@@ -280,9 +274,9 @@ class skip_spikes:
                     ),
                     [value, on_mesh(received.weights.total, given.mesh)],
                 )
-            skip, some = self._check_newest(series, value, name)
+            skip, new_values = self._check_newest(series, value, name)
             skips.append(skip)
-            changes += some
+            changes += new_values
         if is_clipped or "norm" not in self.of:
             # Clipped gradients may be NaN, although their norm was finite before.
             skips.append(skip_not_finite(given.present, strategy))
@@ -292,8 +286,8 @@ class skip_spikes:
                 return tf.where_v2(skip, y, x)
 
             return [
-                (c.variable, mtf.cwise(choose, [c.taken, c.skipped, skip], c.taken.dtype))
-                for c in changes
+                (variable, mtf.cwise(choose, [taken, skipped, skip], taken.dtype))
+                for variable, taken, skipped in changes
             ]
 
         return functools.reduce(mtf.logical_or, skips), after
@@ -350,9 +344,9 @@ class skip_spikes:
         kept, count, row, skip = mtf.slicewise(step, inputs, shapes, dtypes, [], 0)
         none = mtf.zeros_like(row)
         return skip, [
-            _NewValue(values, kept, values.value),
-            _NewValue(num_values, count, num_values.value),
-            _NewValue(in_a_row, none, row),
+            (values, kept, values.value),
+            (num_values, count, num_values.value),
+            (in_a_row, none, row),
         ]
 
 

@@ -30,7 +30,9 @@ ACCUMULATOR = "gradient_accumulator"
 # The last part of the name of a variable that has a value for each island.
 ISLAND = "island"
 # Collections of a tf graph: its `StateNote`s, and counters of sums that it does not keep, although
-# wrappers with other arguments would. They are not exported, because their keys are no strings.
+# wrappers with other arguments would: pairs of the counter's name and a sentence for an error. If
+# the counter is greater than 0 in a checkpoint, the sums in it would be lost, so that reading the
+# checkpoint raises an error. The collections are not exported, because their keys are no strings.
 STATE_COLLECTION = ("mtf_gradsync state",)
 SUMS_NOT_KEPT = ("mtf_gradsync sums not kept",)
 # The collection of a tf graph's `SlotNote`s.
@@ -46,12 +48,6 @@ def check_name(name: Any) -> str:
     if not isinstance(name, str) or not _NAME.match(name):
         raise ValueError(f"name must be of letters, digits and any of . _ / -, got {name!r}.")
     return name
-
-
-def check_mesh(mesh: Any) -> None:
-    """Raises TypeError unless mesh is an mtf mesh."""
-    if not isinstance(mesh, mtf.Mesh):
-        raise TypeError(f"mesh must be an mtf.Mesh, such as that of a variable, got {mesh!r}.")
 
 
 class Ring(NamedTuple):
@@ -148,17 +144,6 @@ def note_state(variable: mtf.Variable, note: StateNote | None = None, **how: Any
     """
     note = note or StateNote(variable.name, **how)
     tf.add_to_collection(STATE_COLLECTION, note._replace(name=variable.name))
-
-
-def note_sums_not_kept(counter: str, remedy: str) -> None:
-    """Records that sums which a checkpoint may have would be lost in the default graph.
-
-    A wrapper whose arguments make it keep no sums calls this function. `counter` is the name of a
-    variable. If its value in a checkpoint is greater than 0, the checkpoint has sums for which the
-    graph has no variables. Reading the checkpoint then raises an error, and `remedy` is the
-    sentence of the error that says what to do.
-    """
-    tf.add_to_collection(SUMS_NOT_KEPT, (counter, remedy))
 
 
 class UncheckpointedVariable(mtf.Variable):
@@ -259,7 +244,8 @@ def scalar_state(
       ValueError: name cannot be a variable's, the graph has another variable of that name, dtype
         does not hold start, or start is not 0 although checkpointed is False.
     """
-    check_mesh(mesh)
+    if not isinstance(mesh, mtf.Mesh):
+        raise TypeError(f"mesh must be an mtf.Mesh, such as that of a variable, got {mesh!r}.")
     check_name(name)
     try:
         dtype = tf.as_dtype(dtype).base_dtype

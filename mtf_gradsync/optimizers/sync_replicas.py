@@ -29,13 +29,6 @@ from mtf_gradsync.optimizers.pipeline.builder import StepBuilder
 from mtf_gradsync.optimizers.pipeline.forms import Form, GradientSet, Mask, PerShard
 from mtf_gradsync.optimizers.pipeline.stack import ONE_FOR_EACH_MESH, Condition, Place, Stage
 from mtf_gradsync.optimizers.pipeline.words import About, Line
-from mtf_gradsync.optimizers.replicas import (
-    ReplicaState,
-    ReplicaSummaries,
-    SessionInterface,
-    after_step,
-    make_state,
-)
 from mtf_gradsync.optimizers.skips import Skips, check_limit
 from mtf_gradsync.optimizers.wrapper import CommonArguments, StepAttribute
 from mtf_gradsync.reduce import Strategy
@@ -43,7 +36,7 @@ from mtf_gradsync.reduce.compressed import WireDtype
 
 
 @gin.configurable(module="mtf_gradsync")
-class SyncReplicasOptimizer(SessionInterface, KeepsAverages):
+class SyncReplicasOptimizer(replicas.SessionInterface, KeepsAverages):
     """A wrapper that averages fresh gradients of replicas, and applies them once there are enough.
 
     The replicas are the shards of the mesh, which all take every step. In a step a replica does not
@@ -348,7 +341,7 @@ class _AggregateReplicas(Stage):
         wrapper, given = self.wrapper, gradients
         axes, reducer, mesh = self.axes, wrapper.reducer, gradients.mesh
         before = step.plan.state(
-            wrapper, wrapper.name, lambda: make_state(mesh, wrapper.name, axes.shard_dims)
+            wrapper, wrapper.name, lambda: replicas.make_state(mesh, wrapper.name, axes.shard_dims)
         )
         steps = replicas.steps_of_gradients(wrapper._local_steps, before.local_step, axes)
         own, reduced, parts = _split_by_replica(gradients, axes, reducer)
@@ -378,7 +371,7 @@ class _AggregateReplicas(Stage):
         count = before.count.value + contributions
         due = mtf.greater_equal(count, wrapper._to_aggregate)
         gate = accumulators.add(step)
-        now = after_step(before, steps, contributed, count, mtf.cast(due, tf.int32))
+        now = replicas.after_step(before, steps, contributed, count, mtf.cast(due, tf.int32))
         writes = [mtf.assign(v, x) for v, x in zip(before, now)]
         divisor = mtf.cast(count, tf.float32) / axes.num_shards
         if weight is not None:
@@ -386,14 +379,24 @@ class _AggregateReplicas(Stage):
             kept = 1.0 - mtf.cast(due, tf.float32)
             writes.append(mtf.assign(accumulators.weight_state, divisor * kept))
         step.write(writes, gate)
-        skips = self._make_skips(given, before)
-        if skips:
+        skips: Skips | None = None
+        if wrapper._limit:
+            skips = Skips(
+                wrapper.name,
+                [v.name for v in given.owners],
+                [f"(shard {number})" for number in range(axes.num_shards)],
+                last="Not finite in the last step:",
+                waiting=[before.waiting],
+                limit=wrapper._limit,
+                missed=[before.missed],
+            )
             step.at_end(skips.end_of_step)
-            too_many = mtf.greater(now.waiting, wrapper._limit)
-            step.run_when(too_many, gate, lambda: self._report(skips, given))
+            with step.branch_when(mtf.greater(now.waiting, wrapper._limit), gate):
+                found = NotFinite(given.present, axes, reducer).outputs[0]
+                step.add(skips.report([mtf.anonymize(found)]))
         mtf.scalar_summary(f"summary/{wrapper.name}/update_step", now.update_step)
-        ReplicaSummaries(f"summary/{wrapper.name}/made", now.made)
-        ReplicaSummaries(f"summary/{wrapper.name}/dropped", now.dropped)
+        replicas.ReplicaSummaries(f"summary/{wrapper.name}/made", now.made)
+        replicas.ReplicaSummaries(f"summary/{wrapper.name}/dropped", now.dropped)
 
         def note() -> None:
             wrapper._set_step_attributes(before, now, skips)
@@ -404,26 +407,6 @@ class _AggregateReplicas(Stage):
             return accumulators.take_when(due, step, gate, weight=divisor)
         share = 1.0 / axes.num_shards
         return accumulators.take_when(due, step, gate, divisor, of_reduced=share)
-
-    def _make_skips(self, gradients: GradientSet, before: ReplicaState) -> Skips | None:
-        wrapper = self.wrapper
-        if not wrapper._limit:
-            return None
-        rows = [f"(shard {number})" for number in range(self.axes.num_shards)]
-        return Skips(
-            wrapper.name,
-            [v.name for v in gradients.owners],
-            rows,
-            last="Not finite in the last step:",
-            waiting=[before.waiting],
-            limit=wrapper._limit,
-            missed=[before.missed],
-        )
-
-    def _report(self, skips: Skips, gradients: GradientSet) -> list[mtf.Operation]:
-        axes, reducer = self.axes, self.wrapper.reducer
-        found = NotFinite(gradients.present, axes, reducer).outputs[0]
-        return skips.report([mtf.anonymize(found)])
 
 
 # For some gradients, by position, each replica's parts of the sums that they are made of.

@@ -312,7 +312,16 @@ class Wrapper(TrainOptimizerInterface, mtf.optimize.Optimizer):
         owners = [v for g, v in zip(grads, variables) if g is not None]
         stack = self._check_stack(grads, variables, inner_arguments)
         if not owners:
-            self._warn_of_no_gradients(variables)
+            names = counted([v.name for v in variables], "variable") if variables else ""
+            if names:
+                warn_once(
+                    f"no gradients {self.name} {names}",
+                    "%s trains nothing: every gradient is None, of %s. mtf.gradients has none for "
+                    "a variable that the loss does not depend on, or only through integers, "
+                    "complex numbers or mtf.stop_gradient.",
+                    self.name,
+                    names,
+                )
             return []
         # Builds the steps of other pairs, which an error in this one does not undo.
         books = [wrapper._slots for wrapper in self._wrappers()]
@@ -394,18 +403,6 @@ class Wrapper(TrainOptimizerInterface, mtf.optimize.Optimizer):
         grads, variables = arguments.check_grads_and_variables(grads, variables)
         self._check_shapes(grads, variables)
         return grads, variables
-
-    def _warn_of_no_gradients(self, variables: Sequence[mtf.Variable]) -> None:
-        if variables:
-            names = counted([v.name for v in variables], "variable")
-            warn_once(
-                f"no gradients {self.name} {names}",
-                "%s trains nothing: every gradient is None, of %s. mtf.gradients has none for a "
-                "variable that the loss does not depend on, or only through integers, complex "
-                "numbers or mtf.stop_gradient.",
-                self.name,
-                names,
-            )
 
     def _check_arguments(self, inner_arguments: PassedOnArguments) -> None:
         inner_arguments.check(self._segment()[0][-1].opt)
