@@ -161,7 +161,6 @@ class Estimator(_TensorFlows):
                 "say where steps run.",
                 ", ".join(not_read),
             )
-        self._params = params
         self._warm_start = warm_start_settings(warm_start_from)
         self._with_averages = evaluate_with_averages
         self._skip_damaged = skip_damaged_checkpoint
@@ -173,7 +172,8 @@ class Estimator(_TensorFlows):
             _Modes.EVAL: eval_batch_size,
             _Modes.PREDICT: predict_batch_size,
         }
-        self._model = ModelFn(model_fn, tpu_config is not None or use_tpu, batch_sizes)
+        is_for_tpu = tpu_config is not None or use_tpu
+        self._model = ModelFn(model_fn, params, self.config, is_for_tpu, batch_sizes)
 
     @property
     def model_dir(self) -> str:
@@ -188,7 +188,7 @@ class Estimator(_TensorFlows):
     @property
     def params(self) -> Any:
         """The params as the caller gave them, without additions for the model_fn."""
-        return self._params
+        return self._model.params
 
     @property
     def model_fn(self) -> Callable[..., Any]:
@@ -199,7 +199,7 @@ class Estimator(_TensorFlows):
         """
 
         def call(features: Any, labels: Any, mode: str, config: Any) -> Any:
-            return self._model.build_on_devices(features, labels, mode, self.params, config)
+            return self._model._replace(config=config).build_on_devices(features, labels, mode)
 
         return call
 
@@ -407,9 +407,7 @@ class Estimator(_TensorFlows):
         start = Start(self._checkpoint(path), with_averages=self._with_averages)
         with self._graph():
             received = serving_input_receiver_fn()
-            spec, scaffold = self._model.build_to_export(
-                received.features, None, _Modes.PREDICT, self.params, self.config
-            )
+            spec, scaffold = self._model.build_to_export(received.features)
             inputs = received.receiver_tensors
             inputs = inputs if isinstance(inputs, dict) else {"input": inputs}
             with start.restorable() as restored:
@@ -468,7 +466,7 @@ class Estimator(_TensorFlows):
             checkpoint_to_warm_start(settings[0])
         mesh_shape = f"all:{self._num_cores}"
         place = runtime_for(self.runtime, mesh_shape, config=self._setting("session_config"))
-        built = self._model.build(input_fn, mode, place, self.params, self.config)
+        built = self._model.build(input_fn, mode, place)
         if settings:
             warm_start(settings)
         return (place, *built)

@@ -22,25 +22,22 @@ from mtf_gradsync.tools.estimator.hooks import add_saver
 
 
 class ModelFn(NamedTuple):
-    """A model_fn, and the items that are added to the caller's params before it gets them.
+    """A model_fn, the caller's params and RunConfig, and the items that are added to the params.
 
-    `batch_sizes` has, for each mode, the value that params["batch_size"] gets; if this value is
-    None, the item "batch_size" is not added. If `is_for_tpu` is set, the item "use_tpu" is always
-    added, as TPUEstimator adds it. If `is_for_tpu` is not set, "use_tpu" is added only in a SIMD
-    program.
+    The model_fn gets a copy of `params`. `batch_sizes` has, for each mode, the value that
+    params["batch_size"] gets; if this value is None, the item "batch_size" is not added. If
+    `is_for_tpu` is set, the item "use_tpu" is always added, as TPUEstimator adds it. If
+    `is_for_tpu` is not set, "use_tpu" is added only in a SIMD program.
     """
 
     function: Callable[..., Any]
+    params: Any
+    config: Any
     is_for_tpu: bool
     batch_sizes: Mapping[str, int | None]
 
     def build(
-        self,
-        input_fn: Callable[..., Any],
-        mode: str,
-        place: OnDevices | OnCores,
-        params: Any,
-        config: Any,
+        self, input_fn: Callable[..., Any], mode: str, place: OnDevices | OnCores
     ) -> tuple[Any, tf.train.Scaffold | None, list[Any]]:
         """Builds the input and the model of a step in the default graph.
 
@@ -48,8 +45,6 @@ class ModelFn(NamedTuple):
           input_fn: a function that returns the batches, in any form that `Estimator.train` takes.
           mode: "train", "eval" or "infer".
           place: where the step runs: on devices, or on the cores of a SIMD program.
-          params: the caller's params; the model_fn gets a copy.
-          config: the RunConfig.
 
         Returns:
           Three values: the spec that the model_fn returned; the spec's scaffold, or None; and the
@@ -60,53 +55,45 @@ class ModelFn(NamedTuple):
         scope = tf.get_variable_scope()
         with tf.variable_scope(scope, use_resource=is_program or scope.use_resource):
             tf.train.get_or_create_global_step()
-        params = self._params(params, mode, is_program)
-        features, labels, hooks = features_and_labels(input_fn, mode, params, config)
+        params = self._params(mode, is_program)
+        features, labels, hooks = features_and_labels(input_fn, mode, params, self.config)
         with place.building() as program:
             if program is not None:
                 _set_items(params, context=program.tpu_context)
-            spec, scaffold = self._call_model_fn(features, labels, mode, params, config)
+            spec, scaffold = self._call_model_fn(features, labels, mode, params)
         has_saver = scaffold is not None and scaffold.saver is not None
         is_training = mode == tf.estimator.ModeKeys.TRAIN
         if is_training and not has_saver and not tf.get_collection(tf.GraphKeys.SAVERS):
-            add_saver(config, var_list=None)
+            add_saver(self.config, var_list=None)
         return spec, scaffold, hooks
 
-    def build_on_devices(
-        self, features: Any, labels: Any, mode: str, params: Any, config: Any
-    ) -> Any:
+    def build_on_devices(self, features: Any, labels: Any, mode: str) -> Any:
         """Calls the model_fn to build a model on devices, and returns its spec.
 
-        `features` and `labels` are tensors of a batch, `mode` is "train", "eval" or "infer", and
-        `config` is the RunConfig. The model_fn gets a copy of `params` with the items that
-        TPUEstimator would add, such as "batch_size".
+        `features` and `labels` are tensors of a batch, and `mode` is "train", "eval" or "infer".
+        The model_fn gets the params with the items that TPUEstimator would add, such as
+        "batch_size".
         """
-        return self._call_model_fn(
-            features, labels, mode, self._params(params, mode, False), config
-        )[0]
+        return self._call_model_fn(features, labels, mode, self._params(mode, False))[0]
 
-    def build_to_export(
-        self, features: Any, labels: Any, mode: str, params: Any, config: Any
-    ) -> tuple[Any, tf.train.Scaffold | None]:
-        """Calls the model_fn to build a model to export, on devices.
+    def build_to_export(self, features: Any) -> tuple[Any, tf.train.Scaffold | None]:
+        """Calls the model_fn to build a model to export, which predicts, on devices.
 
         Returns the spec of the model_fn, and the spec's scaffold, or None if the spec has no
-        scaffold. `features` and `labels` are the tensors that the model reads, `mode` is "infer",
-        and `config` is the RunConfig. The model_fn gets a copy of `params`, to which no
-        "batch_size" is added.
+        scaffold. `features` are the tensors that the model reads. The model_fn gets the params,
+        to which no "batch_size" is added.
         """
-        return self._call_model_fn(
-            features, labels, mode, self._params(params, None, False), config
-        )
+        mode = tf.estimator.ModeKeys.PREDICT
+        return self._call_model_fn(features, None, mode, self._params(None, False))
 
-    def _params(self, params: Any, mode: str | None, is_program: bool) -> Any:
+    def _params(self, mode: str | None, is_program: bool) -> Any:
         """Returns a copy of the params, with the items that TPUEstimator would add.
 
         The item "batch_size" is added if `batch_sizes` has a number for `mode`; if `mode` is None,
         the item is not added. The value of the item "use_tpu" is `is_program`, which says whether
         the model is a SIMD program.
         """
-        params = copy.deepcopy(params) if params is not None else {}
+        params = copy.deepcopy(self.params) if self.params is not None else {}
         batch_size = self.batch_sizes.get(mode or "")
         if batch_size is not None:
             _set_items(params, batch_size=batch_size)
@@ -116,17 +103,17 @@ class ModelFn(NamedTuple):
         return params
 
     def _call_model_fn(
-        self, features: Any, labels: Any, mode: str, params: Any, config: Any
+        self, features: Any, labels: Any, mode: str, params: Any
     ) -> tuple[Any, tf.train.Scaffold | None]:
         """Calls the model_fn with these arguments; returns its spec, and the scaffold or None.
 
         `features` and `labels` are the tensors that the model reads, `mode` is "train", "eval" or
-        "infer", `params` are the model_fn's own settings, and `config` is the RunConfig. Raises
-        TypeError if the model_fn returns something that is no spec.
+        "infer", and `params` is a result of `_params`. Raises TypeError if the model_fn returns
+        something that is no spec.
         """
         tf.train.get_or_create_global_step()
         given = {"features": features, "labels": labels, "mode": mode}
-        spec = _call_with_named(self.function, **given, params=params, config=config)
+        spec = _call_with_named(self.function, **given, params=params, config=self.config)
         if not hasattr(spec, "train_op"):
             raise TypeError(
                 "model_fn must return an EstimatorSpec or a TPUEstimatorSpec, got "
