@@ -138,7 +138,7 @@ def set_clock_back(step: int, seconds: float) -> None:
     def jump(*unused_args: Any) -> None:
         set_back[0] = True
 
-    _replace(loop._Loop, "one_step", _at_call(step, jump))
+    _replace(loop.TrainingLoop, "_make_step", _at_call(step, jump))
     time.time = lambda: real() - (seconds if set_back[0] else 0.0)
 
 

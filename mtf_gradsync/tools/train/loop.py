@@ -48,87 +48,11 @@ class LoopResult(NamedTuple):
     steps_made: int
 
 
-def train_loop(
-    runner: Runner,
-    graph: TrainGraph,
-    config: RunConfig,
-    tokens_per_step: int,
-    recorder: MetricsRecorder,
-    on_checkpoint: Callable[[str, int, Progress], bool],
-    on_first_step: Callable[[], None] = lambda: None,
-    on_timeline: Callable[[Timeline, int, int], None] = lambda timeline, first, last: None,
-) -> LoopResult:
-    """Makes training steps from the newest checkpoint on, up to train_steps or a stop signal.
+class TrainingLoop:
+    """A loop that makes training steps and checkpoints from the newest checkpoint on."""
 
-    Args:
-      runner: makes steps and checkpoints; the loop enters it, as a context manager.
-      graph: the training graph whose steps the runner makes.
-      config: how long to train, and how often to save and log. A checkpoint is written while the
-        next steps run. But if the run evaluates its checkpoints, the next step waits until the
-        checkpoint is written and evaluated.
-      tokens_per_step: the number of targets in a global batch, padding included.
-      recorder: the recorder that gets measurements every log_steps steps.
-      on_checkpoint: a function that is called after each save, with the checkpoint's path, its step
-        and the `Progress`. It returns whether the run ends at this checkpoint.
-      on_first_step: a function that is called after the user has seen the first step, for work that
-        can wait until then.
-      on_timeline: a function that is called once if the config asks for a timeline. It gets the
-        timeline and the numbers of the first and the last step in it.
-
-    Raises:
-      TrainingError: the loss is not finite for too long (see `Patience`); the learning rate is
-        negative or not finite; too many steps make no update; or a step or a hook raises an
-        exception. In these cases no checkpoint is saved.
-      DataError: if there is no batch for a step. A checkpoint of the steps before is saved.
-    """
-    with StopSignal() as stop, runner:
-        loop = _Loop(runner, graph, config, tokens_per_step, recorder, on_checkpoint, on_first_step)
-
-        def train_to(last: int) -> int | None:
-            """Makes steps up to `last`; returns the signal that stopped all processes, or None."""
-            while loop.step < last and not loop.is_at_end and not runner.should_stop():
-                stopped_by = runner.agreed_stop(stop.received)
-                if stopped_by is not None:
-                    return stopped_by
-                loop.one_step()
-            return None
-
-        try:
-            begin = runner.first_step + _STEPS_BEFORE_TIMELINE
-            end = begin + config.timeline_steps
-            stopped_by = None
-            if begin < end and config.train_steps < end:
-                loop.progress.message(
-                    f"no timeline: it would be of steps {begin + 1} to {end}, and the run ends at "
-                    f"step {config.train_steps}"
-                )
-            elif begin < end:
-                stopped_by = train_to(begin)
-                if stopped_by is None:
-                    stopped_by = loop.record_steps(lambda: train_to(end), on_timeline)
-            if stopped_by is None:
-                stopped_by = train_to(config.train_steps)
-            loop.save()
-            loop.wait_for_checkpoint()
-            loop.tell_unapplied_steps()
-        except (TrainingError, ConfigError):
-            raise
-        except _OF_A_STEP as error:
-            raise loop.as_training_error(error) from error
-        finally:
-            loop.progress.close()
-    return LoopResult(
-        loop.step, stopped_by or stop.received, loop.seconds, loop.step - runner.first_step
-    )
-
-
-class _Loop:
-    """The state of one training loop, which `train_loop` makes from its own arguments.
-
-    `step` is the number of the newest step that was begun, and `seconds` is the time that steps
-    have taken. `is_at_end` is true if `on_checkpoint` has said that the run ends at the newest
-    checkpoint.
-    """
+    _step: int
+    _progress: Progress
 
     def __init__(
         self,
@@ -139,24 +63,90 @@ class _Loop:
         recorder: MetricsRecorder,
         on_checkpoint: Callable[[str, int, Progress], bool],
         on_first_step: Callable[[], None],
+        on_timeline: Callable[[Timeline, int, int], None],
     ):
+        """Makes a loop, which `run` runs once.
+
+        Args:
+          runner: makes steps and checkpoints; the loop enters it, as a context manager.
+          graph: the training graph whose steps the runner makes.
+          config: how long to train, and how often to save and log. A checkpoint is written while
+            the next steps run. But if the run evaluates its checkpoints, the next step waits until
+            the checkpoint is written and evaluated.
+          tokens_per_step: the number of targets in a global batch, padding included.
+          recorder: the recorder that gets measurements every log_steps steps.
+          on_checkpoint: a function that is called after each save, with the checkpoint's path, its
+            step and the `Progress`. It returns whether the run ends at this checkpoint.
+          on_first_step: a function that is called after the user has seen the first step, for work
+            that can wait until then.
+          on_timeline: a function that is called once if the config asks for a timeline. It gets the
+            timeline and the numbers of the first and the last step in it.
+        """
         self._runner, self._config, self._recorder = runner, config, recorder
-        self._on_checkpoint = on_checkpoint
+        self._on_checkpoint, self._on_timeline = on_checkpoint, on_timeline
         self._on_first_step: Callable[[], None] | None = on_first_step
         self._patience, self._parameters = Patience(graph.optimizers), graph.num_parameters
+        self._tokens_per_step = tokens_per_step
         self._pending: collections.deque[Callable[[], dict[str, Any]]] = collections.deque()
-        self.step = self._saved_at = self._begun_at = runner.first_step
         self._saving: Future[str] | None = None
         # Updates made by the end of each step, where the optimizers count them.
         self._updates: list[int] = []
-        self.seconds = 0.0
-        self.is_at_end = False
+        self._seconds = 0.0
+        self._is_at_end = False
         self._means = StepMeans(graph.loss_denominator)
         if recorder.saved_means is not None:
             self._means.restore(recorder.saved_means)
-        self.progress = Progress(self.step, config.train_steps, tokens_per_step)
 
-    def one_step(self) -> None:
+    def run(self) -> LoopResult:
+        """Makes steps up to train_steps, or until a signal or a checkpoint ends the loop.
+
+        Raises:
+          TrainingError: the loss is not finite for too long (see `Patience`); the learning rate is
+            negative or not finite; too many steps make no update; or a step or a hook raises an
+            exception. In these cases no checkpoint is saved.
+          DataError: if there is no batch for a step. A checkpoint of the steps before is saved.
+        """
+        runner, last = self._runner, self._config.train_steps
+        with StopSignal() as stop, runner:
+            self._step = self._saved_at = self._begun_at = runner.first_step
+            self._progress = Progress(self._step, last, self._tokens_per_step)
+            try:
+                begin = runner.first_step + _STEPS_BEFORE_TIMELINE
+                end = begin + self._config.timeline_steps
+                stopped_by = None
+                if begin < end and last < end:
+                    self._progress.message(
+                        f"no timeline: it would be of steps {begin + 1} to {end}, and the run ends "
+                        f"at step {last}"
+                    )
+                elif begin < end:
+                    stopped_by = self._train_to(begin, stop)
+                    if stopped_by is None:
+                        stopped_by = self._record_to(end, stop)
+                if stopped_by is None:
+                    stopped_by = self._train_to(last, stop)
+                self._save()
+                self._wait_for_checkpoint()
+                self._tell_unapplied_steps()
+            except (TrainingError, ConfigError):
+                raise
+            except _OF_A_STEP as error:
+                raise self._as_training_error(error) from error
+            finally:
+                self._progress.close()
+        made = self._step - runner.first_step
+        return LoopResult(self._step, stopped_by or stop.received, self._seconds, made)
+
+    def _train_to(self, last: int, stop: StopSignal) -> int | None:
+        """Makes steps up to `last`; returns the signal that stopped all processes, or None."""
+        while self._step < last and not self._is_at_end and not self._runner.should_stop():
+            stopped_by = self._runner.agreed_stop(stop.received)
+            if stopped_by is not None:
+                return stopped_by
+            self._make_step()
+        return None
+
+    def _make_step(self) -> None:
         """Begins the next step, and reads results of steps that were begun before.
 
         A comparison of variables' copies, an island's exchange of values and a checkpoint follow,
@@ -168,47 +158,43 @@ class _Loop:
         except DataError as error:
             # The steps before are good. (Other processes may be in the middle of this one.)
             if self._runner.is_alone:
-                self.save()
-                self.wait_for_checkpoint()
+                self._save()
+                self._wait_for_checkpoint()
             raise DataError(f"{error} {self._newest_checkpoint()}") from error
-        before, self.step = self.step, self.step + 1
+        before, self._step = self._step, self._step + 1
         # The user wants to see the first step at once.
         ahead = self._runner.steps_ahead if self._on_first_step is None else 0
         while len(self._pending) > ahead:
             self._look_at_oldest()
-        self.seconds += time.monotonic() - began
+        self._seconds += time.monotonic() - began
         if self._saving and self._saving.done():
-            self.wait_for_checkpoint()
+            self._wait_for_checkpoint()
         every = self._config.watch_copies_steps
-        if every and self.step % every == 0:
+        if every and self._step % every == 0:
             self._runner.check_copies()
-        self.step = self._runner.exchange(self.step, self._config.train_steps)
+        self._step = self._runner.exchange(self._step, self._config.train_steps)
         every = self._config.save_checkpoints_steps
-        if self.step // every > before // every:
-            self.save()
+        if self._step // every > before // every:
+            self._save()
 
-    def record_steps(
-        self, steps: Callable[[], int | None], on_timeline: Callable[[Timeline, int, int], None]
-    ) -> int | None:
-        """Records a timeline of the training steps that the function `steps` makes.
+    def _record_to(self, last: int, stop: StopSignal) -> int | None:
+        """Makes steps up to `last` as `_train_to` does, and records a timeline of them.
 
-        Returns what `steps` returns: the signal that stopped the training steps, or None. Once the
-        steps are made, `on_timeline` is called with the timeline and with the numbers of the first
-        and the last step in it. If recording fails, the user gets a message, and the run goes on.
+        If recording fails, the user gets a message, and the run goes on.
         """
         self._look_at_all()
         timeline = self._runner.timeline()
-        result = None
-        first, before = self.step + 1, len(self._updates)
+        stopped_by = None
+        first, before = self._step + 1, len(self._updates)
         try:
             with timeline:
-                result = steps()
+                stopped_by = self._train_to(last, stop)
                 self._look_at_all()
             timeline.mark_updates(self._updates[before - 1 :] if before else ())
-            on_timeline(timeline, first, self.step)
+            self._on_timeline(timeline, first, self._step)
         except TimelineError as error:
-            self.progress.message(f"no timeline: {error}")
-        return result
+            self._progress.message(f"no timeline: {error}")
+        return stopped_by
 
     def _look_at_all(self) -> None:
         while self._pending:
@@ -222,7 +208,7 @@ class _Loop:
             return f"The newest checkpoint is of step {self._saved_at}."
         return "There is no checkpoint yet."
 
-    def as_training_error(self, error: BaseException) -> TrainingError:
+    def _as_training_error(self, error: BaseException) -> TrainingError:
         """Returns the TrainingError to raise for `error`, an exception that a step has raised.
 
         The text of the TrainingError also names the newest checkpoint.
@@ -234,11 +220,11 @@ class _Loop:
         if isinstance(error, tf.errors.InvalidArgumentError):
             self._check_updates_made()
         return TrainingError(
-            f"A step after step {self.step} failed: {type(error).__name__}: {first_line(error)}. "
+            f"A step after step {self._step} failed: {type(error).__name__}: {first_line(error)}. "
             f"{self._newest_checkpoint()}"
         )
 
-    def save(self) -> None:
+    def _save(self) -> None:
         """Begins to save a checkpoint of the last step, unless that step has one already.
 
         The checkpoint is written while the next steps run. If the run evaluates its checkpoints,
@@ -246,20 +232,20 @@ class _Loop:
         """
         began = time.monotonic()
         self._look_at_all()
-        self.seconds += time.monotonic() - began
-        if self.step == self._begun_at:
+        self._seconds += time.monotonic() - began
+        if self._step == self._begun_at:
             return
-        self.wait_for_checkpoint()
+        self._wait_for_checkpoint()
         self._check_updates_made()
         if self._config.watch_copies_steps:
             self._runner.check_copies()
-        self._recorder.save_means(self.step, self._means)
-        self._saving, self._begun_at = self._runner.begin_save(self.step), self.step
+        self._recorder.save_means(self._step, self._means)
+        self._saving, self._begun_at = self._runner.begin_save(self._step), self._step
         if self._config.eval_dataset_fn is not None:  # it is scored before the next step
-            self.wait_for_checkpoint()
-        self.progress.pause()
+            self._wait_for_checkpoint()
+        self._progress.pause()
 
-    def wait_for_checkpoint(self) -> None:
+    def _wait_for_checkpoint(self) -> None:
         """Waits until the checkpoint that is being written is complete, and calls `on_checkpoint`.
 
         If no checkpoint is being written, nothing happens.
@@ -269,18 +255,18 @@ class _Loop:
         saving, self._saving = self._saving, None
         path = saving.result()
         self._saved_at = self._begun_at
-        self.is_at_end = self._on_checkpoint(path, self._saved_at, self.progress)
+        self._is_at_end = self._on_checkpoint(path, self._saved_at, self._progress)
 
-    def tell_unapplied_steps(self) -> None:
+    def _tell_unapplied_steps(self) -> None:
         """Tells the user after the run's last step how many microbatch steps wait for an update.
 
         The gradients of these steps are accumulated for a later update, which this run does not
         make. If there are no such steps, nothing is printed.
         """
         left = self._means.steps_in_no_update
-        if left and self.step >= self._config.train_steps:
+        if left and self._step >= self._config.train_steps:
             steps = "last step is" if left == 1 else f"last {left} steps are"
-            self.progress.message(
+            self._progress.message(
                 f"the {steps} in the accumulated gradients and in no update: "
                 "GradientAccumulationOptimizer.flush = @is_last_step would make an update from "
                 "these gradients, and a longer run goes on from them"
@@ -309,11 +295,11 @@ class _Loop:
         measured = Measured(loss, values["tokens"], learning_rate)
         self._means.add(measured, int(values["in_sums"]) if "in_sums" in values else None)
         means = self._means.values()
-        self.progress.update(step, means.get("nats_per_token", loss), values["fields"])
+        self._progress.update(step, means.get("nats_per_token", loss), values["fields"])
         if step % self._config.log_steps == 0 or step == self._config.train_steps:
             # XLA drops the assertion with which a step on a placement mesh ends.
             self._check_updates_made()
-            rate = self.progress.tokens_per_second()
+            rate = self._progress.tokens_per_second()
             speed = {"tokens_per_second": round(rate, 1)}
             if self._runner.peak_flops:
                 # 6 operations for each parameter and token: Chowdhery et al. 2022 (PaLM), appendix
@@ -325,8 +311,8 @@ class _Loop:
             call, self._on_first_step = self._on_first_step, None
             began = time.monotonic()
             call()
-            self.progress.pause()
-            self.seconds -= time.monotonic() - began  # `seconds` is of steps
+            self._progress.pause()
+            self._seconds -= time.monotonic() - began  # `_seconds` is of steps
 
     def _check_updates_made(self) -> None:
         """Raises TrainingError if there were too many steps without an update."""

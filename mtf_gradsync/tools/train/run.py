@@ -30,12 +30,14 @@ from mtf_gradsync.tools.islands import ElasticIslands, Folder, IslandError, read
 from mtf_gradsync.tools.islands.journal import Status
 from mtf_gradsync.tools.timelines import Timeline
 from mtf_gradsync.tools.train.config import RunConfig, check_schedule
+from mtf_gradsync.tools.train.data.batches import TrainingBatches
 from mtf_gradsync.tools.train.errors import raised_as, writing_to
 from mtf_gradsync.tools.train.evaluation import Score
 from mtf_gradsync.tools.train.figures import check_drawing
 from mtf_gradsync.tools.train.held_out import SPEED, HeldOut, Improvement
-from mtf_gradsync.tools.train.loop import LoopResult, train_loop
+from mtf_gradsync.tools.train.loop import LoopResult, TrainingLoop
 from mtf_gradsync.tools.train.metrics import MetricsRecorder, Progress, read_metrics
+from mtf_gradsync.tools.train.model import TrainingJob
 from mtf_gradsync.tools.train.page import Ended, check_pages_installed, write_page
 from mtf_gradsync.tools.train.resuming import adapt_start, check_data, say_changes
 from mtf_gradsync.tools.train.run_files import (
@@ -53,9 +55,9 @@ from mtf_gradsync.tools.train.run_files import (
     write_facts,
     write_recorded_steps,
 )
-from mtf_gradsync.tools.train.runner import Runner, prepare, training_graph
+from mtf_gradsync.tools.train.runner import prepare, training_graph
 from mtf_gradsync.tools.train.traffic import list_traffic
-from mtf_gradsync.tools.train.train_graph import EXAMPLES, TrainGraph
+from mtf_gradsync.tools.train.train_graph import EXAMPLES
 
 
 class RunResult(NamedTuple):
@@ -131,7 +133,7 @@ def run(
     Raises:
       ConfigError: if a setting cannot work, another run writes to the directory, or its newest
         checkpoint is not accepted.
-      TrainingError: if training cannot go on, as `train_loop` says, or nothing can be written.
+      TrainingError: if training cannot go on (see `TrainingLoop.run`), or nothing can be written.
     """
     with _log_lines(say):
         this = _Run(config, model_dir, say, accepted, role)
@@ -228,7 +230,7 @@ class _Run:
         return RunResult(result.step, result.stopped_by, None, None)
 
     def _train(self, start: Start) -> LoopResult:
-        """Builds the training graph and makes the steps that follow the checkpoint of `start`.
+        """Makes the steps that follow the checkpoint of `start`, on the run's data, checked.
 
         If the run has made all its steps already, no graph is built, and no step is made.
         """
@@ -244,11 +246,9 @@ class _Run:
             say(f"{improvement}: the run has ended (train.run.max_steps_without_decrease)")
         if not is_finished:
             say(f"steps run on {self._runtime}")
-        name = directory.absolute().name
         with _errors_of_islands():
-            part = ElasticIslands().part(name)
+            part = ElasticIslands().part(directory.absolute().name)
         job = self._job._replace(examples_before=step * self._job.model.batch_size, data_part=part)
-        began = time.monotonic()
         with tf.Graph().as_default(), job.batches() as batches:
             if start.path:
                 before = read_facts(directory)
@@ -257,82 +257,79 @@ class _Run:
             if is_finished:
                 say_changes(directory, say)
                 return LoopResult(step, None, 0.0, 0)
-            graph, program, make_runner = training_graph(job, batches, self._runtime, self._session)
-            _say_rounded_variables(graph.lowering, say)
-            if config.evaluate_with_averages:
-                with raised_as(ConfigError, NoAveragesError):
-                    check_averages_kept()
-            with _errors_of_islands():
-                island = ElasticIslands().island(graph.lowering, name)
-            if island:
-                of = f", and learns from part {part.part} of {part.parts} of the data"
-                of = of if part.parts > 1 else ""
-                say(f"this run is the island {island.name!r} of {island.folder.url}{of}")
-            if start.path:
-                start = adapt_start(start, accept, say, f"going on from {start.path},")
-            elif config.init_checkpoint:
-                counters = ("global_step", EXAMPLES)
-                variables = [v for v in tf.global_variables() if v.op.name not in counters]
-                say(initialize_from(config.init_checkpoint, variables))
-            mesh = mesh_text(job.model.mesh.shape)
-            say(
-                f"training {graph.num_parameters:,} parameters on the mesh {mesh}, from step "
-                f"{step} to {config.train_steps} (graph built in {time.monotonic() - began:.0f} s)"
-            )
-            say_changes(directory, say)
-            write_config(directory)
-            facts = RunFacts(
-                mesh=mesh,
-                layout=str(config.layout_rules),
-                runtime=str(self._runtime),
-                optimizers=[type(opt).__name__ for opt in graph.optimizers],
-                parameters=graph.num_parameters,
-                tokens_per_step=job.tokens_per_step,
-                versions=versions(),
-                traffic=None,
-                first_examples=batches.first_examples() if start.path else [],
-            )
-            write_facts(directory, facts)
-            remove_later_recorded(directory, step)
-            runner = make_runner(self._checkpoint_dir, start, config, island)
-            with MetricsRecorder(directory, METRICS_FILE, step) as recorder:
-
-                def on_first_step() -> None:
-                    """Writes the run's facts, builds the evaluation, and checks that plots work.
-
-                    This is done after the first step, so that it does not delay the start.
-                    """
-                    traffic = list_traffic(graph, program) if config.reports else None
-                    first = batches.first_examples()
-                    write_facts(directory, facts._replace(traffic=traffic, first_examples=first))
-                    if config.reports:
-                        recorder.write_once(step + 1, traffic.scalars if traffic else {})
-                    self.evaluation.build()
-                    # Includes the parameters that evaluation alone takes from gin.
-                    write_config(directory)
-                    unread_bindings = _unread_bindings()
-                    if unread_bindings:
-                        say(unread_bindings)
-                    check_drawing()
-
-                return self._make_steps(runner, graph, facts, recorder, improvement, on_first_step)
+            return self._make_steps(start, job, batches, improvement)
 
     def _make_steps(
-        self,
-        runner: Runner,
-        graph: TrainGraph,
-        facts: RunFacts,
-        recorder: MetricsRecorder,
-        improvement: Improvement,
-        on_first_step: Callable[[], None],
+        self, start: Start, job: TrainingJob, batches: TrainingBatches, improvement: Improvement
     ) -> LoopResult:
-        """Makes the run's steps and checkpoints, and returns the result of the training loop.
+        """Builds the training graph in the default graph, and makes the run's steps.
 
         Each checkpoint is scored on held-out data, and the best is kept. If the config asks for a
-        timeline, it is written to files. `runner` makes the steps of the step `graph`. `facts` are
-        about the model and the runtime, and `recorder` writes measurements. `improvement` has the
-        lowest held-out loss so far. `on_first_step` is called once, after the first of the steps.
+        timeline, it is written to files. `job` has the settings of the steps that follow `start`,
+        and `batches` are the batches of these steps. `improvement` has the lowest held-out loss so
+        far.
         """
+        config, directory, say = self._config, self.directory, self._say
+        began = time.monotonic()
+        graph, program, make_runner = training_graph(job, batches, self._runtime, self._session)
+        _say_rounded_variables(graph.lowering, say)
+        if config.evaluate_with_averages:
+            with raised_as(ConfigError, NoAveragesError):
+                check_averages_kept()
+        with _errors_of_islands():
+            island = ElasticIslands().island(graph.lowering, directory.absolute().name)
+        if island:
+            part = job.data_part
+            of = f", and learns from part {part.part} of {part.parts} of the data"
+            of = of if part.parts > 1 else ""
+            say(f"this run is the island {island.name!r} of {island.folder.url}{of}")
+        step = start.step
+        if start.path:
+            words = f"going on from {start.path},"
+            start = adapt_start(start, self._accepted.differences, say, words)
+        elif config.init_checkpoint:
+            counters = ("global_step", EXAMPLES)
+            variables = [v for v in tf.global_variables() if v.op.name not in counters]
+            say(initialize_from(config.init_checkpoint, variables))
+        mesh = mesh_text(job.model.mesh.shape)
+        say(
+            f"training {graph.num_parameters:,} parameters on the mesh {mesh}, from step "
+            f"{step} to {config.train_steps} (graph built in {time.monotonic() - began:.0f} s)"
+        )
+        say_changes(directory, say)
+        write_config(directory)
+        facts = RunFacts(
+            mesh=mesh,
+            layout=str(config.layout_rules),
+            runtime=str(self._runtime),
+            optimizers=[type(opt).__name__ for opt in graph.optimizers],
+            parameters=graph.num_parameters,
+            tokens_per_step=job.tokens_per_step,
+            versions=versions(),
+            traffic=None,
+            first_examples=batches.first_examples() if start.path else [],
+        )
+        write_facts(directory, facts)
+        remove_later_recorded(directory, step)
+        runner = make_runner(self._checkpoint_dir, start, config, island)
+
+        def on_first_step() -> None:
+            """Writes the run's facts, builds the evaluation, and checks that plots work.
+
+            This is done after the first step, so that it does not delay the start.
+            """
+            traffic = list_traffic(graph, program) if config.reports else None
+            first = batches.first_examples()
+            write_facts(directory, facts._replace(traffic=traffic, first_examples=first))
+            if config.reports:
+                recorder.write_once(step + 1, traffic.scalars if traffic else {})
+            self.evaluation.build()
+            # Includes the parameters that evaluation alone takes from gin.
+            write_config(directory)
+            unread_bindings = _unread_bindings()
+            if unread_bindings:
+                say(unread_bindings)
+            check_drawing()
 
         def on_checkpoint(saved: str, at: int, progress: Progress) -> bool:
             """Scores the checkpoint `saved` of the step `at`, and keeps it if it is the best.
@@ -345,27 +342,27 @@ class _Run:
             if score is None:
                 return False
             is_best = improvement.add(at, score.nats_per_token)
-            if is_best and self._config.keep_best and Path(saved).parent == self.directory:
-                keep_best(saved, self.directory)
+            if is_best and config.keep_best and Path(saved).parent == directory:
+                keep_best(saved, directory)
             if improvement.has_ended:
                 progress.message(f"{improvement}: the run ends here")
             return improvement.has_ended
 
         def on_timeline(timeline: Timeline, first: int, last: int) -> None:
-            self._say(str(timeline.save(self.directory / TRACE_FILE)))
-            recorded = RecordedSteps(first, last, facts.mesh, timeline.table())
-            write_recorded_steps(self.directory, recorded)
+            say(str(timeline.save(directory / TRACE_FILE)))
+            write_recorded_steps(directory, RecordedSteps(first, last, mesh, timeline.table()))
 
-        return train_loop(
-            runner,
-            graph,
-            self._config,
-            facts.tokens_per_step,
-            recorder,
-            on_checkpoint,
-            on_first_step,
-            on_timeline,
-        )
+        with MetricsRecorder(directory, METRICS_FILE, step) as recorder:
+            return TrainingLoop(
+                runner,
+                graph,
+                config,
+                job.tokens_per_step,
+                recorder,
+                on_checkpoint,
+                on_first_step,
+                on_timeline,
+            ).run()
 
     def _evaluate(self, result: LoopResult, newest: str | None) -> RunResult:
         """Evaluates the newest checkpoint, and writes the report.

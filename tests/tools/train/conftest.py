@@ -56,7 +56,7 @@ def train_tiny(directory, *bindings, with_plots=False, gin_file=TINY):
 def after_step(monkeypatch):
     """Makes runs call a function after a number of their own steps; None lets them be."""
     at = {"left": None, "call": None}
-    original = run_module.train_loop
+    original = run_module.TrainingLoop
 
     def loop(runner, *args):
         dispatch, made = runner.dispatch, itertools.count(1)
@@ -70,7 +70,7 @@ def after_step(monkeypatch):
         runner.dispatch = dispatch_and_call
         return original(runner, *args)
 
-    monkeypatch.setattr(run_module, "train_loop", loop)
+    monkeypatch.setattr(run_module, "TrainingLoop", loop)
     return lambda left, call=None: at.update(left=left, call=call)
 
 

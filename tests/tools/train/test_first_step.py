@@ -62,7 +62,7 @@ class Ahead:
 
 def test_the_first_step_is_shown_before_another_begins(tmp_path):
     notes = []
-    result = loop.train_loop(
+    result = loop.TrainingLoop(
         Ahead(notes),
         types.SimpleNamespace(optimizers=(), loss_denominator=1.0, num_parameters=5),
         types.SimpleNamespace(
@@ -77,7 +77,8 @@ def test_the_first_step_is_shown_before_another_begins(tmp_path):
         MetricsRecorder(tmp_path, "metrics.jsonl", 0),
         lambda *args: bool(notes.append("checkpoint")),
         lambda: notes.append("first step"),
-    )
+        lambda *args: None,
+    ).run()
     assert notes[:3] == ["begin 1", "end 1", "first step"]
     # From then on steps run ahead.
     assert notes[3:6] == ["begin 2", "begin 3", "begin 4"]
