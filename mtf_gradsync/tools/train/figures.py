@@ -32,8 +32,15 @@ def check_drawing() -> None:
         ) from error
 
 
-def new_figure(width: float, height: float) -> Any:
-    """Returns an empty figure, sized in inches; raises a ConfigError without matplotlib."""
+# The width of a page's column on a telephone, where letters then have their own size.
+WIDTH = 5.2
+
+
+def new_figure(width: float = WIDTH, height: float = 2.7) -> Any:
+    """Returns an empty figure, sized in inches; by default as wide as a column of a run's page.
+
+    Raises a ConfigError without matplotlib.
+    """
     check_drawing()
     # Not pyplot: its state would outlive the call, and its backend is the program's choice.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -60,8 +67,6 @@ _ON_PAGE = {
     _GRID: "var(--grid)",
     **{color: f"var(--series-{number})" for number, color in enumerate(SERIES, 1)},
 }
-# The width of a page's column on a telephone, where letters then have their own size.
-WIDTH = 5.2
 
 
 def page_style() -> Any:
@@ -87,14 +92,6 @@ def page_style() -> Any:
             "ytick.color": INK,
         }
     )
-
-
-def figure(height: float = 2.7, width: float = WIDTH) -> Any:
-    """Returns an empty figure of matplotlib, by default as wide as a column of the page.
-
-    `height` and `width` are the figure's height and width in inches.
-    """
-    return new_figure(width, height)
 
 
 def as_svg(drawn: Any, prefix: str, description: str) -> str:

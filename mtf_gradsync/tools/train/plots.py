@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Callable, Iterable, Mapping, NamedTuple, Sequence
+from typing import Any, Mapping, NamedTuple, Sequence
 
 import numpy as np
 
@@ -203,16 +203,14 @@ def draw_plots(rows: Rows, unigram_nats: float | None) -> list[Plot]:
     occurs. It is drawn as a horizontal line in the plot of the losses. If `unigram_nats` is None,
     the plot has no such line.
     """
-    others = []
-    for plot in _PLOTS:
-        found = {label: series_of(rows, name) for label, name in plot.lines.items()}
-        others.append(
-            _draw_by_shard(plot, found[""]) if plot.by_shard else _draw_lines(plot, found)
-        )
-    present = [plot for plot in others if plot]
+    found = [
+        _draw(plot, {label: series_of(rows, name) for label, name in plot.lines.items()})
+        for plot in _PLOTS
+    ]
+    present = [plot for plot in found if plot]
     losses = {"training": training_losses(rows), _HELD_OUT: series_of(rows, "held_out_nats")}
     # With the losses in a wide plot, both columns end together.
-    loss = _draw_lines(_LOSS, losses, unigram_nats, is_wide=len(present) % 2 == 0)
+    loss = _draw(_LOSS, losses, unigram_nats, is_wide=len(present) % 2 == 0)
     return [loss, *present] if loss else present
 
 
@@ -236,7 +234,7 @@ def draw_islands(status: Status) -> Plot | None:
     if not status.rows:
         return None
     with figures.page_style():
-        figure = figures.figure(1.3 + 0.3 * len(status.rows))
+        figure = figures.new_figure(height=1.3 + 0.3 * len(status.rows))
         plot_status(status, figure.add_subplot(), _SERIES)
         words = "; ".join(
             f"{row.island}: {row.contributed} contributions, {row.merged} merged, {row.late} late"
@@ -263,7 +261,7 @@ def draw_traffic(traffic: Traffic) -> Plot | None:
         caption += f" It also has what is too little for a bar, {kilobytes(undrawn)} kB in all."
     parts = list(dict.fromkeys(row.part or row.operation for row in rows))
     with figures.page_style():
-        figure = figures.figure(1.1 + 0.32 * len(rows))
+        figure = figures.new_figure(height=1.1 + 0.32 * len(rows))
         axes = figure.add_subplot()
         for index, row in enumerate(rows):
             color = _SERIES[parts.index(row.part or row.operation) % _MOST_LINES]
@@ -286,124 +284,115 @@ def draw_traffic(traffic: Traffic) -> Plot | None:
     return Plot("Bytes by kind and mesh axis", drawn, caption)
 
 
-def _draw_lines(
+def _draw(
     plot: _PlotSettings,
     found: Mapping[str, Series | None],
     level: float | None = None,
     is_wide: bool = False,
 ) -> Plot | None:
-    """Draws a plot with a line for each series; returns None if there is no series.
+    """Draws a plot of series over steps; returns None if there is no series.
 
-    `plot` has the plot's title and axes, and `found` has the series by label. `level` is the height
-    of a horizontal line for the baseline; None draws no such line. `is_wide` is whether the plot is
-    also drawn as wide as two columns of the page.
+    `plot` has the plot's title and axes, and `found` has the series by label. A series of a plot by
+    shard counts only if it has a value for each shard. `level` is the height of a horizontal line
+    for the baseline; None draws no such line. `is_wide` is whether the plot is also drawn as wide
+    as two columns of the page.
     """
-    present = {label: series for label, series in found.items() if series is not None}
+    present = {
+        label: series
+        for label, series in found.items()
+        if series is not None and (series.values.ndim == 2 or not plot.by_shard)
+    }
     if not present:
         return None
     points = {
         label: series if label == _HELD_OUT else thin_out(series, plot.is_count)
         for label, series in present.items()
     }
-
-    def draw(axes: Any) -> None:
-        for color, label in zip(_SERIES, found):
-            if label not in points:
-                continue
-            steps, values, _ = points[label]
-            form: dict[str, Any] = {"linewidth": 1.3}
-            if len(steps) == 1:
-                form = {"marker": "o"}
-            elif label == _HELD_OUT:
-                form = {"marker": "o", "linestyle": "none"}
-            axes.plot(steps, values, color=color, label=label, **form)
-        if level is not None:
-            form = {"color": figures.INK, "linestyle": "--", "linewidth": 1}
-            axes.axhline(level, label="unigram baseline", **form)
-        if len(axes.get_lines()) > 1:
-            axes.legend(fontsize=8)
-
-    words = "; ".join(f"{label}: {_in_words(series)}" for label, series in present.items())
+    if plot.by_shard:
+        words = _shards_in_words(*present.values())
+    else:
+        words = "; ".join(f"{label}: {_in_words(series)}" for label, series in present.items())
     if level is not None:
         words += f"; unigram baseline: {_short(level)}"
-    values = list(present.values())
-    return Plot(
-        plot.title,
-        _to_svg(plot, draw, values, words),
-        plot.caption + _of_means(points.values()),
-        _to_svg(plot, draw, values, words, is_wide) if is_wide else "",
-    )
+
+    def as_svg(width: float, suffix: str = "") -> str:
+        with figures.page_style():
+            figure = figures.new_figure(width)
+            axes = figure.add_subplot()
+            if plot.by_shard:
+                _draw_shards(axes, *points.values())
+            else:
+                _draw_lines(axes, points, dict(zip(found, _SERIES)), level)
+            axes.grid()
+            axes.set_axisbelow(True)
+            axes.set_xlabel("step")
+            axes.set_ylabel(plot.unit)
+            axes.xaxis.get_major_locator().set_params(integer=True)
+            lowest = min(s.values.min() for s in present.values())
+            highest = max(s.values.max() for s in present.values())
+            if plot.is_count:
+                axes.set_ylim(0, max(1.0, 1.05 * highest))
+                axes.yaxis.get_major_locator().set_params(integer=True)
+            elif plot.from_zero:
+                axes.set_ylim(bottom=0)
+            elif lowest > 0 and highest > _LOG_RATIO * lowest:
+                from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+                axes.set_yscale("log")
+                axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+                axes.yaxis.set_major_formatter(FuncFormatter(lambda value, position: f"{value:g}"))
+                axes.yaxis.set_minor_formatter(NullFormatter())
+            prefix = "".join(c if c.isalnum() else "-" for c in plot.title.lower())
+            return figures.as_svg(figure, prefix + suffix, f"{plot.title} over steps. {words}.")
+
+    wide = as_svg(2 * figures.WIDTH + 0.3, "-wide") if is_wide else ""
+    most = max(s.steps_per_point for s in points.values())
+    of_means = f" Each point is the mean of {most} that were logged." if most > 1 else ""
+    return Plot(plot.title, as_svg(figures.WIDTH), plot.caption + of_means, wide)
 
 
-def _draw_by_shard(plot: _PlotSettings, series: Series | None) -> Plot | None:
-    """Draws a plot with a line for each shard, or with the range and median of many shards.
+def _draw_lines(
+    axes: Any, points: Mapping[str, Series], colors: Mapping[str, str], level: float | None
+) -> None:
+    for label, (steps, values, _) in points.items():
+        form: dict[str, Any] = {"linewidth": 1.3}
+        if len(steps) == 1:
+            form = {"marker": "o"}
+        elif label == _HELD_OUT:
+            form = {"marker": "o", "linestyle": "none"}
+        axes.plot(steps, values, color=colors[label], label=label, **form)
+    if level is not None:
+        form = {"color": figures.INK, "linestyle": "--", "linewidth": 1}
+        axes.axhline(level, label="unigram baseline", **form)
+    if len(axes.get_lines()) > 1:
+        axes.legend(fontsize=8)
 
-    `plot` has the plot's title and axes. Returns None if `series` is None, or if it does not have a
-    value for each shard.
-    """
-    if series is None or series.values.ndim != 2:
-        return None
-    points = thin_out(series, plot.is_count)
-    shards = series.values.shape[1]
+
+def _draw_shards(axes: Any, points: Series) -> None:
+    """Draws a line for each shard, or the range and the median of many shards."""
+    shards = points.values.shape[1]
     form: dict[str, Any] = {"marker": "o"} if len(points.steps) == 1 else {"linewidth": 1.2}
+    if shards <= _MOST_LINES:
+        for shard, color in zip(range(shards), _SERIES):
+            values = points.values[:, shard]
+            axes.plot(points.steps, values, color=color, label=f"shard {shard}", **form)
+    else:
+        low, high = points.values.min(axis=1), points.values.max(axis=1)
+        fill = {"color": _SERIES[0], "alpha": 0.3, "linewidth": 0}
+        axes.fill_between(points.steps, low, high, label=f"range of {shards} shards", **fill)
+        middle = np.median(points.values, axis=1)
+        axes.plot(points.steps, middle, color=_SERIES[0], label="median", **form)
+    axes.legend(fontsize=8, ncols=2)
 
-    def draw(axes: Any) -> None:
-        if shards <= _MOST_LINES:
-            for shard, color in zip(range(shards), _SERIES):
-                values = points.values[:, shard]
-                axes.plot(points.steps, values, color=color, label=f"shard {shard}", **form)
-        else:
-            low, high = points.values.min(axis=1), points.values.max(axis=1)
-            fill = {"color": _SERIES[0], "alpha": 0.3, "linewidth": 0}
-            axes.fill_between(points.steps, low, high, label=f"range of {shards} shards", **fill)
-            middle = np.median(points.values, axis=1)
-            axes.plot(points.steps, middle, color=_SERIES[0], label="median", **form)
-        axes.legend(fontsize=8, ncols=2)
 
+def _shards_in_words(series: Series) -> str:
+    shards = series.values.shape[1]
     words = f"{shards} shards from step {series.steps[0]} to {series.steps[-1]}; at the end "
     if shards <= _MOST_LINES:
-        words += ", ".join(f"shard {n} {_short(x)}" for n, x in enumerate(series.last))
-    else:
-        low, high = int(np.argmin(series.last)), int(np.argmax(series.last))
-        words += f"from {_short(series.last[low])} (shard {low}) to "
-        words += f"{_short(series.last[high])} (shard {high})"
-    svg = _to_svg(plot, draw, [series], words)
-    return Plot(plot.title, svg, plot.caption + _of_means([points]))
-
-
-def _to_svg(
-    plot: _PlotSettings,
-    draw: Callable[[Any], None],
-    values: Sequence[Series],
-    words: str,
-    is_wide: bool = False,
-) -> str:
-    with figures.page_style():
-        figure = figures.figure(width=2 * figures.WIDTH + 0.3 if is_wide else figures.WIDTH)
-        axes = figure.add_subplot()
-        draw(axes)
-        axes.grid()
-        axes.set_axisbelow(True)
-        axes.set_xlabel("step")
-        axes.set_ylabel(plot.unit)
-        axes.xaxis.get_major_locator().set_params(integer=True)
-        lowest = min(s.values.min() for s in values)
-        highest = max(s.values.max() for s in values)
-        if plot.is_count:
-            axes.set_ylim(0, max(1.0, 1.05 * highest))
-            axes.yaxis.get_major_locator().set_params(integer=True)
-        elif plot.from_zero:
-            axes.set_ylim(bottom=0)
-        elif lowest > 0 and highest > _LOG_RATIO * lowest:
-            from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
-
-            axes.set_yscale("log")
-            axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-            axes.yaxis.set_major_formatter(FuncFormatter(lambda value, position: f"{value:g}"))
-            axes.yaxis.set_minor_formatter(NullFormatter())
-        prefix = "".join(c if c.isalnum() else "-" for c in plot.title.lower())
-        prefix += "-wide" if is_wide else ""
-        return figures.as_svg(figure, prefix, f"{plot.title} over steps. {words}.")
+        return words + ", ".join(f"shard {n} {_short(x)}" for n, x in enumerate(series.last))
+    low, high = int(np.argmin(series.last)), int(np.argmax(series.last))
+    words += f"from {_short(series.last[low])} (shard {low}) to "
+    return f"{words}{_short(series.last[high])} (shard {high})"
 
 
 def _in_words(series: Series) -> str:
@@ -418,8 +407,3 @@ def _in_words(series: Series) -> str:
 
 def _short(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
-
-
-def _of_means(series: Iterable[Series]) -> str:
-    most = max(s.steps_per_point for s in series)
-    return f" Each point is the mean of {most} that were logged." if most > 1 else ""
