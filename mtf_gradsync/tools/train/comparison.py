@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
-from typing import Any, Callable, Iterable, List, Mapping, NamedTuple, Sequence, Tuple
+from typing import Any, Callable, Iterable, Mapping, NamedTuple
 
 from mtf_gradsync.extension import Description, Wrapper, describe, tf
 from mtf_gradsync.runtimes import simd
@@ -52,10 +52,15 @@ class WrapperComparison(NamedTuple):
     bare: ComparedStep
     wrapped: ComparedStep
 
+    @property
+    def steps(self) -> dict[str, ComparedStep]:
+        """The two steps by their titles, "bare" and "wrapped"."""
+        return {"bare": self.bare, "wrapped": self.wrapped}
+
     def to_json(self) -> str:
         """Returns both steps with all rows and totals, as JSON text."""
         content: dict[str, Any] = {"mesh": self.mesh}
-        for name, step in (("bare", self.bare), ("wrapped", self.wrapped)):
+        for name, step in self.steps.items():
             collectives = json.loads(step.collectives.to_json())
             for row in collectives["rows"]:
                 row["part"] = step.part[row["name"]]
@@ -138,7 +143,6 @@ def _list_transfers(job: TrainingJob) -> simd.CommunicationReport:
         return simd.list_transfers([graph.loss, graph.step], mesh_impl)
 
 
-_TITLES = ("bare", "wrapped")
 _WIDTH = 80
 _COLORS = {
     "forward and backward pass": "tab:gray",
@@ -147,7 +151,6 @@ _COLORS = {
     "transfers": "tab:green",
 }
 _PART_LABELS = dict(zip(PARTS, _COLORS))
-_BRANCHES, _UPDATE_STEP = "in branches", "update step"
 _NOTHING = Total(operations=0, groups=0, runs=0, bytes_per_core=0, is_exact=True)
 
 
@@ -158,27 +161,24 @@ def as_text(comparison: WrapperComparison, rows: bool = False) -> str:
     step with wrappers. If `rows` is True, the text has tables of all collectives and transfers of
     both steps in place of that table. The text is no wider than a terminal.
     """
-    bare, wrapped = comparison.bare, comparison.wrapped
+    steps, wrapped = comparison.steps, comparison.wrapped
     head = [f"mesh {comparison.mesh}"]
-    for title, step in zip(_TITLES, (bare, wrapped)):
-        head.append(f"{title:8} {' > '.join(step.optimizers)}")
-    if bare is wrapped:
+    head += [f"{title:8} {' > '.join(step.optimizers)}" for title, step in steps.items()]
+    if comparison.bare is wrapped:
         head.append("The optimizer of this config has no wrapper, so both steps are the same.")
     blocks = ["\n".join(head)]
     blocks += ["What the optimizer does", wrapped.description.as_text(_WIDTH)]
+    parts = {
+        label: {title: step.of_part(part).update_step for title, step in steps.items()}
+        for part, label in _PART_LABELS.items()
+    }
+    collectives = {title: step.collectives for title, step in steps.items()}
     blocks += ["Collectives of the SIMD (TPU) program in one step"]
-    sides = []
-    for step in (bare, wrapped):
-        parts = {f"- {_PART_LABELS[part]}": step.of_part(part).update_step for part in PARTS}
-        sides.append(_totals_by_label(step.collectives, parts))
-    blocks += [_totals_table(sides)]
-    if bare.transfers and wrapped.transfers:
+    blocks += [_totals_table(collectives, parts)]
+    transfers = {title: step.transfers for title, step in steps.items() if step.transfers}
+    if len(transfers) == len(steps):
         blocks += ["Transfers between the devices of a placement mesh in one step"]
-        blocks += [
-            _totals_table(
-                [_totals_by_label(bare.transfers, {}), _totals_by_label(wrapped.transfers, {})]
-            )
-        ]
+        blocks += [_totals_table(transfers, {})]
     blocks += [
         '"ops" counts collectives or transfers. "groups" counts those that are made\n'
         'together, and that the compilers of TPUs and GPUs combine, as one. "bytes" is\n'
@@ -186,12 +186,11 @@ def as_text(comparison: WrapperComparison, rows: bool = False) -> str:
         "is the share of the bytes of an update step, which takes every branch."
     ]
     if rows:
-        for title, step in zip(_TITLES, (bare, wrapped)):
+        for title, step in steps.items():
             listed = table_of(step.collectives.rows, step.part)
             blocks += [f"All collectives, {title}", "\n".join(listed)]
-        for title, step in zip(_TITLES, (bare, wrapped)):
-            if step.transfers:
-                blocks += [f"All transfers, {title}", "\n".join(table_of(step.transfers.rows))]
+        for title, report in transfers.items():
+            blocks += [f"All transfers, {title}", "\n".join(table_of(report.rows))]
     else:
         sums = wrapped.of_part(GRADIENTS)
         blocks += [f"Collectives that sum gradients, wrapped: {sums.update_step.counts}"]
@@ -199,40 +198,33 @@ def as_text(comparison: WrapperComparison, rows: bool = False) -> str:
     return "\n\n".join(blocks)
 
 
-def _totals_by_label(report: CommunicationReport, parts: dict[str, Total]) -> dict[str, Total]:
-    """Returns the totals of one step, by the labels that they have in `_totals_table`.
-
-    `report` lists the collectives of the step. One total is for the collectives that each step has,
-    one for collectives in branches, and one for all collectives of an update step. There is also a
-    total for each part of a training step, and for each group of mesh axes. `parts` has the totals
-    of the parts of the step, by label.
-    """
-    return {
-        "every step": report.every_step,
-        _BRANCHES: report.conditional,
-        _UPDATE_STEP: report.update_step,
-        **parts,
-        **{f"- over {group}": total for group, total in report.by_group().items()},
-    }
-
-
-def _totals_table(sides: Sequence[dict[str, Total]]) -> str:
+def _totals_table(
+    reports: Mapping[str, CommunicationReport], parts: Mapping[str, Mapping[str, Total]]
+) -> str:
     """Returns a table of totals as text: under each label a line for each of the two steps.
 
-    `sides` has a dictionary for each of the two steps, from labels to totals, as `_totals_by_label`
-    returns it. A label that one of the steps lacks counts as zeros for this step.
+    `reports` has the title of each step, and what the step exchanges. The labels are of the totals
+    of each step, of branches, and of an update step, of each of `parts`, and of each group of mesh
+    axes. `parts` has totals by label and by title.
     """
-    labels = list(dict.fromkeys(label for side in sides for label in side))
-    if not any(side[_BRANCHES].operations for side in sides):
-        labels = [label for label in labels if label not in (_BRANCHES, _UPDATE_STEP)]
+    groups = {title: report.by_group() for title, report in reports.items()}
+    totals: dict[str, Mapping[str, Total]] = {
+        "every step": {title: report.every_step for title, report in reports.items()}
+    }
+    if any(report.conditional.operations for report in reports.values()):
+        totals["in branches"] = {title: report.conditional for title, report in reports.items()}
+        totals["update step"] = {title: report.update_step for title, report in reports.items()}
+    totals.update((f"- {label}", by_title) for label, by_title in parts.items())
+    for group in dict.fromkeys(group for side in groups.values() for group in side):
+        totals[f"- over {group}"] = {t: side.get(group, _NOTHING) for t, side in groups.items()}
     lines = []
-    for label in labels:
-        for title, side in zip(_TITLES, sides):
-            total, whole = side.get(label, _NOTHING), side[_UPDATE_STEP].bytes_per_core
+    for label, by_title in totals.items():
+        for number, (title, total) in enumerate(by_title.items()):
+            whole = reports[title].update_step.bytes_per_core
             about = "" if total.is_exact else ">="
             lines.append(
                 [
-                    label if title == _TITLES[0] else "",
+                    "" if number else label,
                     title,
                     f"{total.operations:,}",
                     f"{total.groups:,}",
@@ -253,21 +245,23 @@ def plot_comparison(comparison: WrapperComparison, path: Path) -> None:
     For each group of mesh axes and each part of the step, the picture shows the bytes per core and
     the number of collectives. A group of sums counts as one collective.
     """
-    steps = dict(zip(_TITLES, (comparison.bare, comparison.wrapped)))
+    steps = comparison.steps
     parts = (GRADIENTS, *(part for part in PARTS if part != GRADIENTS))
-    collectives = {
-        title: {_PART_LABELS[part]: step.of_part(part) for part in parts}
-        for title, step in steps.items()
+    sections: dict[str, dict[str, dict[str, CommunicationReport]]] = {
+        "collectives, SIMD mesh": {
+            title: {_PART_LABELS[part]: step.of_part(part) for part in parts}
+            for title, step in steps.items()
+        }
     }
-    axes = dict.fromkeys(group for step in steps.values() for group in step.collectives.by_group())
-    sections = {"collectives, SIMD mesh": _bar_pieces(axes, collectives)}
-    transfers = {
-        title: {"transfers": step.transfers} for title, step in steps.items() if step.transfers
-    }
+    groups = [[group for step in steps.values() for group in step.collectives.by_group()]]
+    transfers = {title: step.transfers for title, step in steps.items() if step.transfers}
     if len(transfers) == len(steps):
-        axes = dict.fromkeys(x for one in transfers.values() for x in one["transfers"].by_group())
-        sections["transfers, placement mesh"] = _bar_pieces(axes, transfers)
-    sizes = [max(1, len(bars)) for bars in sections.values()]
+        sections["transfers, placement mesh"] = {
+            title: {"transfers": report} for title, report in transfers.items()
+        }
+        groups.append([group for report in transfers.values() for group in report.by_group()])
+    axes = [list(dict.fromkeys(some)) for some in groups]
+    sizes = [max(1, len(steps) * len(some)) for some in axes]
     figure = new_figure(width=10, height=1.6 * len(sections) + 0.4 * sum(sizes))
     # After new_figure, whose error says what to install.
     from matplotlib.patches import Patch
@@ -275,9 +269,9 @@ def plot_comparison(comparison: WrapperComparison, path: Path) -> None:
     panels = figure.subplots(
         len(sections), 2, squeeze=False, sharey="row", gridspec_kw={"height_ratios": sizes}
     )
-    for (title, bars), (left, right) in zip(sections.items(), panels):
-        _draw(left, bars, lambda total: total.bytes_per_core / 1e3)
-        _draw(right, bars, lambda total: total.groups)
+    for (title, sides), some, (left, right) in zip(sections.items(), axes, panels):
+        _draw(left, some, sides, lambda total: total.bytes_per_core / 1e3)
+        _draw(right, some, sides, lambda total: total.groups)
         left.invert_yaxis()
         left.set_title(title, loc="left", fontsize=10)
         left.set_xlabel("kB per core in an update step")
@@ -294,38 +288,26 @@ def plot_comparison(comparison: WrapperComparison, path: Path) -> None:
     write_figure(path, figure)
 
 
-# A stacked bar: labels of colors, whether in a branch, and how much.
-_Bar = List[Tuple[str, bool, Total]]
+def _draw(
+    panel: Any,
+    axes: Iterable[str],
+    sides: Mapping[str, Mapping[str, CommunicationReport]],
+    value: Callable[[Total], float],
+) -> None:
+    """Draws a stacked bar for each step over each of `axes`, mesh axes or groups of mesh axes.
 
-
-def _bar_pieces(
-    axes: Iterable[str], sides: Mapping[str, Mapping[str, CommunicationReport]]
-) -> dict[str, _Bar]:
-    """Returns the bars of a plot: for each bar's label, the pieces that lie one after the other.
-
-    The plot has a bar for each step over each of `axes`, which are names of mesh axes or of groups
-    of mesh axes. A piece of a bar stands for the collectives of one kind, such as "gradients"; the
-    kinds are the keys of `_COLORS`, which gives each its color. A piece is a tuple: the kind,
-    whether the collectives are in a branch, and their total. `sides` has, for the title of each
-    step, a dictionary from kinds to reports of the step's collectives of that kind.
+    `sides` has, for the title of each step, a dictionary from kinds, such as "gradients", to
+    reports of the step's collectives of that kind. The kinds are the keys of `_COLORS`. `value`
+    returns the length of the piece that stands for a total.
     """
-    bars: dict[str, _Bar] = {}
     for axis in axes:
         for title, side in sides.items():
-            bar = bars.setdefault(f"{axis}, {title}", [])
+            start = 0.0
             for label, report in side.items():
-                rows = tuple(row for row in report.rows if row.group == axis)
-                of_axis = CommunicationReport(rows)
-                bar += [(label, False, of_axis.every_step), (label, True, of_axis.conditional)]
-    return bars
-
-
-def _draw(panel: Any, bars: dict[str, _Bar], value: Callable[[Total], float]) -> None:
-    for name, pieces in bars.items():
-        start = 0.0
-        for label, conditional, total in pieces:
-            width, edge = value(total), "white" if conditional else "none"
-            hatch = "///" if conditional else None
-            panel.barh(name, width, left=start, color=_COLORS[label], hatch=hatch, edgecolor=edge)
-            start += width
+                found = CommunicationReport(tuple(r for r in report.rows if r.group == axis))
+                pieces = ((found.every_step, "none", None), (found.conditional, "white", "///"))
+                for total, edge, hatch in pieces:
+                    form = {"color": _COLORS[label], "edgecolor": edge, "hatch": hatch}
+                    panel.barh(f"{axis}, {title}", value(total), left=start, **form)
+                    start += value(total)
     panel.grid(axis="x", alpha=0.3)
