@@ -579,19 +579,22 @@ def adapt_checkpoint(path: str, directory: str, drop_sums: bool = False) -> str:
 
 
 def write_changed(
-    path: str, target: str, new: Mapping[str, np.ndarray], only: Iterable[str] | None = None
+    path: str | None,
+    target: str,
+    new: Mapping[str, np.ndarray],
+    only: Iterable[str] | None = None,
 ) -> None:
     """Writes a copy of a checkpoint, in which some variables have other values.
 
     Args:
-      path: the path of the checkpoint.
+      path: the path of the checkpoint; None for a new checkpoint that has the values in `new`.
       target: the path of the copy.
       new: the other values, by the names of their variables. Variables that the checkpoint does not
         have may be among them; the copy has them, too.
       only: the names of the variables whose values are copied from the checkpoint, unless they are
         in `new`; None copies all.
     """
-    dtypes = tf.train.load_checkpoint(path).get_variable_to_dtype_map()
+    dtypes = tf.train.load_checkpoint(path).get_variable_to_dtype_map() if path else {}
     copied = sorted(set(dtypes if only is None else only) - set(new))
     with tf.Graph().as_default():
         values: Any = []

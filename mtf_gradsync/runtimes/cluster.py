@@ -54,15 +54,14 @@ class Task(NamedTuple):
         return self.all_tasks.index((self.job, self.index))
 
     @property
-    def address(self) -> tuple[str, int]:
-        """The host and port of this task."""
-        return _host_and_port(self.jobs[self.job][self.index], self.job)
+    def addresses(self) -> list[tuple[str, int]]:
+        """The host and port of each task, the chief's first."""
+        return [_host_and_port(x, job) for job, tasks in self.jobs.items() for x in tasks]
 
     @property
-    def chief_address(self) -> tuple[str, int]:
-        """The host and port of the chief."""
-        job, index = self.all_tasks[0]
-        return _host_and_port(self.jobs[job][index], job)
+    def port(self) -> int:
+        """The port of this task."""
+        return self.addresses[self.number][1]
 
     def devices(self, each: int) -> list[str]:
         """Returns the device strings of all CPU devices, task by task, `each` devices per task."""
@@ -77,15 +76,11 @@ class Task(NamedTuple):
 
         Raises ValueError if no such port number is left.
         """
-        taken = {
-            _host_and_port(address, job)[1] for job, tasks in self.jobs.items() for address in tasks
-        }
-        after = range(self.chief_address[1] + 1, 1 << 16)
-        port = next((p for p in after if p not in taken), None)
+        taken = [port for _, port in self.addresses]
+        port = next((p for p in range(taken[0] + 1, 1 << 16) if p not in taken), None)
         if port is None:
             raise ValueError(
-                f"No port after the chief's, {self.chief_address[1]}, is left to meet at: "
-                "give watch_port."
+                f"No port after the chief's, {taken[0]}, is left to meet at: give watch_port."
             )
         return port
 
@@ -314,7 +309,7 @@ def join_cluster(
         server = tf.train.Server(task.jobs, task.job, task.index, config=config, start=False)
     except tf.errors.OpError as error:
         raise ProcessesError(
-            f"{me} cannot serve on port {task.address[1]}, which the cluster gives it: "
+            f"{me} cannot serve on port {task.port}, which the cluster gives it: "
             f"{error.message or type(error).__name__}. If this task does not run already, another "
             "program has the port; give the task another port, in all processes."
         ) from error
@@ -326,7 +321,7 @@ def join_cluster(
         "num_cpu_devices": num_cpu_devices,
         "tensorflow": tf.__version__,
     }
-    place = MeetingAddress(task.chief_address[0], port, "watch_port")
+    place = MeetingAddress(task.addresses[0][0], port, "watch_port")
     peers = meet(place, me, names, facts, end - time.monotonic())
     return Cluster(task, server, config, Watchdog(me, peers, silence))
 
@@ -339,19 +334,18 @@ def _keep_others_out(me: Member, task: Task) -> None:
     stays open and a warning is logged. Raises ProcessesError if the system cannot close the port to
     other machines.
     """
-    addresses = [_host_and_port(a, job) for job, tasks in task.jobs.items() for a in tasks]
     what = (
         "TensorFlow's server listens on all addresses of this machine, and whoever reaches port "
-        f"{task.address[1]} can run any operation in this process, which may read and write its "
+        f"{task.port} can run any operation in this process, which may read and write its "
         "files"
     )
-    if not all(MeetingAddress(*address, "cluster_spec").loopback for address in addresses):
+    if not all(MeetingAddress(*address, "cluster_spec").loopback for address in task.addresses):
         _logger.warning(
             "%s: %s. Let no machine but those of the cluster reach this port.", me, what
         )
         return
     try:
-        bind_to_loopback(task.address[1])
+        bind_to_loopback(task.port)
     except OSError as error:
         raise ProcessesError(
             f"{me}: {what}. The cluster's addresses are all of this machine, but other machines "

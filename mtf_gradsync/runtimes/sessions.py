@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from typing import (
     Any,
     Callable,
@@ -90,63 +91,53 @@ def _flatten(fetches: Any, flat: list[Any]) -> Callable[[Any], Any]:
     return next
 
 
+@dataclasses.dataclass
 class DeviceSessions(tf.train.SessionCreator):
     """A factory of sessions on devices. A session begins from a checkpoint if there is one.
 
-    `start` is a function that returns the checkpoint to begin from. It is called for each session,
-    because a monitored session opens a new session when a worker is lost. TensorFlow's own
-    `ChiefSessionCreator` would begin the new session from the checkpoint of the first session, not
-    from the newest checkpoint.
+    Sessions run `graph` on the server `target`, with the settings `config`. `scaffold` has the
+    saver and the operations that run before the first step. `start` is a function that returns the
+    checkpoint to begin from. It is called for each session, because a monitored session opens a new
+    session when a worker is lost. TensorFlow's own `ChiefSessionCreator` would begin the new
+    session from the checkpoint of the first session, not from the newest checkpoint.
     """
 
-    def __init__(
-        self,
-        config: tf.ConfigProto,
-        scaffold: tf.train.Scaffold | None,
-        start: Callable[[], Start],
-        target: str = "",
-    ):
-        self._graph = tf.get_default_graph()
-        self._config, self._target = config, target
-        self._scaffold = scaffold or tf.train.Scaffold()
-        self._start = start
+    graph: tf.Graph
+    config: tf.ConfigProto
+    target: str
+    scaffold: tf.train.Scaffold
+    start: Callable[[], Start]
 
     def create_session(self) -> tf.Session:
         """Opens a session; its variables have the checkpoint's values, or their initial values."""
-        start = self._start()
-        with self._graph.as_default(), start.restorable(self._initial_values) as path:
+        start = self.start()
+        with self.graph.as_default(), start.restorable(self._initial_values) as path:
             session = tf.train.ChiefSessionCreator(
-                self._scaffold, self._target, self._config, checkpoint_filename_with_path=path
+                self.scaffold, self.target, self.config, checkpoint_filename_with_path=path
             ).create_session()
-        _recover_older(self._scaffold.saver, start)
+        _recover_older(self.scaffold.saver, start)
         return session
 
     def _initial_values(self, names: Sequence[str]) -> dict[str, Any]:
         variables = {v.op.name: v for v in tf.global_variables() if v.op.name in names}
-        with tf.Session(self._target, config=self._config) as session:
+        with tf.Session(self.target, config=self.config) as session:
             session.run([variable.initializer for variable in variables.values()])
             return session.run(variables)
 
 
+@dataclasses.dataclass
 class ProgramSessions(tf.train.SessionCreator):
     """A factory of sessions on a SIMD program. A session begins from a checkpoint if there is one.
 
-    `make` is a function that opens a session on the cores. `scaffold` has the saver and the
-    operations that run before the first step. `start` is a function that returns the checkpoint to
-    begin from; it is called for each session.
+    `graph` has the program, and `make` is a function that opens a session on the cores. `scaffold`
+    has the saver and the operations that run before the first step. `start` is a function that
+    returns the checkpoint to begin from; it is called for each session.
     """
 
-    def __init__(
-        self,
-        graph: tf.Graph,
-        make: Callable[[], ReplicaSession],
-        scaffold: tf.train.Scaffold | None,
-        start: Callable[[], Start],
-    ):
-        self._graph = graph
-        self._make = make
-        self._scaffold = scaffold or tf.train.Scaffold()
-        self._start = start
+    graph: tf.Graph
+    make: Callable[[], ReplicaSession]
+    scaffold: tf.train.Scaffold
+    start: Callable[[], Start]
 
     def create_session(self) -> ProgramSession:
         """Opens a session with the interface of a ``tf.Session``.
@@ -154,7 +145,7 @@ class ProgramSessions(tf.train.SessionCreator):
         In the new session, masters (whole variables) have their values, but slices do not have
         theirs yet. Hooks copy the masters to the slices afterwards.
         """
-        return ProgramSession(self._graph, self.open())
+        return ProgramSession(self.graph, self.open())
 
     def open(self) -> ReplicaSession:
         """Opens a session on the cores; its masters have their values.
@@ -162,27 +153,27 @@ class ProgramSessions(tf.train.SessionCreator):
         Masters, which are whole variables, have the values of the checkpoint from which the session
         begins; without such a checkpoint, they have their initial values.
         """
-        scaffold = self._scaffold
-        savers = self._graph.get_collection(tf.GraphKeys.SAVERS)
-        with self._graph.as_default():
+        scaffold = self.scaffold
+        savers = self.graph.get_collection(tf.GraphKeys.SAVERS)
+        with self.graph.as_default():
             saver = scaffold.saver or (savers[0] if savers else None)
             if saver:
                 saver.build()
             begin = scaffold.local_init_op
             if begin is None:
                 begin = tf.train.Scaffold.default_local_init_op()
-        session = self._make()
+        session = self.make()
         try:
-            start = self._start()
-            with self._graph.as_default(), start.restorable(
+            start = self.start()
+            with self.graph.as_default(), start.restorable(
                 lambda names: {name: session.read(name) for name in names}
             ) as path:
                 if path and saver:
-                    saver.restore(ProgramSession(self._graph, session), path)
+                    saver.restore(ProgramSession(self.graph, session), path)
                 elif path:
                     session.restore(path)
                 elif scaffold.init_fn:
-                    scaffold.init_fn(ProgramSession(self._graph, session))
+                    scaffold.init_fn(ProgramSession(self.graph, session))
             _recover_older(saver, start)
             session.run(begin)
         except BaseException:
@@ -330,7 +321,8 @@ class OnDevices:
         """
         del lowering
         config = self._config or session_config(num_cpu_devices=_num_cpu_devices())
-        return DeviceSessions(config, scaffold, start, self._target)
+        graph, scaffold = tf.get_default_graph(), scaffold or tf.train.Scaffold()
+        return DeviceSessions(graph, config, self._target, scaffold, start)
 
 
 class OnCores:
@@ -364,9 +356,10 @@ class OnCores:
         program = self.program
         assert program is not None  # it has been built
 
-        return ProgramSessions(
-            program.graph, lambda: program_session(self.name, program, lowering), scaffold, start
-        )
+        def make() -> ReplicaSession:
+            return program_session(self.name, program, lowering)
+
+        return ProgramSessions(program.graph, make, scaffold or tf.train.Scaffold(), start)
 
 
 def _num_cpu_devices() -> int:

@@ -10,17 +10,15 @@ process 0 by itself. Then every living process writes one error and exits with
 from __future__ import annotations
 
 import atexit
-import collections
 import contextlib
 import os
 import selectors
-import socket
 import subprocess
 import sys
 import threading
 import time
 from types import TracebackType
-from typing import Any, Callable, Iterator, Mapping, NamedTuple, TypeVar
+from typing import Any, Callable, Iterator, Mapping, NamedTuple, Sequence, TypeVar
 
 from mtf_gradsync.runtimes.processes import proxy
 from mtf_gradsync.runtimes.processes.members import (
@@ -82,21 +80,17 @@ class Watchdog:
         self._size = len(peers) + 1
         self._last = self._next_beat = time.monotonic()
         self._heard = dict.fromkeys(peers, self._last)
-        self._begun: dict[
-            Member, str
-        ] = {}  # the work that each other process has begun last, if known
+        # The work that each other process has begun last, if known.
+        self._begun: dict[Member, str] = {}
         self._alarm, self._alarmed = alarm, ""
         self._crash_at: float | None = None
         self._left: set[Member] = set()  # processes that said goodbye, including this one
         self._doom: tuple[float, str] | None = None  # when to end, and why
-        self._requests: collections.deque[tuple[str, str]] = collections.deque()
         self._finished = threading.Event()
         self._dismissed = threading.Event()  # process 0 said goodbye
-        self._noted = threading.Event()
-        self._closing = threading.Lock()  # held to close connections
-        self._waker, self._wakened = socket.socketpair()
+        self._compared = threading.Event()  # the thread has looked how late it is
+        self._lock = threading.Lock()  # held to use connections, and what was said on them
         self._selector = selectors.DefaultSelector()
-        self._selector.register(self._wakened, selectors.EVENT_READ, None)
         for member, connection in self._peers.items():
             self._selector.register(connection, selectors.EVENT_READ, member)
         if alarm is not None:
@@ -106,7 +100,10 @@ class Watchdog:
 
     def leave(self) -> None:
         """Tells the other processes that this one has finished; waits until all have finished."""
-        self._request("goodbye", "")
+        with self._lock:
+            self._left.add(self._me)
+            self._tell_all(goodbye=True)
+            self._finish_if_all_left()
         self._finished.wait()
 
     def serve(self) -> None:
@@ -119,46 +116,39 @@ class Watchdog:
 
         `reason` says in words what the error is; the errors of the other processes quote it.
         """
-        self._request("failed", reason)
-        self._finished.wait(_GRACE_S)
+        with self._lock:
+            self._send_failure(reason)
+            self._finished.set()
 
     @contextlib.contextmanager
     def send_heartbeats_by_proxy(self) -> Iterator[None]:
-        """Lets a separate process send this process's heartbeats while the block runs."""
-        with self._copied_descriptors() as peers:
+        """Lets a separate process send this process's heartbeats while the block runs.
+
+        Meanwhile it is no error if the watchdog's thread stands still.
+        """
+        with contextlib.ExitStack() as stack:
+            # Duplicates stay open even if the watchdog's thread closes a connection.
+            with self._lock:
+                peers = [os.dup(connection.fileno()) for connection in self._peers.values()]
+            for descriptor in peers:
+                stack.callback(os.close, descriptor)
             given = map(str, (os.getpid(), _BEAT_S, *peers))
             child = subprocess.Popen(
                 [sys.executable, "-I", "-S", proxy.__file__, *given],
                 pass_fds=peers,
                 stdin=subprocess.DEVNULL,
             )
-        self._request_and_wait("silence begins")
+        self._is_spoken_for = True
         try:
             yield
         finally:
             child.kill()
             child.wait()
-            self._request_and_wait("silence ends")
-
-    @contextlib.contextmanager
-    def _copied_descriptors(self) -> Iterator[list[int]]:
-        """Yields duplicates of the connections' file descriptors, and closes them after the block.
-
-        The duplicates stay open in the block even if the watchdog's thread closes a connection.
-        """
-        with self._closing:
-            copies = [os.dup(connection.fileno()) for connection in self._peers.values()]
-        try:
-            yield copies
-        finally:
-            for copy in copies:
-                os.close(copy)
-
-    def _request_and_wait(self, kind: str) -> None:
-        self._noted.clear()
-        self._request(kind, "")
-        if not self._finished.is_set():
-            self._noted.wait(_LATE_S)
+            # The thread may not have noticed yet how long it stood still.
+            self._compared.clear()
+            if not self._finished.is_set():
+                self._compared.wait(_LATE_S)
+            self._is_spoken_for = False
 
     def wait_for_verdict(self) -> None:
         """Waits after an error for the watchdog to find out whether a lost process caused it.
@@ -167,65 +157,59 @@ class Watchdog:
         """
         self._finished.wait(_VERDICT_S)
 
-    def _request(self, kind: str, text: str) -> None:
-        self._requests.append((kind, text))
-        with contextlib.suppress(OSError):
-            self._waker.send(b"x")
-
     def _run(self) -> None:
         global _running
         while not self._finished.is_set():
             ready = self._selector.select(_BEAT_S / 4)
-            now = time.monotonic()
-            late, self._last = now - self._last, now
-            if late > self._silence and not self._is_spoken_for:
-                self._end(
-                    f"this process stood still for {late:.0f} s, and the other processes give a "
-                    f"process up after {self._silence:g} s"
-                )
-            for key, _ in ready:
-                if key.data is None:
-                    self._wakened.recv(1024)
-                elif isinstance(key.data, Alarm):
-                    self._read_alarm(key.data, now)
-                else:
-                    self._read_messages(key.data, now)
-            while self._requests:
-                self._handle_request(*self._requests.popleft())
-            if now >= self._next_beat:
-                self._next_beat = now + _BEAT_S
-                self._tell_all(beat=True, begun=_begun)
-            if late < _LATE_S:
-                for member in list(self._peers):
-                    if now - self._heard[member] > self._silence:
-                        self._handle_loss(member, f"has sent no heartbeat for {self._silence:g} s")
-            if self._me.index == 0 and len(self._left) == self._size:
-                self._tell_all(all_left=True)
-                self._finished.set()
-            if self._crash_at is not None and now >= self._crash_at and self._doom is None:
-                self._end_after_crash()
-            if self._doom is not None and now >= self._doom[0]:
-                self._end(self._doom[1])
+            with self._lock:
+                self._take_turn([key.data for key, _ in ready])
         _running = None
-        with self._closing:
+        with self._lock:
             for connection in self._peers.values():
                 connection.close()
             self._peers.clear()
         self._selector.close()
         if self._alarm is not None:
             os.close(self._alarm.descriptor)
-        self._waker.close()
-        self._wakened.close()
+
+    def _take_turn(self, ready: Sequence[Member | Alarm]) -> None:
+        """Reads what has come, sends a heartbeat if it is time, and ends this process if it has to.
+
+        `ready` are the processes whose messages can be read, and the alarm if it was raised.
+        """
+        now = time.monotonic()
+        late, self._last = now - self._last, now
+        if late > self._silence and not self._is_spoken_for:
+            self._end(
+                f"this process stood still for {late:.0f} s, and the other processes give a "
+                f"process up after {self._silence:g} s"
+            )
+        self._compared.set()
+        for one in ready:
+            if isinstance(one, Alarm):
+                self._read_alarm(one, now)
+            else:
+                self._read_messages(one, now)
+        if now >= self._next_beat:
+            self._next_beat = now + _BEAT_S
+            self._tell_all(beat=True, begun=_begun)
+        if late < _LATE_S:
+            for member in list(self._peers):
+                if now - self._heard[member] > self._silence:
+                    self._handle_loss(member, f"has sent no heartbeat for {self._silence:g} s")
+        if self._crash_at is not None and now >= self._crash_at and self._doom is None:
+            self._end_after_crash()
+        if self._doom is not None and now >= self._doom[0]:
+            self._end(self._doom[1])
 
     def _read_messages(self, member: Member, now: float) -> None:
         try:
             for message in self._peers[member].receive():
                 self._handle_message(member, message)
         except ConnectionBroken as error:
-            with self._closing:
-                connection = self._peers.pop(member)
-                self._selector.unregister(connection)
-                connection.close()
+            connection = self._peers.pop(member)
+            self._selector.unregister(connection)
+            connection.close()
             begun = self._begun.get(member)
             at = f"; the last work that it had reported is {begun}" if begun else ""
             self._handle_loss(member, f"ended without a word: {error}{at}")
@@ -242,6 +226,7 @@ class Watchdog:
             self._begun[member] = printable(str(message["begun"]))
         if "goodbye" in message:
             self._left.add(member)
+            self._finish_if_all_left()
             if member.index == 0:
                 self._dismissed.set()
         elif "all_left" in message:
@@ -269,25 +254,10 @@ class Watchdog:
         self._send_failure(what)
         self._end(f"this process {what}")
 
-    def _handle_request(self, kind: str, text: str) -> None:
-        """Carries out a request that another thread of this process has made by `_request`.
-
-        With the `kind` "goodbye", this process has finished its work, and sends a message about it
-        to the other processes. With "failed", it sends them a message that it ends with an error,
-        whose reason is `text`, and the watchdog's thread ends. Between "silence begins" and
-        "silence ends" a separate process sends this process's heartbeats, so that it is no error if
-        the watchdog's thread stands still.
-        """
-        if kind == "goodbye":
-            self._left.add(self._me)
-            self._tell_all(goodbye=True)
-            return
-        if kind.startswith("silence"):
-            self._is_spoken_for = kind == "silence begins"
-            self._noted.set()
-            return
-        self._send_failure(text)
-        self._finished.set()
+    def _finish_if_all_left(self) -> None:
+        if self._me.index == 0 and len(self._left) == self._size:
+            self._tell_all(all_left=True)
+            self._finished.set()
 
     def _send_failure(self, text: str) -> None:
         """Tells the other processes that this process ends with an error; `text` is its reason."""

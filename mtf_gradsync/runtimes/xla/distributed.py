@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import time
-from typing import Any, Callable, Mapping, NamedTuple, TypeVar
+from typing import Any, Callable, Mapping, TypeVar
 
 from mtf_gradsync.runtimes._private.jax import (
     JaxCluster,
@@ -255,7 +255,9 @@ def start_processes(
     if cpu_devices is not None:
         check_jaxlib_for_processes()
     end = time.monotonic() + timeout
-    cluster = _job_of(coordinator, num_processes, process_id, timeout)
+    coordinator, num_processes, process_id, local_device_ids = _job_of(
+        coordinator, num_processes, process_id, timeout
+    )
     if cpu_devices is not None:
         ask_for_cpu_devices(cpu_devices, replace=True)
     use_cpu_collectives("gloo")
@@ -263,25 +265,25 @@ def start_processes(
     import jax
 
     facts = {
-        "num_processes": cluster.num_processes,
+        "num_processes": num_processes,
         "jax": jax.__version__,
         "cpu_devices": cpu_devices,
         **(settings or {}),
     }
     left = end - time.monotonic()
-    met = meet_at(cluster.coordinator, cluster.num_processes, cluster.process_id, facts, left)
+    met = meet_at(coordinator, num_processes, process_id, facts, left)
     if met.loopback:
         exchange_at(met.loopback)
     alarm, undo = alarm_before_abort()
     watchdog = Watchdog(met.me, met.peers, silence, alarm)
-    processes = Processes(met.me, cluster.num_processes, watchdog, undo)
+    processes = Processes(met.me, num_processes, watchdog, undo)
     try:
         with preserve_handler(signal.SIGTERM):  # jax sets a handler that ignores it
             jax.distributed.initialize(
-                cluster.coordinator,
-                cluster.num_processes,
-                cluster.process_id,
-                cluster.local_device_ids,
+                coordinator,
+                num_processes,
+                process_id,
+                local_device_ids,
                 initialization_timeout=max(30, int(end - time.monotonic())),
                 coordinator_bind_address=met.bind_address,
             )
@@ -291,28 +293,15 @@ def start_processes(
     return processes
 
 
-class _Job(NamedTuple):
-    """This process's place in a job, as ``jax.distributed`` needs it.
-
-    `coordinator` is the address "host:port" of process 0, `num_processes` is the number of
-    processes, and `process_id` is this process's number. `local_device_ids` are the numbers of the
-    machine's devices that this process uses; None for all devices.
-    """
-
-    coordinator: str
-    num_processes: int
-    process_id: int
-    local_device_ids: list[int] | None
-
-
 def _job_of(
     coordinator: str | None, num_processes: int | None, process_id: int | None, timeout: float
-) -> _Job:
+) -> tuple[str, int, int, list[int] | None]:
     """Returns the job that the arguments describe, or the job that jax detects if all are None.
 
     `coordinator` is the address "host:port" of process 0, `num_processes` is the number of
-    processes, and `process_id` is this process's number. To detect a job on a Cloud TPU, jax waits
-    up to `timeout` seconds for the address of process 0.
+    processes, and `process_id` is this process's number. The result has these three, and the
+    numbers of the machine's devices that this process uses; None for all devices. To detect a job
+    on a Cloud TPU, jax waits up to `timeout` seconds for the address of process 0.
 
     Raises a ValueError if only some of the first three arguments are given, if the arguments are
     impossible, or if jax detects no job.
@@ -333,4 +322,4 @@ def _job_of(
             f"{num_processes} processes, got {process_id}."
         )
     MeetingAddress.of(coordinator, "coordinator")
-    return _Job(coordinator, num_processes, process_id, devices)
+    return coordinator, num_processes, process_id, devices

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import os
-from functools import partial
 from pathlib import Path
-from typing import Any, Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Collection, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 
 from mtf_gradsync.extension import counted, mtf, tf
 from mtf_gradsync.runtimes._common import mesh_text
+from mtf_gradsync.runtimes.checkpoints import write_changed
 from mtf_gradsync.runtimes.processes import meeting, members
 from mtf_gradsync.runtimes.simd.graph_facts import split_input
 from mtf_gradsync.runtimes.simd.program import Program
@@ -188,14 +188,12 @@ def export(
     made = lowered(replica, Cache(default_cache_dir() if cache_dir == "default" else cache_dir))
     artifact = to_artifact(made.module)
     variables = replica.variables
-    contents = _ParameterEntries()
     with host.session(checkpoint) as opened:
         fed = {
             program.graph.as_graph_element(tensor, allow_operation=False).name: value
             for tensor, value in (keep or {}).items()
         }
-        for name, given in called.items():
-            contents.add_input(name, given, host, opened, fed)
+        parameters, arrays = _describe_inputs(called, host, opened, fed)
         meshed = entries.mesh_variables(host.lowerings)
         # The program reads this counter, and the host increments it.
         counted = {
@@ -213,15 +211,18 @@ def export(
     for variable in variables:
         if variable in counted:
             assert host.counter is not None  # it is what counts
-            contents.parameters.append(entries.describe_input(host.counter, variable, "step"))
+            parameters.append(entries.describe_input(host.counter, variable, "step"))
             continue
-        per_core = [values[source] for source in variable.sources]
-        contents.add(partial(entries.describe_variable, variable, meshed), per_core)
+        stored, rows = distinct_rows([values[source] for source in variable.sources])
+        parameters.append(entries.describe_variable(variable, meshed, rows))
+        arrays[array_name(parameters[-1])] = stored
     if made.has_randomness:
         entropy = int.from_bytes(os.urandom(7), "little") if seed is None else seed
         states = [initial_state(core, step, entropy) for core in range(replica.num_replicas)]
-        contents.add(entries.describe_random_state, states)
-    contents.arrays.update((f"others/{name}", values[name]) for name in others)
+        stored, rows = distinct_rows(states)
+        parameters.append(entries.describe_random_state(rows))
+        arrays[array_name(parameters[-1])] = stored
+    arrays.update((f"others/{name}", values[name]) for name in others)
     positions = {name: tensors.index(tensor) for name, tensor in names.items()}
     manifest = {
         "format": FORMAT,
@@ -232,10 +233,8 @@ def export(
         "counter": host.counter,
         "global_step": step,
         "fetches": list(names),
-        "parameters": contents.parameters,
-        "results": entries.describe_results(
-            replica, made, contents.parameters, positions, program.graph
-        ),
+        "parameters": parameters,
+        "results": entries.describe_results(replica, made, parameters, positions, program.graph),
         "others": {name: values[name].dtype.name for name in others},
         "together": artifact.groups,
     }
@@ -243,7 +242,7 @@ def export(
 
     def write() -> None:
         if not isinstance(session, XlaSession) or session.cores.is_first:
-            write_folder(Path(folder), manifest, contents.arrays, files, replace)
+            write_folder(Path(folder), manifest, arrays, files, replace)
 
     if isinstance(session, XlaSession):
         session.cores.call_on_all_processes(write)
@@ -251,61 +250,40 @@ def export(
         write()
 
 
-class _ParameterEntries:
-    """The manifest's entries for a program's parameters, in order, and the parameters' values."""
+def _describe_inputs(
+    inputs: Mapping[str, ReplicaInput], host: _Host, session: tf.Session, fed: Mapping[str, Any]
+) -> tuple[list[dict[str, Any]], dict[str, np.ndarray]]:
+    """Returns the manifest's entries for a program's inputs, and the values that are stored.
 
-    def __init__(self) -> None:
-        self.parameters: list[dict[str, Any]] = []
-        self.arrays: dict[str, np.ndarray] = {}
+    Args:
+      inputs: the inputs of the program, by their names in the manifest.
+      host: the part of the graph that computes the inputs.
+      session: a session of `host`, in which values that are the same in every step are computed.
+      fed: the values of the tensors that the user asked to keep in every step, by name.
 
-    def add_input(
-        self,
-        name: str,
-        given: ReplicaInput,
-        host: _Host,
-        session: tf.Session,
-        fed: Mapping[str, Any],
-    ) -> None:
-        """Adds the manifest entry for an input; also stores its value if it is always the same.
-
-        Args:
-          name: the input's name in the manifest.
-          given: the input of the program.
-          host: the part of the graph that computes the input.
-          session: a session of `host`, in which a constant value is computed.
-          fed: the values of the tensors that the user asked to keep in every step, by name.
-        """
-        if all(host.outside.is_fixed(source, fed) for source in given.sources):
-            self.parameters.append(entries.describe_input(name, given, "kept"))
-            sources = self.parameters[-1]["sources"]
-            values = [
-                np.asarray(fed[s] if s in fed else session.run(s, fed), dtype_of(given.dtype))
-                for s in sources
-            ]
-            for source, value in zip(sources, values):
-                if value.shape != given.shape:
-                    raise ValueError(
-                        f"The value to keep for {source!r} has shape {list(value.shape)}; the "
-                        f"program reads {list(given.shape)}."
-                    )
-            self.arrays[array_name(self.parameters[-1])] = np.stack(values)
-        else:
+    Returns:
+      Two values: the list of the entries, and a dict from names to the arrays with the values.
+    """
+    parameters, arrays = [], {}
+    for name, given in inputs.items():
+        if not all(host.outside.is_fixed(source, fed) for source in given.sources):
             counts = all(host.is_counter(source) for source in given.sources)
-            self.parameters.append(entries.describe_input(name, given, "step" if counts else None))
-
-    def add(
-        self, describe: Callable[[Sequence[int]], dict[str, Any]], per_core: Sequence[np.ndarray]
-    ) -> None:
-        """Adds the manifest entry for a parameter of the program, and stores its values.
-
-        `per_core` are the parameter's values, one for each core. If cores have equal values, the
-        value is stored once, as one row of an array. `describe` is a function that takes, for each
-        core, the number of the row with the core's value, and returns the parameter's manifest
-        entry.
-        """
-        value, rows = distinct_rows(per_core)
-        self.parameters.append(describe(rows))
-        self.arrays[array_name(self.parameters[-1])] = value
+            parameters.append(entries.describe_input(name, given, "step" if counts else None))
+            continue
+        entry = entries.describe_input(name, given, "kept")
+        values = [
+            np.asarray(fed[s] if s in fed else session.run(s, fed), dtype_of(given.dtype))
+            for s in entry["sources"]
+        ]
+        for source, value in zip(entry["sources"], values):
+            if value.shape != given.shape:
+                raise ValueError(
+                    f"The value to keep for {source!r} has shape {list(value.shape)}; the program "
+                    f"reads {list(given.shape)}."
+                )
+        parameters.append(entry)
+        arrays[array_name(entry)] = np.stack(values)
+    return parameters, arrays
 
 
 def _fetch_names(
@@ -402,14 +380,5 @@ def to_checkpoint(folder: str | os.PathLike[str], path: str | os.PathLike[str]) 
     counter = manifest["counter"]
     if counter in manifest["others"]:
         found[counter] = np.asarray(found[counter] + manifest["steps"], found[counter].dtype)
-    names = sorted(found)
-    with tf.Graph().as_default() as graph, tf.Session(graph=graph) as session:
-        tensors = [tf.placeholder(found[n].dtype, found[n].shape) for n in names]
-        save = tf.raw_ops.SaveV2(
-            prefix=os.fspath(path),
-            tensor_names=names,
-            shape_and_slices=[""] * len(names),
-            tensors=tensors,
-        )
-        session.run(save, dict(zip(tensors, (found[n] for n in names))))
+    write_changed(None, os.fspath(path), found)
     return os.fspath(path)

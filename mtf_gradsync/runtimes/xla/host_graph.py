@@ -44,19 +44,6 @@ class TouchedVariables(NamedTuple):
     written: frozenset[str]
 
 
-class NeedsOfLastPart(NamedTuple):
-    """The values and operations that the last part of a step needs from what runs before it.
-
-    The first part is what TensorFlow runs before the program, and the last part is what TensorFlow
-    runs after the program. The keys of both dicts are names of placeholders in the last part. The
-    values of the dicts say with which tensors the placeholders are fed.
-    """
-
-    carried: dict[str, str]  # placeholder -> tensor of the first part
-    run_before: set[str]  # operations of the first part that have to run before
-    returned: dict[str, tuple[str, int]]  # placeholder -> tensor of the program, and core
-
-
 class HostGraph:
     """The part of a user's graph outside a program, as a finalized `graph` for a ``tf.Session``.
 
@@ -110,22 +97,39 @@ class HostGraph:
         op = self.graph.get_operation_by_name(split_input(name)[0])
         return [x.name for x in (*op.inputs, *op.control_inputs)]
 
-    def source_of(self, name: str, per_replica: bool, cores: Cores) -> FetchSource:
-        """Returns where the value of a fetch comes from: outside the program, or some of its cores.
+    def plan(self, names: Sequence[str], per_replica: bool, cores: Cores) -> FetchPlan:
+        """Returns what a step has to run and to fetch before, in and after the program.
 
         Args:
-          name: the name of the tensor or operation to fetch, in the user's graph.
+          names: the names of the tensors and operations to fetch, in the user's graph.
           per_replica: whether the values on all cores are wanted; if False, only the value on the
             first core is wanted.
-          cores: the cores of the program; the source says which of this process's cores to ask.
-
-        Returns:
-          The source, whose method `value` picks the fetch's value out of a step's values.
+          cores: the cores of the program; the plan says which of this process's cores to ask.
 
         Raises:
-          ValueError: if the fetch is in a loop or branch, if it belongs to another program of the
+          ValueError: if a fetch is in a loop or branch, if it belongs to another program of the
             graph, or if it needs another program of the graph.
         """
+        fetch_sources = tuple(self._source_of(name, per_replica, cores) for name in names)
+        outside = {name for source in fetch_sources for name in source.names if name}
+        last = {name for name in outside if self.is_after(name)}
+        found = self.ancestors(last)
+        carried = {k: v for k, v in self._carried.items() if split_input(k)[0] in found}
+        returned = {k: v for k, v in self._returned.items() if split_input(k)[0] in found}
+        inside = {source.inside for source in fetch_sources if source.inside}
+        shared = (outside - last) | set(carried.values())
+        return FetchPlan(
+            fetch_sources,
+            runs_program=bool(last) or any(source.runs_program for source in fetch_sources),
+            inside=inside.union(inner for inner, _ in returned.values()),
+            first=shared.union(*(self._run_before.get(name, ()) for name in found)),
+            last=last,
+            carried=carried,
+            returned=returned,
+            shared=shared,
+        )
+
+    def _source_of(self, name: str, per_replica: bool, cores: Cores) -> FetchSource:
         facts = self.facts
         node_name, number = split_input(name)
         others = facts.cluster.get(node_name, self._program) != self._program
@@ -162,19 +166,6 @@ class HostGraph:
         """
         starts = [split_input(name)[0] for name in names]
         return reachable(starts, lambda name: [split_input(n)[0] for n in self._inputs(name)])
-
-    def needs(self, names: Iterable[str]) -> NeedsOfLastPart:
-        """Returns what the last part of a step needs from the program and from the first part.
-
-        The first part runs before the program, and the last part after it. `names` are the names of
-        the tensors that the last part computes and of the operations that it runs.
-        """
-        found = self.ancestors(names)
-        return NeedsOfLastPart(
-            {k: v for k, v in self._carried.items() if split_input(k)[0] in found},
-            {o for n in found for o in self._run_before.get(n, ())},
-            {k: v for k, v in self._returned.items() if split_input(k)[0] in found},
-        )
 
     def touched(self, names: Iterable[str]) -> TouchedVariables:
         """Returns the names of variables that are read or written when operations of `graph` run.
@@ -295,34 +286,16 @@ class FetchSource(NamedTuple):
 class FetchPlan(NamedTuple):
     """The work of a step for a set of fetches.
 
-    `first` has what TensorFlow runs before the program, `inside` has what is fetched from the
-    program, and `last` has what TensorFlow runs after the program.
+    The first part of a step is what TensorFlow runs before the program, and the last part is what
+    TensorFlow runs after the program. The keys of `carried` and `returned` are names of
+    placeholders in the last part; their values say with which tensors the placeholders are fed.
     """
 
     fetch_sources: tuple[FetchSource, ...]
     runs_program: bool
-    inside: tuple[str, ...]  # tensors of the program to fetch, sorted
-    first: frozenset[str]
-    last: frozenset[str]
-    needs: NeedsOfLastPart  # the needs of `last`
-    shared: frozenset[str]  # tensors of `first` that the caller, or `last`, gets
-
-    @classmethod
-    def of(cls, fetch_sources: Sequence[FetchSource], outside: HostGraph) -> FetchPlan:
-        """Returns what a step has to run and to fetch before, in and after the program.
-
-        `fetch_sources` are what `HostGraph.source_of` returned for the fetches, in their order.
-        `outside` is the part of the user's graph outside the program.
-        """
-        names = {name for source in fetch_sources for name in source.names if name}
-        last = {name for name in names if outside.is_after(name)}
-        needs = outside.needs(last)
-        inside = {s.inside for s in fetch_sources if s.inside}
-        inside |= {inner for inner, _ in needs.returned.values()}
-        shared = (names - last) | set(needs.carried.values())
-        first = shared | needs.run_before
-        runs_program = bool(last) or any(s.runs_program for s in fetch_sources)
-        return cls(
-            tuple(fetch_sources), runs_program, tuple(sorted(inside)), frozenset(first),
-            frozenset(last), needs, frozenset(shared),
-        )  # fmt: skip
+    inside: set[str]  # tensors of the program to fetch
+    first: set[str]  # tensors and operations of the first part
+    last: set[str]  # tensors and operations of the last part
+    carried: dict[str, str]  # placeholder -> tensor of the first part
+    returned: dict[str, tuple[str, int]]  # placeholder -> tensor of the program, and core
+    shared: set[str]  # tensors of the first part that the caller, or the last part, gets

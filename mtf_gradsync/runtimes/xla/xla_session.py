@@ -234,10 +234,8 @@ class XlaSession(ReplicaSession):
         names = tuple(self._name_of(f) for f in tf.nest.flatten(fetches))
         plan = self._plans.get((names, per_replica))
         if plan is None:
-            fetch_sources = [
-                self._outside.source_of(name, per_replica, self._cores) for name in names
-            ]
-            plan = self._plans[names, per_replica] = FetchPlan.of(fetch_sources, self._outside)
+            plan = self._outside.plan(names, per_replica, self._cores)
+            self._plans[names, per_replica] = plan
         feeds = {self._name_to_feed(k): v for k, v in (feed_dict or {}).items()}
         values: dict[str, Any] = {}
         if not plan.runs_program:
@@ -257,8 +255,8 @@ class XlaSession(ReplicaSession):
         self._report_skips_until(step - _STEPS_UNCHECKED)
         if plan.last:
             last = {n: v for n, v in feeds.items() if self._outside.is_after(n)}
-            last.update((k, values[v]) for k, v in plan.needs.carried.items())
-            last.update(self._values_for_host(plan.needs.returned, values))
+            last.update((k, values[v]) for k, v in plan.carried.items())
+            last.update(self._values_for_host(plan.returned, values))
             values.update(self._run_outside(plan.last, last))
         return Dispatched(
             fetches, plan.fetch_sources, values, lambda: self._report_skips_until(step)

@@ -63,7 +63,8 @@ SPEC = {"ps": ["c:1"], "worker": ["a:7", "b:7"]}
 def test_a_cluster_is_given_in_several_ways(given):
     task = cluster.task_of_spec(given, "worker", 1)
     assert task.names == ["worker 0", "worker 1", "ps 0"]
-    assert (task.number, task.address, task.chief_address) == (1, ("b", 7), ("a", 7))
+    assert (task.number, task.port) == (1, 7)
+    assert task.addresses == [("a", 7), ("b", 7), ("c", 1)]
     assert task.devices(2)[1:3] == [
         "/job:worker/task:0/device:CPU:1",
         "/job:worker/task:1/device:CPU:0",

@@ -32,8 +32,6 @@ from mtf_gradsync.runtimes.xla.topology.slices import slice_of
 _LONGEST_ERROR = 600
 _EXAMPLES = ", ".join(g.example for g in GENERATIONS)
 _STAGES = ("before", "after", "after_unsharded", "conditions_true", "conditions_false")
-# Estimate -> the name of its compiled program, if that is a different name.
-_STAGE_OF = {"step": "after"}
 # A conditional in the text of a program.
 _IF = '"stablehlo.if"('
 
@@ -87,14 +85,8 @@ def compile_for_tpu(
             ". Build both on the same mesh: their estimates are compared core by core."
         )
     lowered = lower(program, fetches)
-    others = {} if lowered.module is None else _without_conditionals(lowered.module)
-    refused = ""
-    if bare is not None:
-        module, refused = _lower_bare(bare, bare_fetches)
-        if module is not None:
-            # With all conditions true, like the step that it is compared with.
-            others["bare"] = with_conditions(module, True) or module
-    made = compile_lowered(lowered, topology, save_hlo, others, update_not_split)
+    bare_module, refused = (None, "") if bare is None else _lower_bare(bare, bare_fetches)
+    made = compile_lowered(lowered, topology, save_hlo, bare_module, update_not_split)
     if refused:
         made.not_estimated["bare"] = _short(refused)
     return dataclasses.replace(
@@ -127,7 +119,7 @@ def compile_lowered(
     lowered: LoweredProgram,
     topology: str,
     save_hlo: str | os.PathLike[str] | None = None,
-    others: Mapping[str, str] | None = None,
+    bare: str | None = None,
     update_not_split: bool = False,
     begun: Callable[[subprocess.Popen[str]], None] = lambda process: None,
     by_branches: bool = False,
@@ -142,8 +134,7 @@ def compile_lowered(
       topology: TPU generation and chips, as in "v3:2x2", or Google Cloud's name of a TPU slice, as
         in "v4-8".
       save_hlo: a folder to write ``before.hlo.txt`` and ``after.hlo.txt`` to; None for no files.
-      others: the StableHLO of further programs to estimate, by name. If it is None, the program
-        itself is estimated with all conditions true, and with all conditions false.
+      bare: the StableHLO of the program with the bare optimizer, to be estimated, too.
       update_not_split: whether to compile the program a second time, without splitting its update
         over the cores.
       begun: a function that is called once, with the compiler's process, right after its start.
@@ -151,13 +142,13 @@ def compile_lowered(
         (as it is, with the condition true, and with the condition false). The estimates for a true
         and a false condition then add up what the branches of the one compiled program do.
     """
-    refused, num_replicas = lowered.refused, lowered.num_replicas
-    by_branches = by_branches and others is None and (lowered.module or "").count(_IF) == 1
-    if by_branches:
-        others = {}
-    if others is None:
-        others = {} if lowered.module is None else _without_conditionals(lowered.module)
-    estimated = {**({} if lowered.module is None else {"step": lowered.module}), **others}
+    num_replicas, program, refused = lowered
+    by_branches = by_branches and (program or "").count(_IF) == 1
+    others = {} if by_branches or program is None else _without_conditionals(program)
+    if bare is not None:
+        # With all conditions true, like the step that it is compared with.
+        others["bare"] = with_conditions(bare, True) or bare
+    estimated = {**({} if program is None else {"step": program}), **others}
     loops = {name: with_one_more_iteration(module) for name, module in estimated.items()}
     with_iterations = {
         f"{name}.loop_{i}": one.module
@@ -167,35 +158,11 @@ def compile_lowered(
     with tempfile.TemporaryDirectory(prefix="mtf_gradsync_") as folder:
         every = {**others, **with_iterations}
         answer = compile_in_process(
-            folder, lowered.module, topology, num_replicas, every, update_not_split, begun
+            folder, program, topology, num_replicas, every, update_not_split, begun
         )
         _check_topology(topology, answer, num_replicas)
-        if "error" in answer:
-            refused = f"the TPU compiler: {_short(answer['error'])}"
-        found = {stage: Path(folder) / f"{stage}.hlo.pb" for stage in _STAGES}
-        before, after, unsharded, of_update, of_skipped_step = (
-            tuple(find_hlo_collectives(path.read_bytes())) if path.exists() else ()
-            for path in found.values()
-        )
-        of_branches: dict[str, CostEstimate] = {}
-        read = {
-            name: read_estimate(
-                numbers,
-                (Path(folder) / f"{_STAGE_OF.get(name, name)}.hlo.pb").read_bytes(),
-                slice_of(topology).rates,
-            )
-            for name, numbers in answer.get("cost", {}).items()
-        }
-        if by_branches and read:
-            numbers, compiled = answer["cost"]["step"], found["after"].read_bytes()
-            for name, value in (("conditions_true", True), ("conditions_false", False)):
-                of_branches[name] = read_estimate(
-                    numbers, compiled, slice_of(topology).rates, value
-                )
-            of_update, of_skipped_step = (
-                tuple(one for one in after if not any(other in x for x in one.inside))
-                for other in ("branch false ", "branch true ")
-            )
+        paths = Path(folder).glob("*.hlo.pb")
+        hlo = {path.name[: -len(".hlo.pb")]: path.read_bytes() for path in paths}
         if save_hlo is not None:
             Path(save_hlo).mkdir(parents=True, exist_ok=True)
             for stage in ("before", "after"):
@@ -204,9 +171,27 @@ def compile_lowered(
                 (Path(save_hlo) / text.name).unlink(missing_ok=True)
                 if text.exists():
                     shutil.copy(text, save_hlo)
+    if "error" in answer:
+        refused = f"the TPU compiler: {_short(answer['error'])}"
+    before, after, unsharded, of_update, of_skipped_step = (
+        tuple(find_hlo_collectives(hlo[stage])) if stage in hlo else () for stage in _STAGES
+    )
+    costs, rates = answer.get("cost", {}), slice_of(topology).rates
+    read = {
+        name: read_estimate(numbers, hlo["after" if name == "step" else name], rates)
+        for name, numbers in costs.items()
+    }
+    of_branches: dict[str, CostEstimate] = {}
+    if by_branches and read:
+        for name, value in (("conditions_true", True), ("conditions_false", False)):
+            of_branches[name] = read_estimate(costs["step"], hlo["after"], rates, value)
+        of_update, of_skipped_step = (
+            tuple(one for one in after if not any(other in x for x in one.inside))
+            for other in ("branch false ", "branch true ")
+        )
     estimates = {name: _with_loops(name, read, *loops[name]) for name in read if name in loops}
     estimates.update(of_branches)
-    bare = answer.get("memory_of", {}).get("bare")
+    bare_memory = answer.get("memory_of", {}).get("bare")
     return CompiledProgram(
         topology=topology,
         device_kind=answer["device_kind"],
@@ -218,7 +203,7 @@ def compile_lowered(
         memory=CoreMemory(*answer["memory"]) if "memory" in answer else None,
         seconds=answer.get("seconds", 0.0),
         estimates=estimates,
-        bare_memory=CoreMemory(*bare) if bare else None,
+        bare_memory=CoreMemory(*bare_memory) if bare_memory else None,
         of_update=of_update or after,
         of_skipped_step=of_skipped_step,
         not_estimated={
