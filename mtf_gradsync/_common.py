@@ -263,6 +263,19 @@ def walk(starts: Iterable[_T], following: Callable[[_T], Iterable[_T]]) -> Itera
 _K = TypeVar("_K", bound=Hashable)
 
 
+def grouped(items: Iterable[_T], key: Callable[[_T], _K]) -> dict[_K, list[_T]]:
+    """Returns for each key a list of the items that have it, in the order of `items`.
+
+    Examples:
+      >>> grouped(["one", "two", "three"], len)
+      {3: ['one', 'two'], 5: ['three']}
+    """
+    found: dict[_K, list[_T]] = {}
+    for item in items:
+        found.setdefault(key(item), []).append(item)
+    return found
+
+
 @contextlib.contextmanager
 def replaced(held: dict[_K, Any], values: Mapping[_K, Any]) -> Iterator[None]:
     """Returns a context in which a dictionary has the values `values` for some of its keys."""
@@ -284,12 +297,9 @@ def map_by_key(keys: Sequence[_K], make: Callable[[_K, list[int]], Sequence[Any]
       >>> map_by_key(["a", "b", "a"], lambda key, positions: [f"{key}{i}" for i in positions])
       ['a0', 'b1', 'a2']
     """
-    positions: dict[_K, list[int]] = {}
-    for position, key in enumerate(keys):
-        positions.setdefault(key, []).append(position)
     results: dict[int, Any] = {}
-    for key, some in positions.items():
-        results.update(zip(some, make(key, some)))
+    for key, positions in grouped(range(len(keys)), keys.__getitem__).items():
+        results.update(zip(positions, make(key, positions)))
     return [results[position] for position in range(len(keys))]
 
 

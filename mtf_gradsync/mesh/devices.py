@@ -10,6 +10,7 @@ import functools
 import weakref
 from typing import Any, Callable, Iterable, Iterator, Sequence
 
+from mtf_gradsync._common import grouped
 from mtf_gradsync._private.libraries import TF_VALUES, mtf, tf
 from mtf_gradsync._private.tensorflow import calls_function, variable_key, variables_written
 from mtf_gradsync.mesh.axes import is_simd
@@ -202,10 +203,7 @@ def memories(devices: Sequence[str]) -> list[list[int]]:
       >>> memories(["/cpu:0", "/cpu:1", "/gpu:0"])
       [[0, 1], [2]]
     """
-    found: dict[Any, list[int]] = {}
-    for position, device in enumerate(devices):
-        found.setdefault(_memory(device), []).append(position)
-    return list(found.values())
+    return list(grouped(range(len(devices)), lambda position: _memory(devices[position])).values())
 
 
 # Asked for each device of each operation of a program.
@@ -233,9 +231,7 @@ def slicewise(mesh_impl: Any, fn: Callable[..., Any], inputs: Sequence[Any]) -> 
         return mtf.parallel([devices[processor]], fn, *[[x[processor]] for x in inputs])[0]
 
     for memory in memories(devices):
-        alike: dict[tuple[int, ...], list[int]] = {}
-        for processor in memory:
-            alike.setdefault(tuple(id(x[processor]) for x in inputs), []).append(processor)
+        alike = grouped(memory, lambda processor: tuple(id(x[processor]) for x in inputs))
         for members in alike.values():
             if len(members) == 1:
                 result[members[0]] = call(members[0])
@@ -307,10 +303,7 @@ class SharedVariable:
         slices: list[Any] = [None] * mesh_impl.size
         turn = mesh_impl.next_turn()
         for memory in memories(mesh_impl.devices):
-            holders: dict[tuple[int, ...], list[int]] = {}
-            for processor in memory:
-                begin = tuple(mesh_impl.slice_begin(shape, processor))
-                holders.setdefault(begin, []).append(processor)
+            holders = grouped(memory, lambda p: tuple(mesh_impl.slice_begin(shape, p)))
             for members in holders.values():
                 writer = members[turn % len(members)]
                 with tf.device(mesh_impl.devices[writer]):

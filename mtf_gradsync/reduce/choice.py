@@ -7,7 +7,7 @@ import logging
 import re
 from typing import Any, Callable, Hashable, NamedTuple, Sequence
 
-from mtf_gradsync._common import walk, warn_once
+from mtf_gradsync._common import grouped, walk, warn_once
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._private.patches import late_configurable
 from mtf_gradsync._private.tensorflow import local_devices
@@ -137,11 +137,8 @@ def _gpu_facts(
             chips[p] = (processes[p], description["pci bus id"])
     if len(found) < len(gpus):
         return None, models
-    by_process: dict[Hashable, list[int]] = {}
-    for p in gpus:
-        by_process.setdefault(processes[p], []).append(p)
-    joined = all(_are_linked([found[p] for p in members]) for members in by_process.values())
-    return joined, models
+    by_process = grouped(gpus, lambda p: processes[p]).values()
+    return all(_are_linked([found[p] for p in members]) for members in by_process), models
 
 
 def _are_linked(gpus: Sequence[Any]) -> bool:

@@ -6,7 +6,14 @@ import functools
 import itertools
 from typing import Any, Callable, List, Literal, NamedTuple, Sequence, Tuple, Union
 
-from mtf_gradsync._common import INT32_MAX, check_whole_number, elements, is_whole_number, warn_once
+from mtf_gradsync._common import (
+    INT32_MAX,
+    check_whole_number,
+    elements,
+    grouped,
+    is_whole_number,
+    warn_once,
+)
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._private.patches import late_configurable
 from mtf_gradsync.mesh.axes import ProcessorGroups, axis_number, is_simd
@@ -72,10 +79,7 @@ def inner_groups(
     Each inner group keeps the order of `group`.
     """
     key = _inner_group_key(mesh_impl, group, outer_axes)
-    inner: dict[Any, list[int]] = {}
-    for processor in group:
-        inner.setdefault(key(processor), []).append(processor)
-    return list(inner.values())
+    return list(grouped(group, key).values())
 
 
 def level_groups(

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import collections
-from typing import Any, NamedTuple, Sequence
+import functools
+from typing import Any, Callable, NamedTuple, Sequence
 
+from mtf_gradsync._common import grouped, map_by_key
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._private.tensorflow import (
     PASSES_ON,
@@ -72,20 +73,17 @@ def take_parts(mesh_impl: Any, value: Any, cuts: Cuts) -> Any:
         return value
     # A slice that processors share is cut once, on the device that holds it.
     slices = value.tensor_list
-    holders: dict[int, list[int]] = collections.defaultdict(list)
-    for processor, x in enumerate(slices):
-        holders[id(x)].append(processor)
-    result: list[Any] = [None] * len(slices)
-    for processors in holders.values():
-        wanted = {p: part_number(mesh_impl, cuts, p) for p in processors}
-        if len(set(wanted.values())) == 1:
-            parts = {next(iter(wanted.values())): _take_part(mesh_impl, value, cuts, processors[0])}
-        else:
-            with tf.device(slices[processors[0]].device):
-                parts = dict(enumerate(split_into_parts(mesh_impl, slices[processors[0]], cuts)))
-        for p in processors:
-            result[p] = parts[wanted[p]]
-    return mesh_impl.LaidOutTensor(result)
+
+    def cut(_: int, processors: list[int]) -> list[tf.Tensor]:
+        numbers = [part_number(mesh_impl, cuts, p) for p in processors]
+        if len(set(numbers)) == 1:
+            return [_take_part(mesh_impl, value, cuts, processors[0])] * len(processors)
+        x = slices[processors[0]]
+        with tf.device(x.device):
+            parts = split_into_parts(mesh_impl, x, cuts)
+        return [parts[number] for number in numbers]
+
+    return mesh_impl.LaidOutTensor(map_by_key([id(x) for x in slices], cut))
 
 
 def split_into_parts(mesh_impl: Any, tensor: tf.Tensor, cuts: Cuts) -> list[tf.Tensor]:
@@ -164,15 +162,14 @@ def buckets(tensors: Sequence[Any], cuts: Sequence[Cuts], bucket_bytes: int) -> 
       bucket_bytes: the largest size of a bucket of several tensors, in bytes per processor; 0 makes
         a bucket for each tensor.
     """
-    alike: dict[tuple[Any, ...], list[int]] = {}
-    for index, tensor in enumerate(tensors):
-        dtype = tensor.tensor_list[0].dtype.base_dtype
-        alike.setdefault((mesh_axes_of(cuts[index]), dtype), []).append(index)
+    alike = grouped(
+        range(len(tensors)),
+        lambda i: (mesh_axes_of(cuts[i]), tensors[i].tensor_list[0].dtype.base_dtype),
+    )
     found = []
     for (_, dtype), indices in alike.items():
         num_bytes = [mtf.list_product(tensors[i].slice_shape) * dtype.size for i in indices]
-        for bucket in plan_buckets(num_bytes, bucket_bytes):
-            found.append([indices[i] for i in bucket])
+        found += [[indices[i] for i in some] for some in plan_buckets(num_bytes, bucket_bytes)]
     return found
 
 
@@ -307,27 +304,24 @@ def simd_reduce_scatter(
                     )
     assert groups.mesh_axes is not None  # the groups run along axes
     # A part is summed over the axes along which its tensor is not cut.
-    by_rest: dict[tuple[int, ...], list[int]] = collections.defaultdict(list)
+    rests = []
     for number, members in enumerate(sharing):
-        scattered[number] = _cast(
-            mesh_impl, scattered[number], values[members[0]].tensor_list[0].dtype
-        )
+        dtype = values[members[0]].tensor_list[0].dtype
+        scattered[number] = _cast(mesh_impl, scattered[number], dtype)
         cut = mesh_axes_of(cuts[members[0]])
-        by_rest[tuple(axis for axis in groups.mesh_axes if axis not in cut)].append(number)
-    for rest, numbers in by_rest.items():
-        if rest:
-            along = ProcessorGroups.along(mesh_impl, rest)
-            sums = simd_all_reduce(mesh_impl, [scattered[n] for n in numbers], along)
-            for number, total in zip(numbers, sums):
-                scattered[number] = total
-    results: list[Any] = [None] * len(values)
-    for members, parts in zip(sharing, scattered):
-        own = [parts]
-        if len(members) > 1:
-            own = mesh_impl.slicewise(lambda x: tuple(tf.unstack(x)), parts)
-        for index, part in zip(members, own):
-            results[index] = part
-    return results
+        rests.append(tuple(axis for axis in groups.mesh_axes if axis not in cut))
+
+    def sum_over(rest: tuple[int, ...], numbers: list[int]) -> list[Any]:
+        some = [scattered[number] for number in numbers]
+        along = ProcessorGroups.along(mesh_impl, rest)
+        return simd_all_reduce(mesh_impl, some, along) if rest else some
+
+    results: dict[int, Any] = {}
+    for members, parts in zip(sharing, map_by_key(rests, sum_over)):
+        several = len(members) > 1
+        own = mesh_impl.slicewise(lambda x: tuple(tf.unstack(x)), parts) if several else [parts]
+        results.update(zip(members, own))
+    return [results[i] for i in range(len(values))]
 
 
 def simd_all_gather(mesh_impl: Any, parts: Sequence[Any], cuts: Sequence[Cuts]) -> list[Any]:
@@ -337,14 +331,13 @@ def simd_all_gather(mesh_impl: Any, parts: Sequence[Any], cuts: Sequence[Cuts]) 
     the whole slice are split, and over which mesh axes. The all-gathers are marked as made
     together, so that the compiler may combine them.
     """
-    results: list[Any] = [None] * len(parts)
+    results: dict[int, Any] = {}
     with summed_together():
         part_shapes = [p.slice_shape for p in parts]
         for members in _group_by_collective(mesh_impl, parts, part_shapes, cuts, _TILE):
             slices = _gathered(mesh_impl, [parts[i] for i in members], cuts[members[0]])
-            for index, full in zip(members, slices):
-                results[index] = full
-    return results
+            results.update(zip(members, slices))
+    return [results[i] for i in range(len(parts))]
 
 
 def _group_by_collective(
@@ -367,15 +360,14 @@ def _group_by_collective(
       least: the number of elements from which on a part counts as large. If a tensor is split among
         more than `_SCATTERED_AT_ONCE` cores, `_ALONE_AMONG_MANY` is used in place of `least`.
     """
-    sharing: dict[tuple[Any, ...], list[int]] = collections.defaultdict(list)
-    for index, (tensor, shape) in enumerate(zip(tensors, part_shapes)):
-        is_large = mtf.list_product(shape) >= least
-        if slice_groups(mesh_impl, cuts[index]).group_size > _SCATTERED_AT_ONCE:
-            is_large = mtf.list_product(shape) >= _ALONE_AMONG_MANY
-        alone = index if is_large else -1
-        dtype = tensor.tensor_list[0].dtype.base_dtype
-        sharing[alone, tuple(shape), tuple(cuts[index]), dtype].append(index)
-    return list(sharing.values())
+
+    def collective(index: int) -> tuple[Any, ...]:
+        shape, dtype = part_shapes[index], tensors[index].tensor_list[0].dtype.base_dtype
+        are_many = slice_groups(mesh_impl, cuts[index]).group_size > _SCATTERED_AT_ONCE
+        is_large = mtf.list_product(shape) >= (_ALONE_AMONG_MANY if are_many else least)
+        return index if is_large else -1, tuple(shape), tuple(cuts[index]), dtype
+
+    return list(grouped(range(len(tensors)), collective).values())
 
 
 def _stack_to_send(mesh_impl: Any, values: Sequence[Any], cuts: Cuts) -> Any:
@@ -469,24 +461,33 @@ def reduce_scatter(
     """
     if is_simd(mesh_impl):
         return simd_reduce_scatter(mesh_impl, values, groups, cuts)
-    results: list[Any] = [None] * len(values)
-    for turn, members in enumerate(buckets(values, cuts, bucket_bytes)):
-        bucket_values, bucket_cuts = [values[i] for i in members], [cuts[i] for i in members]
-        parts = _scatter_on_devices(mesh_impl, bucket_values, groups, bucket_cuts, turn)
-        for index, part in zip(members, parts):
-            results[index] = part
-    return results
+    scatter = functools.partial(_scatter_on_devices, mesh_impl, groups)
+    return _in_buckets(values, cuts, bucket_bytes, scatter)
+
+
+def _in_buckets(
+    tensors: Sequence[Any],
+    cuts: Sequence[Cuts],
+    bucket_bytes: int,
+    make: Callable[[list[Any], list[Cuts], int], Sequence[Any]],
+) -> list[Any]:
+    """Calls `make` with the tensors, the cuts and the number of each bucket; joins the results."""
+    results: dict[int, Any] = {}
+    for turn, members in enumerate(buckets(tensors, cuts, bucket_bytes)):
+        made = make([tensors[i] for i in members], [cuts[i] for i in members], turn)
+        results.update(zip(members, made))
+    return [results[i] for i in range(len(tensors))]
 
 
 def _scatter_on_devices(
     mesh_impl: Any,
-    values: Sequence[Any],
     groups: ProcessorGroups,
+    values: Sequence[Any],
     cuts: Sequence[Cuts],
     turn: int,
 ) -> list[Any]:
     shapes = [part_shape(mesh_impl, v.slice_shape, c) for v, c in zip(values, cuts)]
-    results: list[list[Any]] = [[None] * mesh_impl.size for _ in values]
+    results: dict[int, Sequence[tf.Tensor]] = {}
     for group in groups.groups:
         packs = {}
         for processor in group:
@@ -499,18 +500,22 @@ def _scatter_on_devices(
                 packs[processor] = [
                     pack(parts) if len(parts) > 1 else parts[0] for parts in zip(*pieces)
                 ]
-        wanted: dict[int, list[int]] = {}
-        for processor in group:
-            wanted.setdefault(part_number(mesh_impl, cuts[0], processor), []).append(processor)
+        wanted = grouped(group, functools.partial(part_number, mesh_impl, cuts[0]))
         for number, processors in wanted.items():
             device = mesh_impl.devices[processors[turn % len(processors)]]
             total = sum_on_one_device([packs[p][number] for p in group], device)
             with tf.device(device):
                 parts = unpack(total, shapes) if len(shapes) > 1 else [total]
-            for processor in processors:
-                for result, part in zip(results, parts):
-                    result[processor] = part
-    return [mesh_impl.LaidOutTensor(result) for result in results]
+            results.update(dict.fromkeys(processors, parts))
+    return _by_tensor(mesh_impl, results)
+
+
+def _by_tensor(mesh_impl: Any, slices: dict[int, Sequence[tf.Tensor]]) -> list[Any]:
+    """Returns `LaidOutTensor`s, given for each processor a list of its slices of all tensors."""
+    return [
+        mesh_impl.LaidOutTensor(list(one))
+        for one in zip(*(slices[p] for p in range(mesh_impl.size)))
+    ]
 
 
 def all_gather(
@@ -525,14 +530,10 @@ def all_gather(
     """
     if is_simd(mesh_impl):
         return simd_all_gather(mesh_impl, parts, cuts)
-    results: list[Any] = [None] * len(parts)
-    packs = not share_one_memory(mesh_impl)
-    for turn, members in enumerate(buckets(parts, cuts, bucket_bytes if packs else 0)):
-        bucket_parts, bucket_cuts = [parts[i] for i in members], [cuts[i] for i in members]
-        full_slices = _gather_on_devices(mesh_impl, bucket_parts, bucket_cuts, turn)
-        for index, full in zip(members, full_slices):
-            results[index] = full
-    return results
+    if share_one_memory(mesh_impl):
+        bucket_bytes = 0
+    gather = functools.partial(_gather_on_devices, mesh_impl)
+    return _in_buckets(parts, cuts, bucket_bytes, gather)
 
 
 def _gather_on_devices(
@@ -542,14 +543,11 @@ def _gather_on_devices(
     packed = [part.tensor_list for part in parts]
     if len(parts) > 1:
         packs = mesh_impl.slicewise(lambda *xs: pack(xs), *parts).tensor_list
-    results: list[list[Any]] = [[None] * mesh_impl.size for _ in parts]
+    results: dict[int, Sequence[tf.Tensor]] = {}
     memory = {p: n for n, members in enumerate(memories(mesh_impl.devices)) for p in members}
     made: dict[tuple[Any, ...], list[Any]] = {}
     for number, group in enumerate(slice_groups(mesh_impl, cuts[0]).groups):
-        homes: dict[int, list[int]] = {}
-        for processor in group:
-            homes.setdefault(memory[processor], []).append(processor)
-        for home, members in homes.items():
+        for home, members in grouped(group, memory.__getitem__).items():
             key = (home, *(id(slices[p]) for slices in packed for p in group))
             if key not in made:
                 with tf.device(mesh_impl.devices[members[(turn + number) % len(members)]]):
@@ -562,7 +560,5 @@ def _gather_on_devices(
                         join_parts(mesh_impl, [one[i] for one in by_member], c)
                         for i, c in enumerate(cuts)
                     ]
-            for processor in members:
-                for result, full in zip(results, made[key]):
-                    result[processor] = full
-    return [mesh_impl.LaidOutTensor(result) for result in results]
+            results.update(dict.fromkeys(members, made[key]))
+    return _by_tensor(mesh_impl, results)

@@ -5,12 +5,12 @@ Tensors are summed one by one, or in packs, each of which is summed as one tenso
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import functools
 import itertools
 from typing import Any, Callable, Iterator, List, Literal, NamedTuple, Sequence, cast
 
+from mtf_gradsync._common import grouped
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._private.mesh_tensorflow import bfloat16_group_size
 from mtf_gradsync._private.tensorflow import summed_together, write_to_new_memory
@@ -445,11 +445,9 @@ def packed_all_reduce(
     if groups.group_size == 1:
         return values
     turns = turns or itertools.count()
-    by_dtype: dict[tf.DType, list[int]] = collections.OrderedDict()
-    for index, value in enumerate(values):
-        # Collectives refuse empty tensors.
-        if mtf.list_product(value.slice_shape) > 0:
-            by_dtype.setdefault(value.tensor_list[0].dtype.base_dtype, []).append(index)
+    # Collectives refuse empty tensors.
+    sent = [i for i, value in enumerate(values) if mtf.list_product(value.slice_shape) > 0]
+    by_dtype = grouped(sent, lambda i: values[i].tensor_list[0].dtype.base_dtype)
     packs: Packs = []
     for dtype, indices in by_dtype.items():
         # Neighbours of one shape are stacked, not flattened.
@@ -482,9 +480,7 @@ def _sum_packs(
       turns: an iterator that yields whole numbers, one for each pack. By this number `sum_fn`
         chooses the device that adds up the pack, so that devices share the work.
     """
-    pieces: dict[int, list[Piece]] = collections.defaultdict(list)
-    for piece in itertools.chain.from_iterable(packs):
-        pieces[piece.tensor].append(piece)
+    pieces = grouped(itertools.chain.from_iterable(packs), lambda piece: piece.tensor)
     parts: dict[Piece, Any] = {}
     for index, some in pieces.items():
         parts.update(zip(some, _cut(mesh_impl, values[index], some)))

@@ -6,7 +6,7 @@ import contextlib
 import functools
 from typing import Any, Callable, Iterator, Mapping, Sequence
 
-from mtf_gradsync._common import counted, walk, warn_once
+from mtf_gradsync._common import counted, grouped, walk, warn_once
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._private.mesh_tensorflow import reassign, set_assign_fn
 from mtf_gradsync.mesh.axes import is_simd
@@ -50,9 +50,7 @@ class Gate:
         laid_out = [lowering.tensors[t].to_laid_out_tensor() for t in tensors]
         slices = [x for one in laid_out for x in one.tensor_list]
         # One operation on each device first, so that there are few edges between devices.
-        by_device: dict[str, list[tf.Operation]] = {}
-        for op in dict.fromkeys(x.op for x in slices):
-            by_device.setdefault(op.device, []).append(op)
+        by_device = grouped(dict.fromkeys(x.op for x in slices), lambda op: op.device)
         with lowered.name_scope("gate"):
             reached = []
             for device, ops in by_device.items():
