@@ -284,13 +284,9 @@ def check_batch_dims(targets: Sequence[mtf.Tensor], axes: ReplicaAxes) -> None:
     The inputs are those that `targets` (gradients of one mesh) depend on. They are checked only if
     one of the names `axes.batch_dims` is not a dimension of any tensor.
     """
-    graph, mesh = targets[0].graph, targets[0].mesh
-    missing = unknown_dim_names(graph, mesh, axes.batch_dims)
-    if not missing:
-        return
-    found = split_of_inputs(graph, mesh, Layout.of(axes, mesh).axis_of, targets)
-    others = {axis: dim for axis, dim in found.dims.items() if axis not in axes.mesh_axes}
-    if others and not found.is_of_weights:
+    missing, split = _missing_names(targets, axes)
+    others = {axis: dim for axis, dim in split.items() if axis not in axes.mesh_axes}
+    if others:
         raise ValueError(
             f"No tensor of the graph has the dimensions {missing} of batch_dims, and the graph's "
             f"inputs are split along {sorted(others.values())}, which {axes!r} does not have: the "
@@ -306,11 +302,25 @@ def batch_dim_names(targets: Sequence[mtf.Tensor], axes: ReplicaAxes) -> set[str
     names are returned: those of the dimensions along which the inputs of `targets` (gradients of
     one mesh) are split.
     """
+    _, split = _missing_names(targets, axes)
+    return {*axes.batch_dims, *split.values()}
+
+
+def _missing_names(
+    targets: Sequence[mtf.Tensor], axes: ReplicaAxes
+) -> tuple[list[str], dict[int, str]]:
+    """Returns those of `axes.batch_dims` that are not a dimension of any tensor, and what may be.
+
+    The second result is empty if no name is missing. Otherwise it has, for each mesh axis, the name
+    of the dimension along which the axis splits inputs of `targets`. Dimensions that variables have
+    are left out, because the axes that split them may be those of model parallelism.
+    """
     graph, mesh = targets[0].graph, targets[0].mesh
-    if not unknown_dim_names(graph, mesh, axes.batch_dims):
-        return set(axes.batch_dims)
+    missing = unknown_dim_names(graph, mesh, axes.batch_dims)
+    if not missing:
+        return [], {}
     found = split_of_inputs(graph, mesh, Layout.of(axes, mesh).axis_of, targets)
-    return {*axes.batch_dims, *(() if found.is_of_weights else found.dims.values())}
+    return missing, {} if found.is_of_weights else found.dims
 
 
 def _better(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Callable, Container, Iterable, Iterator, NamedTuple, Sequence, Union
+from typing import Any, Callable, Container, Iterable, Iterator, Sequence, Union
 
 from mtf_gradsync._common import walk
 from mtf_gradsync._private.libraries import mtf, tf
@@ -105,13 +105,13 @@ def unscaled_gradients(
     plan = StepPlan.of(present[0].graph)
     scaled = plan.extension(ScaledLosses)
     computed = _seeds_of(plan.graph)
-    found = {}
-    for grad, name in zip(grads, names):
-        if grad is not None:
-            found[grad] = one = _scale_in(grad, scaled, computed)
-            one.check(name, owner)
-    raw = [grad for grad, one in found.items() if one.seeds]
-    seeds = {seed for one in found.values() for seed in one.seeds}
+    seeds_of = {
+        grad: _seeds_behind(grad, scaled, computed, name, owner)
+        for grad, name in zip(grads, names)
+        if grad is not None
+    }
+    raw = [grad for grad, some in seeds_of.items() if some]
+    seeds = {seed for some in seeds_of.values() for seed in some}
     _check_first_order(plan.graph, seeds, owner)
     for seed in seeds:
         if seed in scaled.taken:
@@ -141,12 +141,8 @@ def losses_behind(grads: Sequence[mtf.Tensor]) -> list[mtf.Tensor]:
 
     The gradients are of one graph. Losses inside of loops are left out.
     """
-    if not grads:
-        return []
-    computed = {x: call.losses for call in gradients_calls(grads[0].graph) for x in call.outputs}
-    outside = set(grads[0].graph.operations)
-    found = [x for t in _walk_back(grads, computed) for x in computed.get(t, ())]
-    return list(dict.fromkeys(x for x in found if x.operation in outside))
+    outside = set(grads[0].graph.operations) if grads else ()
+    return [x for x in _losses_of_calls(grads) if x.operation in outside]
 
 
 def losses_of_step(grads: Sequence[mtf.Tensor]) -> list[mtf.Tensor]:
@@ -157,16 +153,20 @@ def losses_of_step(grads: Sequence[mtf.Tensor]) -> list[mtf.Tensor]:
     returned losses. The list is empty if the gradients come from no loss, or if a loss inside of a
     loop is no output of the loop.
     """
-    if not grads:
-        return []
-    graph = grads[0].graph
-    computed = {x: call.losses for call in gradients_calls(graph) for x in call.outputs}
-    outside = set(graph.operations)
-    loops = [op for op in graph.operations if isinstance(op, mtf.WhileLoopOperation)]
+    operations = grads[0].graph.operations if grads else []
+    loops = [op for op in operations if isinstance(op, mtf.WhileLoopOperation)]
     added_up = {x: y for op in loops for x, y in zip(loop_body(op).outputs, op.outputs)}
-    found = dict.fromkeys(x for t in _walk_back(grads, computed) for x in computed.get(t, ()))
+    outside = set(operations)
+    found = _losses_of_calls(grads)
     values = [x if x.operation in outside else added_up.get(x) for x in found]
     return [] if None in values else values
+
+
+def _losses_of_calls(grads: Sequence[mtf.Tensor]) -> list[mtf.Tensor]:
+    """Returns the losses of the calls of `mtf.gradients` behind gradients, each once."""
+    calls = gradients_calls(grads[0].graph) if grads else []
+    computed = {x: call.losses for call in calls for x in call.outputs}
+    return list(dict.fromkeys(x for t in _walk_back(grads, computed) for x in computed.get(t, ())))
 
 
 def _check_first_order(graph: mtf.Graph, seeds: set[Seed], owner: str) -> None:
@@ -197,46 +197,6 @@ def _unscaled(grad: mtf.Tensor, inverse: mtf.Tensor) -> mtf.Tensor:
     return mtf.cwise(lambda x, by: tf.cast(x, wide) * tf.cast(by, wide), [grad, inverse], wide)
 
 
-class _ScaleInGradient(NamedTuple):
-    """The scaled losses that a gradient comes from, and whether their scale can be taken out.
-
-    Attributes:
-      seeds: seeds (tensors of ones that `mtf.gradients` began with) whose scale is in the gradient.
-      owners: names of the optimizers that already took a scale out of the gradient.
-      not_linear: an operation between `mtf.gradients` and the gradient that is not linear, so that
-        the scale cannot be taken out after this operation; None if there is no such operation.
-    """
-
-    seeds: frozenset[Seed]
-    owners: frozenset[str]
-    not_linear: mtf.Operation | None
-
-    def check(self, name: str, owner: str) -> None:
-        """Raises ValueError if `owner` cannot take the scale out of the gradient.
-
-        `name` is the name of the gradient's variable, and `owner` the name of the optimizer that
-        has the scale.
-        """
-        if self.owners - {owner}:
-            raise ValueError(
-                f"The gradient of {name!r} belongs to {sorted(self.owners)}, which scaled its "
-                f"loss, but was given to {owner}; give it to the optimizer that computed it."
-            )
-        if not self.seeds and not self.owners:
-            raise ValueError(
-                f"{owner} scales the loss, but the gradient of {name!r} does not come from "
-                "mtf.gradients of a loss; compute it with opt.compute_gradients(loss)."
-            )
-        if self.not_linear is not None:
-            kind = type(self.not_linear).__name__
-            raise ValueError(
-                f"{owner} scales the loss, but {kind} {self.not_linear.name!r} has changed the "
-                f"gradient of {name!r} in a way that is not linear (a clip, say) before the scale "
-                "was taken out. Compute gradients with opt.compute_gradients(loss), which takes "
-                "the scale out, or clip inside the optimizer, by ClipByGlobalNormOptimizer."
-            )
-
-
 def _seeds_of(graph: mtf.Graph) -> dict[mtf.Tensor, list[Seed]]:
     """Returns the gradients that `mtf.gradients` made in a graph, each with its seeds.
 
@@ -245,24 +205,52 @@ def _seeds_of(graph: mtf.Graph) -> dict[mtf.Tensor, list[Seed]]:
     return {x: call.seeds for call in gradients_calls(graph) for x in call.outputs}
 
 
-def _scale_in(
-    grad: mtf.Tensor, scaled: ScaledLosses, computed: dict[mtf.Tensor, list[Seed]]
-) -> _ScaleInGradient:
-    """Returns which losses' scale is in a gradient, and an operation that keeps it there, if any.
+def _seeds_behind(
+    grad: mtf.Tensor,
+    scaled: ScaledLosses,
+    computed: dict[mtf.Tensor, list[Seed]],
+    name: str,
+    owner: str,
+) -> set[Seed]:
+    """Returns the seeds whose scale is in a gradient; an empty set if the scale was taken out.
 
-    An operation keeps a scale in a gradient if it is not linear: after the operation, the scale
-    cannot be taken out. `scaled` is the record of the gradient's graph. `computed` has, for each
-    gradient that `mtf.gradients` made in this graph, its seeds (from `_seeds_of`).
+    Args:
+      grad: the gradient.
+      scaled: the record of the gradient's graph.
+      computed: for each gradient that `mtf.gradients` made in this graph, its seeds (`_seeds_of`).
+      name: the name of the gradient's variable, for errors.
+      owner: the name of the optimizer that has the scale, for errors.
+
+    Raises:
+      ValueError: `owner` cannot take the scale out of the gradient. The gradient is another
+        optimizer's or comes from no loss, or an operation is not linear in the scale.
     """
     before = list(_walk_back([grad], scaled.unscaled, computed))
     owners = {scaled.unscaled[t] for t in before if t in scaled.unscaled}
     ends = {t for t in before if t in computed and t not in scaled.unscaled}
     seeds = {seed for t in ends for seed in computed[t]}
+    if owners - {owner}:
+        raise ValueError(
+            f"The gradient of {name!r} belongs to {sorted(owners)}, which scaled its "
+            f"loss, but was given to {owner}; give it to the optimizer that computed it."
+        )
+    if not seeds and not owners:
+        raise ValueError(
+            f"{owner} scales the loss, but the gradient of {name!r} does not come from "
+            "mtf.gradients of a loss; compute it with opt.compute_gradients(loss)."
+        )
     between = {t.operation for t in before if t not in scaled.unscaled and t not in computed}
     not_linear = _first_not_linear(grad.graph, between, ends) if seeds else None
     if seeds and owners and not_linear is None:
         not_linear = grad.operation  # some of its terms have the scale, others do not
-    return _ScaleInGradient(frozenset(seeds), frozenset(owners), not_linear)
+    if not_linear is not None:
+        raise ValueError(
+            f"{owner} scales the loss, but {type(not_linear).__name__} {not_linear.name!r} has "
+            f"changed the gradient of {name!r} in a way that is not linear (a clip, say) before "
+            "the scale was taken out. Compute gradients with opt.compute_gradients(loss), which "
+            "takes the scale out, or clip inside the optimizer, by ClipByGlobalNormOptimizer."
+        )
+    return seeds
 
 
 def _walk_back(tensors: Sequence[mtf.Tensor], *ends: Container[mtf.Tensor]) -> Iterator[mtf.Tensor]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, Sequence
+from typing import Any, NamedTuple, Sequence
 
 from mtf_gradsync._common import replaced
 from mtf_gradsync._private.libraries import mtf, tf
@@ -302,26 +302,22 @@ class GatherParts(GradientOperation):
         self.set_outputs(lowering, all_gather(mesh_impl, parts, cuts, PLACEMENT_BUCKET_BYTES))
 
 
-class GradientFromSums:
+class GradientFromSums(NamedTuple):
     """The operations that compute a gradient, linearly, from sums over the shards.
 
     Attributes:
+      grad: the gradient.
+      operations: the operations, in order, that compute it from `sums` and `shared`.
       sums: pending (not yet reduced) tensors that the gradient is linear in. Each shard's part of
         them is recoverable.
       shared: further tensors that the gradient is linear in. They do not depend on any shard's
         data: the gradient of a penalty on weights is an example.
     """
 
-    def __init__(
-        self,
-        grad: mtf.Tensor,
-        sums: Sequence[mtf.Tensor],
-        shared: Sequence[mtf.Tensor],
-        operations: Sequence[mtf.Operation],
-    ):
-        """Records that `operations`, in order, compute `grad` from `sums` and `shared`."""
-        self._grad, self._operations = grad, list(operations)
-        self.sums, self.shared = list(sums), list(shared)
+    grad: mtf.Tensor
+    operations: Sequence[mtf.Operation]
+    sums: Sequence[mtf.Tensor]
+    shared: Sequence[mtf.Tensor]
 
     def compute_from(self, sums: Sequence[mtf.Tensor], shared: Sequence[mtf.Tensor]) -> mtf.Tensor:
         """Returns the gradient that the same operations compute from other tensors.
@@ -329,29 +325,20 @@ class GradientFromSums:
         `sums` and `shared` replace the tensors in the attributes of these names. They have the same
         shapes, in the same order. Pending tensors among them are reduced first.
         """
-        given = [*self.sums, *self.shared]
-        return _ComputeAgain(self._grad, given, [*sums, *shared], self._operations).outputs[0]
+        return _ComputeAgain(self, [*sums, *shared]).outputs[0]
 
 
 class _ComputeAgain(GradientOperation):
-    """An operation that runs given operations again, with `values` in place of the tensors `given`.
+    """A gradient, computed again from `values` in place of its `sums` and `shared`."""
 
-    The operation's output is the tensor that the given operations then compute in place of
-    `result`.
-    """
-
-    def __init__(
-        self,
-        result: mtf.Tensor,
-        given: Sequence[mtf.Tensor],
-        values: Sequence[mtf.Tensor],
-        operations: Sequence[mtf.Operation],
-    ):
-        self._result, self._operations = result, list(operations)
-        made = {*given, *(t for op in operations for t in op.outputs)}
-        factors = dict.fromkeys(t for op in operations for t in op.inputs if t not in made)
+    def __init__(self, computed: GradientFromSums, values: Sequence[mtf.Tensor]):
+        self._result, self._operations = computed.grad, computed.operations
+        given = [*computed.sums, *computed.shared]
+        made = {*given, *(t for op in self._operations for t in op.outputs)}
+        factors = dict.fromkeys(t for op in self._operations for t in op.inputs if t not in made)
         self._replaced = [*given, *factors]
-        super().__init__([*values, *factors], [result.shape], "make_again", [result.dtype])
+        dtypes = [self._result.dtype]
+        super().__init__([*values, *factors], [self._result.shape], "make_again", dtypes)
 
     def lower(self, lowering: mtf.Lowering) -> None:
         made = {t: lowering.tensors[t] for op in self._operations for t in op.outputs}
@@ -404,4 +391,4 @@ def express_by_sums(grad: mtf.Tensor, flow: Flow, layout: Layout) -> GradientFro
         operations.add(operation)
         todo += [inputs[i] for i in positions]
     in_order = [op for op in grad.graph.operations if op in operations]
-    return GradientFromSums(grad, list(sums), list(shared), in_order) if sums else None
+    return GradientFromSums(grad, in_order, list(sums), list(shared)) if sums else None

@@ -158,9 +158,8 @@ class Recoverability:
             return grad if shared else None
         in_order = [op for op in grad.graph.operations if op in operations]
         zeros = [mtf.zeros(x.mesh, x.shape, x.dtype) for x in data]
-        return GradientFromSums(grad, list(data), list(shared), in_order).compute_from(
-            zeros, list(shared)
-        )
+        computed = GradientFromSums(grad, in_order, list(data), list(shared))
+        return computed.compute_from(zeros, computed.shared)
 
     def check(self, names: Sequence[str] | None = None, recomputes: bool = False) -> None:
         """Raises ValueError unless per-shard gradients are recoverable.
