@@ -48,7 +48,8 @@ from mtf_gradsync.reduce import (
     FusedAllReduce,
     placement_mesh_impl,
 )
-from mtf_gradsync.step import StandIn, complete_graph, finish_lowering
+from mtf_gradsync.step.plan import StandIn
+from mtf_gradsync.step.writes import complete_graph, finish_lowering
 
 # Where programs run, and what people do with them, by the names that these rooms have always had.
 _ROOMS = {

@@ -187,10 +187,10 @@ if TYPE_CHECKING:
         is_marked,
     )
     from mtf_gradsync.reduce import GradientStrategy, placement_mesh_impl
-    from mtf_gradsync.step import (
-        WATCHED,
+    from mtf_gradsync.step.conditional import WATCHED
+    from mtf_gradsync.step.plan import StepPlan
+    from mtf_gradsync.step.writes import (
         ProgramWrites,
-        StepPlan,
         gated_update,
         is_advanced,
         lowerings_of,
@@ -223,7 +223,9 @@ else:
         "mtf_gradsync.optimizers.slots",
         "mtf_gradsync.optimizers.state",
         "mtf_gradsync.reduce",
-        "mtf_gradsync.step",
+        "mtf_gradsync.step.conditional",
+        "mtf_gradsync.step.plan",
+        "mtf_gradsync.step.writes",
     )
 
     def __getattr__(name: str) -> Any:

@@ -9,7 +9,7 @@ import numpy as np
 
 from mtf_gradsync import placement_mesh_impl, session_config, simd, xla
 from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync.step import StepPlan
+from mtf_gradsync.step.plan import StepPlan
 from tests import grappler as grapplers
 from tests import ordering
 

@@ -26,7 +26,8 @@ from mtf_gradsync.gradients.rounding import (
     subtract,
     warn_if_nothing_is_rounded,
 )
-from mtf_gradsync.step import StepPlan, gated_update
+from mtf_gradsync.step.plan import StepPlan
+from mtf_gradsync.step.writes import gated_update
 
 
 class _MeshState(NamedTuple):

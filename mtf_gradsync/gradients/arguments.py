@@ -14,7 +14,8 @@ from mtf_gradsync._private.mesh_tensorflow import set_operation_outputs
 from mtf_gradsync._private.tensorflow import in_loop_or_branch
 from mtf_gradsync.gradients.operations import MaybeGradients, on_mesh
 from mtf_gradsync.mesh.axes import is_simd
-from mtf_gradsync.step import PlanExtension, StepPlan, Watched
+from mtf_gradsync.step.conditional import Watched
+from mtf_gradsync.step.plan import PlanExtension, StepPlan
 
 GradsAndVars = List[Tuple[Optional[mtf.Tensor], mtf.Variable]]
 

@@ -30,7 +30,7 @@ from mtf_gradsync.gradients.operations import (
 from mtf_gradsync.gradients.shards import per_shard, sum_shards
 from mtf_gradsync.mesh.axes import ReplicaAxes, check_axes
 from mtf_gradsync.reduce import FusedAllReduce, Strategy, check_strategy
-from mtf_gradsync.step import PlanExtension, StepPlan
+from mtf_gradsync.step.plan import PlanExtension, StepPlan
 
 ClipNorm = Union[float, tf.Tensor, tf.Variable, mtf.Tensor, mtf.Variable]
 

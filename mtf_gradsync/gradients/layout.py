@@ -9,7 +9,7 @@ from mtf_gradsync._private.libraries import mtf
 from mtf_gradsync._private.mesh_tensorflow import gradients_calls, loop_body, meshes_made
 from mtf_gradsync.gradients.operations import GradientOperation
 from mtf_gradsync.mesh.axes import ReplicaAxes
-from mtf_gradsync.step import ValuesAfter
+from mtf_gradsync.step.conditional import ValuesAfter
 from mtf_gradsync.step.plan import flat
 
 Axes = frozenset

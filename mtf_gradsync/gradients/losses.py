@@ -10,8 +10,7 @@ from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._private.mesh_tensorflow import Seed, computed_from, gradients_calls, loop_body
 from mtf_gradsync.gradients.flow import linear_positions
 from mtf_gradsync.gradients.operations import MaybeGradients, map_present, on_mesh
-from mtf_gradsync.step import PlanExtension, StepPlan
-from mtf_gradsync.step.plan import flat
+from mtf_gradsync.step.plan import PlanExtension, StepPlan, flat
 
 Scale = Union[float, mtf.Tensor]
 _SHARED = (

@@ -41,8 +41,7 @@ from mtf_gradsync.gradients.operations import (
     reduce_partial_sums,
 )
 from mtf_gradsync.reduce import Strategy
-from mtf_gradsync.step import ExtensionLowering, PlanExtension, StepPlan
-from mtf_gradsync.step.plan import flat
+from mtf_gradsync.step.plan import ExtensionLowering, PlanExtension, StepPlan, flat
 
 
 class Bucket(NamedTuple):

@@ -34,8 +34,9 @@ from mtf_gradsync.gradients.reduce_gradients import GradientFromSums, express_by
 from mtf_gradsync.mesh.axes import ReplicaAxes, check_axes
 from mtf_gradsync.reduce import FusedAllReduce, Strategy, check_strategy
 from mtf_gradsync.reduce.strategy import has_gradient_reduction
-from mtf_gradsync.step import ProgramWrites, ValuesAfter
+from mtf_gradsync.step.conditional import ValuesAfter
 from mtf_gradsync.step.plan import flat
+from mtf_gradsync.step.writes import ProgramWrites
 
 
 def shard_dims_in(shape: mtf.Shape, axes: ReplicaAxes) -> list[mtf.Dimension]:

@@ -60,7 +60,7 @@ from mtf_gradsync.optimizers.state import (
 from mtf_gradsync.optimizers.wrapper import CommonArguments, StepAttribute
 from mtf_gradsync.reduce import Strategy
 from mtf_gradsync.reduce.compressed import WireDtype
-from mtf_gradsync.step import values_after
+from mtf_gradsync.step.conditional import values_after
 
 #: Where gradients of microbatch steps add up: on each shard, reduced over the mesh, or reduced in
 #: parts, of which each replica has one.

@@ -22,7 +22,7 @@ from mtf_gradsync.gradients.rounding import (
 )
 from mtf_gradsync.optimizers.slots import record_bare_update
 from mtf_gradsync.optimizers.state import named_state
-from mtf_gradsync.step import gated_update
+from mtf_gradsync.step.writes import gated_update
 
 
 class InnerOptimizer(mtf.optimize.Optimizer):

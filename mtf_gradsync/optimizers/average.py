@@ -29,7 +29,7 @@ from mtf_gradsync.optimizers.state import (
 )
 from mtf_gradsync.optimizers.wrapper import CommonArguments, Wrapper
 from mtf_gradsync.reduce import Strategy
-from mtf_gradsync.step import WriteInPlace
+from mtf_gradsync.step.writes import WriteInPlace
 
 # The last part of an average's name, as TensorFlow has it.
 AVERAGE = "ExponentialMovingAverage"

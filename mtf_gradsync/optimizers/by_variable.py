@@ -16,7 +16,7 @@ from mtf_gradsync.optimizers.sharded_variables import PartOfVariable
 from mtf_gradsync.optimizers.slots import record_bare_update
 from mtf_gradsync.optimizers.wrapper import Wrapper
 from mtf_gradsync.reduce import FusedAllReduce
-from mtf_gradsync.step import gated_update
+from mtf_gradsync.step.writes import gated_update
 
 Which = Union[str, Callable[[mtf.Variable], bool]]
 

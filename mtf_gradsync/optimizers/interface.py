@@ -17,7 +17,8 @@ from mtf_gradsync.optimizers.pipeline.weights import (
     weighted_loss,
 )
 from mtf_gradsync.optimizers.state import check_name
-from mtf_gradsync.step import StandIn, StepPlan, advance_step
+from mtf_gradsync.step.plan import StandIn, StepPlan
+from mtf_gradsync.step.writes import advance_step
 
 
 class TrainOptimizerInterface:

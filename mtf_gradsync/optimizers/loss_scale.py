@@ -33,7 +33,9 @@ from mtf_gradsync.optimizers.skips import (
 from mtf_gradsync.optimizers.state import named_state
 from mtf_gradsync.optimizers.wrapper import CommonArguments, StepAttribute
 from mtf_gradsync.reduce import Strategy
-from mtf_gradsync.step import Gate, StepPlan, values_after
+from mtf_gradsync.step.conditional import values_after
+from mtf_gradsync.step.plan import StepPlan
+from mtf_gradsync.step.writes import Gate
 
 
 class ScaleRule(NamedTuple):

@@ -36,7 +36,7 @@ from mtf_gradsync.optimizers.pipeline.words import About, Line, frequency_text, 
 from mtf_gradsync.optimizers.skips import check_limit
 from mtf_gradsync.optimizers.wrapper import CommonArguments
 from mtf_gradsync.reduce import FusedAllReduce, Strategy
-from mtf_gradsync.step import StepPlan
+from mtf_gradsync.step.plan import StepPlan
 
 
 @dataclasses.dataclass(frozen=True)

@@ -35,7 +35,8 @@ from mtf_gradsync.optimizers.state import named_state
 from mtf_gradsync.optimizers.wrapper import StepAttribute
 from mtf_gradsync.reduce import FusedAllReduce, Strategy
 from mtf_gradsync.reduce.strategy import has_gradient_reduction
-from mtf_gradsync.step import Gate, values_after
+from mtf_gradsync.step.conditional import values_after
+from mtf_gradsync.step.writes import Gate
 
 
 class OuterState(NamedTuple):

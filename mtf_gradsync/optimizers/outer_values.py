@@ -38,7 +38,8 @@ from mtf_gradsync.optimizers.state import (
     without_autostack,
 )
 from mtf_gradsync.reduce import Strategy
-from mtf_gradsync.step import ExtensionLowering, PlanExtension, StepPlan, ValuesAfter
+from mtf_gradsync.step.conditional import ValuesAfter
+from mtf_gradsync.step.plan import ExtensionLowering, PlanExtension, StepPlan
 from mtf_gradsync.step.writes import CURE
 
 # The number of a layer in a variable's name, as in "decoder/layer_003/kernel" or "h3/w".

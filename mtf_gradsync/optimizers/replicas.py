@@ -14,7 +14,7 @@ from mtf_gradsync.mesh.axes import ReplicaAxes
 from mtf_gradsync.optimizers.skips import ReportsSkips
 from mtf_gradsync.optimizers.state import named_state
 from mtf_gradsync.reduce import Strategy
-from mtf_gradsync.step import WatchHook
+from mtf_gradsync.step.conditional import WatchHook
 
 _OF_REPLICAS = ("local_step", "made", "dropped", "missed")
 

@@ -30,7 +30,9 @@ from mtf_gradsync.optimizers.pipeline.stack import stages_of
 from mtf_gradsync.optimizers.state import check_name, named_state
 from mtf_gradsync.optimizers.wrapper import Wrapper
 from mtf_gradsync.reduce import Strategy
-from mtf_gradsync.step import Branch, Gate, StepPlan, WriteInPlace, values_after
+from mtf_gradsync.step.conditional import Branch, values_after
+from mtf_gradsync.step.plan import StepPlan
+from mtf_gradsync.step.writes import Gate, WriteInPlace
 
 _logger = logging.getLogger("mtf_gradsync")
 

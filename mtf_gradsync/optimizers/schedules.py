@@ -14,7 +14,7 @@ from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.compat_v1 import MeshOptimizer
 from mtf_gradsync.gradients.arguments import Bounds, saturated_cast, scalar_of_step
 from mtf_gradsync.optimizers.slots import optimizers_of
-from mtf_gradsync.step import StepPlan
+from mtf_gradsync.step.plan import StepPlan
 
 _logger = logging.getLogger("mtf_gradsync")
 _CONSTANT = "Where it changes, base the schedule on get_update_step."

@@ -27,7 +27,7 @@ from mtf_gradsync.gradients.reduce_gradients import GatherParts, TakePart
 from mtf_gradsync.mesh.axes import ReplicaAxes, is_simd
 from mtf_gradsync.mesh.devices import shares_all
 from mtf_gradsync.reduce import Strategy
-from mtf_gradsync.step import StepPlan
+from mtf_gradsync.step.plan import StepPlan
 
 # Rows and columns of the tiles in which a TPU stores the last two dimensions of its layout.
 _TILE = (8, 128)

@@ -21,7 +21,7 @@ from mtf_gradsync.gradients.operations import on_mesh
 from mtf_gradsync.optimizers.pipeline.forms import GradientSet
 from mtf_gradsync.optimizers.state import Ring, named_state
 from mtf_gradsync.reduce import Strategy
-from mtf_gradsync.step import StepPlan
+from mtf_gradsync.step.plan import StepPlan
 
 # A function of the gradients of a microbatch step, and of `reducer=` if it has such an argument; or
 # an object with a method `decide`, if it keeps state (`skip_spikes`).

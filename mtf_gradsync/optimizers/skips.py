@@ -6,7 +6,7 @@ the first skipped step, the second, the fourth and so on. There is also a line f
 a loss scale reaches its smallest value. After more than `max_steps_without_update` steps in a row
 without an update, an error names the gradients. On placement meshes the step itself prints the line
 and raises the error. A SIMD program can do neither; the session that runs the program logs the line
-and raises the error (`mtf_gradsync.step.Watched`).
+and raises the error (`mtf_gradsync.step.conditional.Watched`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from mtf_gradsync.optimizers.pipeline.forms import GradientSet
 from mtf_gradsync.optimizers.state import named_state
 from mtf_gradsync.optimizers.wrapper import StepAttribute, Wrapper
 from mtf_gradsync.reduce import Strategy
-from mtf_gradsync.step import Watched, WatchHook, values_after
+from mtf_gradsync.step.conditional import Watched, WatchHook, values_after
 
 # Names of rows for no single shard: sums of finite gradients, and gradients reduced before.
 _OF_SUM, _OF_ONE = "(sum over shards)", "(shard unknown)"

@@ -12,7 +12,7 @@ from mtf_gradsync._private.patches import patch
 from mtf_gradsync.compat_v1 import MeshOptimizer
 from mtf_gradsync.gradients.rounding import STOCHASTIC, is_rounded
 from mtf_gradsync.optimizers.state import SLOTS_COLLECTION, SlotNote, note_state
-from mtf_gradsync.step import PlanExtension, StepPlan
+from mtf_gradsync.step.plan import PlanExtension, StepPlan
 
 
 class SlotBook:

@@ -23,7 +23,7 @@ from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._private.mesh_tensorflow import master_of, set_copy_to_slices
 from mtf_gradsync._private.tensorflow import root_scope
 from mtf_gradsync.gradients.operations import on_mesh
-from mtf_gradsync.step import PlanExtension, StepPlan
+from mtf_gradsync.step.plan import PlanExtension, StepPlan
 
 # The last part of an accumulator's name.
 ACCUMULATOR = "gradient_accumulator"

@@ -51,7 +51,7 @@ from mtf_gradsync.optimizers.state import check_name
 from mtf_gradsync.reduce import CompressedAllReduce, FusedAllReduce, Strategy, check_strategy
 from mtf_gradsync.reduce.compressed import WireDtype
 from mtf_gradsync.reduce.strategy import has_gradient_reduction
-from mtf_gradsync.step import StepPlan
+from mtf_gradsync.step.plan import StepPlan
 
 _OF_TENSORFLOW = (*TF_VALUES, tf.Operation, tf.Graph)
 

@@ -8,7 +8,9 @@ import pytest
 import mtf_gradsync as gs
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.gradients.pending import PendingSums
-from mtf_gradsync.step import Branch, Conditional, Gate, StepPlan
+from mtf_gradsync.step.conditional import Branch, Conditional
+from mtf_gradsync.step.plan import StepPlan
+from mtf_gradsync.step.writes import Gate
 from tests import harness
 
 MESH, LAYOUT = "rows:4;cols:2", "batch:rows;hidden:cols"

@@ -9,7 +9,8 @@ import pytest
 
 import mtf_gradsync as gs
 from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync.step import Branch, Conditional, StepPlan
+from mtf_gradsync.step.conditional import Branch, Conditional
+from mtf_gradsync.step.plan import StepPlan
 from tests import harness, models, reference
 
 STEPS = 5

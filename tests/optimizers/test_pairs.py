@@ -10,7 +10,7 @@ import pytest
 import mtf_gradsync as gs
 from mtf_gradsync import reduce
 from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync.step import advance_step
+from mtf_gradsync.step.writes import advance_step
 from tests import harness, models, reference, wrappers
 
 SHAPE, LAYOUT, _ = harness.MESHES["2"]

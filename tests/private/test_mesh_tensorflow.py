@@ -13,7 +13,7 @@ from mtf_gradsync._private import mesh_tensorflow as private
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.optimizers.interface import DeferredUpdate
 from mtf_gradsync.runtimes._private import mesh_tensorflow as of_runtimes
-from mtf_gradsync.step import StepPlan
+from mtf_gradsync.step.plan import StepPlan
 
 ROWS, COLUMNS = mtf.Dimension("rows", 4), mtf.Dimension("columns", 2)
 

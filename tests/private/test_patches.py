@@ -9,7 +9,8 @@ import pytest
 from mtf_gradsync._private import patches
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.optimizers.slots import check_bare_optimizers
-from mtf_gradsync.step import StandIn, complete_graph, finish_lowering
+from mtf_gradsync.step.plan import StandIn
+from mtf_gradsync.step.writes import complete_graph, finish_lowering
 from tests.runtimes.cluster.processes import Processes
 
 

@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 
 from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync.step import Branch, Conditional, Gate, StepPlan
+from mtf_gradsync.step.conditional import Branch, Conditional
+from mtf_gradsync.step.plan import StepPlan
+from mtf_gradsync.step.writes import Gate
 from tests import harness
 
 SCALAR = mtf.Shape([])

@@ -6,7 +6,7 @@ import pytest
 
 import mtf_gradsync as gs
 from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync.step import AdvanceStep
+from mtf_gradsync.step.writes import AdvanceStep
 from tests import harness, models
 from tests.step.steps import ancestors, lowered, of_type
 

@@ -11,8 +11,7 @@ import pytest
 
 import mtf_gradsync as gs
 from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync.step import StepPlan
-from mtf_gradsync.step.plan import Planned
+from mtf_gradsync.step.plan import Planned, StepPlan
 from tests import harness, models
 from tests.step.stacks import LAYOUT, MESH, mlp_step, stacked
 

@@ -19,7 +19,8 @@ from mtf_gradsync.optimizers.pipeline.forms import Form, GradientSet, Weights
 from mtf_gradsync.optimizers.pipeline.weights import divided
 from mtf_gradsync.optimizers.slots import SlotBook, SlotOwners
 from mtf_gradsync.optimizers.state import ACCUMULATOR, named_state
-from mtf_gradsync.step import Gate, StepPlan, WriteInPlace, write_slices
+from mtf_gradsync.step.plan import StepPlan
+from mtf_gradsync.step.writes import Gate, WriteInPlace, write_slices
 
 
 def weight_state(

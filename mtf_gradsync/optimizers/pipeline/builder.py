@@ -42,17 +42,9 @@ from mtf_gradsync.optimizers.slots import (
     written_by,
 )
 from mtf_gradsync.optimizers.state import UpdateCounters
-from mtf_gradsync.step import (
-    Branch,
-    Conditional,
-    Gate,
-    StepPlan,
-    WriteOrder,
-    gated_update,
-    resolve_stand_ins,
-    values_after,
-    write_in_order,
-)
+from mtf_gradsync.step.conditional import Branch, Conditional, values_after
+from mtf_gradsync.step.plan import StepPlan, resolve_stand_ins
+from mtf_gradsync.step.writes import Gate, WriteOrder, gated_update, write_in_order
 
 
 class StepConditions:

@@ -15,7 +15,9 @@ from mtf_gradsync.mesh.axes import ReplicaAxes
 from mtf_gradsync.optimizers.slots import optimizer_of
 from mtf_gradsync.reduce import Strategy
 from mtf_gradsync.reduce.strategy import has_gradient_reduction
-from mtf_gradsync.step import Branch, Gate, StepPlan
+from mtf_gradsync.step.conditional import Branch
+from mtf_gradsync.step.plan import StepPlan
+from mtf_gradsync.step.writes import Gate
 
 
 class Form(enum.Enum):

@@ -18,7 +18,7 @@ from mtf_gradsync.optimizers.pipeline.stack import Condition, Stack, Stage
 from mtf_gradsync.optimizers.slots import SlotBook
 from mtf_gradsync.optimizers.state import named_state
 from mtf_gradsync.reduce import Strategy
-from mtf_gradsync.step import PlanExtension, StepPlan
+from mtf_gradsync.step.plan import PlanExtension, StepPlan
 
 
 class RecordedWeights(NamedTuple):
