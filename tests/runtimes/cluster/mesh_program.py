@@ -17,7 +17,7 @@ import absl.flags
 import numpy as np
 
 import mtf_gradsync as gs
-from mtf_gradsync import reduce, simd
+from mtf_gradsync import reduce
 from mtf_gradsync._private.libraries import mtf, tf
 from tests import grappler, models
 from tests.reduce import on_mesh
@@ -126,46 +126,6 @@ def sums(strategy: str, target: str) -> list[np.ndarray]:
     return on_mesh.run("placement", MESH, arrays(), make, devices=DEVICES, target=target)
 
 
-def sent(strategy: str, target: str) -> dict[str, list[int]]:
-    """Tensors and signals between processes in one sum over all: counted, and really sent."""
-    with tf.Graph().as_default():
-        impl = placement("train fused")
-        values = []
-        for number, x in enumerate(arrays()):
-            slices = []
-            for one, device in zip(x, DEVICES):
-                with tf.device(device):
-                    slices.append(tf.random.normal(one.shape, seed=number))
-            values.append(impl.LaidOutTensor(slices))
-        groups = reduce.ProcessorGroups.along(impl, [0, 1])
-        used = []
-        for y in STRATEGIES[strategy]().all_reduce(impl, values, groups):
-            # Read where it is needed: a fetched tensor goes to the client from where it is.
-            used += [op.op for op in mtf.parallel(list(DEVICES), tf.square, y.tensor_list)]
-        counted = simd.count_process_transfers(used)
-        config = gs.session_config(num_cpu_devices=EACH)
-        with tf.Session(target, config=config) as session:
-            metadata = tf.RunMetadata()
-            options = tf.RunOptions(output_partition_graphs=True)
-            session.run(used, options=options, run_metadata=metadata)
-    real = {"tensors": 0, "signals": 0}
-    for graph in metadata.partition_graphs:
-        nodes = {node.name: node for node in graph.node}
-        for node in graph.node:
-            ends = [node.attr[end].s.decode() for end in ("send_device", "recv_device")]
-            tasks = [tf.DeviceSpec.from_string(end).task for end in ends]
-            if node.op == "_Send" and tasks[0] != tasks[1]:
-                source = nodes[node.input[0].split(":")[0]]
-                # A control edge is sent as an empty constant that waits for its source.
-                empty = source.op == "Const" and any(x.startswith("^") for x in source.input)
-                real["signals" if empty else "tensors"] += 1
-    return {
-        "counted": [counted.tensors, counted.signals],
-        "real": [real["tensors"], real["signals"]],
-        "bytes": [counted.bytes],
-    }
-
-
 def main(spec: str, job: str, task: str, path: str) -> None:
     """Computes, or serves."""
     # The test holds the port for it.
@@ -187,8 +147,6 @@ def main(spec: str, job: str, task: str, path: str) -> None:
     for strategy in STRATEGIES:
         for number, x in enumerate(sums(strategy, server.target)):
             values[f"sum {strategy}|{number}"] = x
-        for name, x in sent(strategy, server.target).items():
-            values[f"sent {strategy}|{name}"] = x
     np.savez(path, **values)
 
 

@@ -113,28 +113,10 @@ def test_sums_equal_float64(values, strategy):
                 assert len({y[p].tobytes() for p in group}) == 1
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("strategy", program.STRATEGIES)
-def test_messages_between_processes_are_counted_as_tensorflow_sends_them(values, strategy):
-    sent = values[f"sent {strategy}"]
-    np.testing.assert_array_equal(sent["counted"], sent["real"])
-
-
-@pytest.mark.slow
-def test_levels_send_one_copy_each_way(values):
-    size = sum(x[0].nbytes for x in program.arrays())
-    # Neither the root's process nor the other one sends more than its own sum.
-    assert values["sent levels"]["bytes"] == [2 * size]
-    # One device: all slices of the other process go there, and the sum comes back.
-    assert values["sent fused"]["bytes"] == [(program.EACH + 1) * size]
-    assert values["sent ring"]["bytes"] > 2 * size
-
-
 def test_strategies_that_exist_are_here():
     """A new strategy is to be tried across processes too."""
-    classes = {
-        x for x in vars(reduce).values() if isinstance(x, type) and issubclass(x, reduce.Strategy)
-    }
+    names = [getattr(reduce, name) for name in dir(reduce)]
+    classes = {x for x in names if isinstance(x, type) and issubclass(x, reduce.Strategy)}
     tried = {type(make()) for make in program.STRATEGIES.values()}
     # Another strategy's messages, made smaller; tests/reduce/test_compressed.py has it.
     smaller = {reduce.CompressedAllReduce}

@@ -50,7 +50,10 @@ def test_two_levels_send_each_tensor_once_each_way(found, order, strategy):
 
 
 @pytest.mark.slow
-def test_the_ring_sends_more(found):
+def test_one_device_and_the_ring_send_more(found):
+    # All slices of the other process go to one device, and the sum comes back.
+    on_one = found["sums"][f"by process: {program.ONE_DEVICE}"]["real"]["bytes"]
+    assert on_one == (two_processes.EACH + 1) * sum(SIZES)
     # In eight parts that begin at different places: 2 of 8 cross twice, 6 of 8 four times.
     assert found["sums"]["by process: flat ring"]["real"]["bytes"] == sum(
         3.5 * size if size == 4 * 32 * 64 else 2 * size for size in SIZES

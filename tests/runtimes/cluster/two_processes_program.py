@@ -26,11 +26,12 @@ from tests.runtimes.cluster.forked_servers import fork_servers
 SHAPES = [[32, 64], [], [3], [41, 33]]
 # The table has a row for each; of these something more is known.
 IN_TABLE = two_processes.RING, *two_processes.TARGETS, "collective"
+ONE_DEVICE = "on one device, in turns"
 TWO_LEVELS = two_processes.TWO_LEVELS, "two levels, 4 packs", two_processes.COMPRESSED
-# The order of devices and the strategy; mesh_program.py has others by process.
+# The order of devices and the strategy.
 SUMS = [
     *(("mixed", name) for name in two_processes.STRATEGIES),
-    *(("by process", name) for name in (two_processes.RING, *TWO_LEVELS)),
+    *(("by process", name) for name in (two_processes.RING, ONE_DEVICE, *TWO_LEVELS)),
 ]
 WITH_GRAPPLER = two_processes.RING, two_processes.COMPRESSED, "collective"
 

@@ -6,7 +6,7 @@ The very functions that `benchmarks.wrappers_by_hand` compiles for a TPU run on 
 from __future__ import annotations
 
 import importlib.util
-from typing import Any, Sequence
+from typing import Any, Callable, NamedTuple, Sequence
 
 import jax
 import numpy as np
@@ -16,7 +16,6 @@ import mtf_gradsync as gs
 from benchmarks import lm_by_hand, models, wrappers_by_hand
 from mtf_gradsync._private.libraries import mtf
 from tests import harness
-from tests.reference import Adam
 
 SHARDS, LAYERS, WIDTH, BATCH = 8, 2, 4, 16
 BARE, ACCUMULATION, SYNC_REPLICAS, LOSS_SCALE = wrappers_by_hand.KINDS
@@ -39,31 +38,6 @@ def dense_values() -> Values:
     rng = np.random.RandomState(0)
     weights = {f"w{i}": (rng.randn(WIDTH, WIDTH) / 2).astype("f") for i in range(LAYERS)}
     return {**weights, **{f"b{i}": np.zeros(WIDTH, "f") for i in range(LAYERS)}}
-
-
-def dense_gradients(values: Values, x: np.ndarray) -> Values:
-    """Of the mean of the squared outputs, in float64."""
-    inputs, grads = [np.float64(x)], {}
-    for i in range(LAYERS):
-        inputs.append(np.tanh(inputs[-1] @ values[f"w{i}"] + values[f"b{i}"]))
-    back = 2 * inputs[-1] / inputs[-1].size
-    for i in reversed(range(LAYERS)):
-        back = back * (1 - inputs[i + 1] ** 2)
-        grads[f"w{i}"], grads[f"b{i}"] = inputs[i].T @ back, back.sum(0)
-        back = back @ values[f"w{i}"].T
-    return grads
-
-
-def of_shards(values: Values, x: np.ndarray) -> Values:
-    """Each shard's term of the gradient, along a first dimension of shards."""
-    parts = [dense_gradients(values, part) for part in np.split(x, SHARDS)]
-    return {k: np.stack([part[k] for part in parts]) / SHARDS for k in values}
-
-
-def adam_of(values: Values) -> Adam:
-    adam = Adam(1e-3, decay=0.0)
-    adam.m, adam.v = ({k: np.zeros_like(v, float) for k, v in values.items()} for _ in range(2))
-    return adam
 
 
 class ByHand:
@@ -104,17 +78,6 @@ class ByHand:
             assert shape.sharding.is_equivalent_to(value.sharding, value.ndim)
         self._all = jax.tree.map(np.asarray, after)
 
-    def check(self, values: Values, slots: Adam, sums: Values | None = None, **state: Any) -> None:
-        """Compares with the reference: parameters, both averages of Adam, and all of the state."""
-        assert_close(self.values, values)
-        assert_close(self.slots[0], slots.m)
-        assert_close(self.slots[1], slots.v)
-        if sums is not None:
-            assert_close(self.state["sums"], sums)
-        assert {*state, *(() if sums is None else ("sums",))} == set(self.state)
-        for k, value in state.items():
-            np.testing.assert_array_equal(self.state[k], value, err_msg=k)
-
 
 def assert_close(actual: Any, expected: Any) -> None:
     """To a few float32 roundings of the largest numbers: sums of many signs cancel in part."""
@@ -124,118 +87,95 @@ def assert_close(actual: Any, expected: Any) -> None:
         np.testing.assert_allclose(actual[k], value, rtol=1e-5, atol=atol, err_msg=k)
 
 
-def test_bare():
-    values, run = dense_values(), ByHand(BARE, dense_values())
-    adam = adam_of(values)
-    for x in batches(3):
-        run.step(UPDATE, x)
-        values = adam(values, dense_gradients(values, x))
-        run.check(values, adam)
-
-
-def test_accumulation():
-    values, run = dense_values(), ByHand(ACCUMULATION, dense_values())
-    adam, micro_step, updates = adam_of(values), 0, 0
-    nothing = {k: np.zeros((SHARDS, *v.shape)) for k, v in values.items()}
-    sums = nothing
-    for x, condition in zip(batches(5), (SKIP, SKIP, UPDATE, SKIP, UPDATE)):
-        run.step(condition, x)
-        sums = {k: sums[k] + g for k, g in of_shards(values, x).items()}
-        micro_step += 1
-        if condition:
-            values = adam(values, {k: s.sum(0) for k, s in sums.items()})
-            sums, micro_step, updates = nothing, 0, updates + 1
-        run.check(values, adam, sums=sums, micro_step=micro_step, updates=updates)
-
-
-def test_sync_replicas():
-    """Two updates from all shards, then two steps without: a shard is late, another has an inf."""
-    values, run = dense_values(), ByHand(SYNC_REPLICAS, dense_values())
-    adam, made, dropped = adam_of(values), np.zeros(SHARDS, int), np.zeros(SHARDS, int)
-    sums = {k: np.zeros((SHARDS, *v.shape)) for k, v in values.items()}
-    for number, x in enumerate(batches(2)):
-        run.step(UPDATE, x)
-        values = adam(values, dense_gradients(values, x))
-        made += 1
-        steps = {"update_step": number + 1, "local_step": [number + 1] * SHARDS}
-        run.check(values, adam, sums=sums, count=0, made=made, dropped=dropped, **steps)
-
-    local_step = np.int32([2, 2, 2, 1, 2, 2, 2, 2])
-    run.state["local_step"] = local_step
-    count = 0
-    for x in batches(2):
-        x = with_inf_in_shard(x, shard=6)
-        run.step(SKIP, x)
-        fresh = np.array([True, True, True, False, True, True, False, True])
-        with np.errstate(invalid="ignore"):
-            terms = of_shards(values, x)
-        for k in sums:
-            sums[k][fresh] += terms[k][fresh]
-        made, dropped, count = made + fresh, dropped + ~fresh, count + fresh.sum()
-        steps = {"update_step": 2, "local_step": local_step}
-        run.check(values, adam, sums=sums, count=count, made=made, dropped=dropped, **steps)
-
-
-def test_loss_scale():
-    """The scale doubles after 2,000 finite steps, and an inf halves it and makes no update."""
-    run = ByHand(LOSS_SCALE, dense_values(), scale=1024.0, good_steps=1998)
-    values = dense_values()
-    adam, (first, second, third) = adam_of(values), batches(3)
-    for x, scale, good_steps in ((first, 1024, 1999), (second, 2048, 0)):
-        run.step(UPDATE, x)
-        values = adam(values, dense_gradients(values, x))
-        run.check(values, adam, scale=scale, good_steps=good_steps, skipped=0)
-    run.step(SKIP, with_inf_in_shard(third, shard=6))
-    run.check(values, adam, scale=1024, good_steps=0, skipped=1)
-    run.step(UPDATE, third)
-    values = adam(values, dense_gradients(values, third))
-    run.check(values, adam, scale=1024, good_steps=1, skipped=1)
-
-
 WHERE = {"mesh_shape": "all:8", "layout": "batch:all"}
-WRAPPED = {
-    ACCUMULATION: (
-        lambda inner: gs.GradientAccumulationOptimizer(inner, 2, **WHERE),
-        (SKIP, UPDATE, SKIP, UPDATE),
+FRESH, SHARD_3_IS_LATE = np.zeros(SHARDS, "i"), np.int32([2, 2, 2, 1, 2, 2, 2, 2])
+
+
+class Case(NamedTuple):
+    """Steps of one kind, and the wrapper that makes them, too.
+
+    Attributes:
+      wrap: wraps an optimizer; its second argument are the local steps of replicas.
+      steps: of each, whether it updates, whether a shard has an inf, and the local steps.
+      names: of the state by hand, what the wrapper calls it.
+      begin: state by hand that does not begin with zeros.
+    """
+
+    wrap: Callable[[Any, Any], Any]
+    steps: Sequence[tuple[bool, bool, np.ndarray]]
+    names: dict[str, str] = {}  # noqa: RUF012
+    begin: dict[str, Any] = {}  # noqa: RUF012
+
+
+CASES = {
+    BARE: Case(lambda inner, local_steps: inner, [(UPDATE, False, FRESH)] * 3),
+    ACCUMULATION: Case(
+        lambda inner, local_steps: gs.GradientAccumulationOptimizer(inner, 2, **WHERE),
+        [(condition, False, FRESH) for condition in (SKIP, UPDATE, SKIP, UPDATE, SKIP)],
+        {
+            "micro_step": "GradientAccumulationOptimizer/mini_step",
+            "updates": "GradientAccumulationOptimizer/update_step",
+        },
     ),
-    SYNC_REPLICAS: (
-        lambda inner: gs.SyncReplicasOptimizer(inner, SHARDS, **WHERE),
-        (UPDATE, UPDATE, UPDATE),
+    # Two updates from all shards, then a step without: a shard is late, another has an inf.
+    SYNC_REPLICAS: Case(
+        lambda inner, local_steps: gs.SyncReplicasOptimizer(
+            inner, SHARDS, local_steps=local_steps, **WHERE
+        ),
+        [(UPDATE, False, FRESH), (UPDATE, False, FRESH + 1)] + [(SKIP, True, SHARD_3_IS_LATE)],
+        {
+            name: f"sync_replicas/{name}"
+            for name in ("count", "update_step", "local_step", "made", "dropped")
+        },
     ),
-    LOSS_SCALE: (
-        lambda inner: gs.LossScaleOptimizer(inner, initial_scale=1024.0, **WHERE),
-        (UPDATE, SKIP, UPDATE),
+    # The scale doubles after 2,000 finite steps, and an inf halves it and makes no update.
+    LOSS_SCALE: Case(
+        lambda inner, local_steps: gs.LossScaleOptimizer(
+            inner, initial_scale=1024.0, growth_steps=2, **WHERE
+        ),
+        [(UPDATE, False, FRESH)] * 2 + [(SKIP, True, FRESH), (UPDATE, False, FRESH)],
+        {name: f"LossScaleOptimizer/{name}" for name in ("scale", "good_steps", "skipped")},
+        {"scale": 1024.0},
     ),
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", WRAPPED)
-def test_by_hand_updates_as_the_wrapper(kind):
-    """On the benchmark's dense model, with its values and its optimizer."""
-    wrap, conditions = WRAPPED[kind]
-    model = models.dense(LAYERS, WIDTH, BATCH)
-    inputs = [
-        with_inf_in_shard(x, 6) if kind == LOSS_SCALE and condition is SKIP else x
-        for x, condition in zip(batches(4), conditions)
+@pytest.mark.parametrize("kind", CASES)
+@pytest.mark.mostly_slow
+def test_by_hand_updates_as_the_wrapper(kind, monkeypatch):
+    """On the benchmark's dense model, with its values and its optimizer: values, slots, state."""
+    assert wrappers_by_hand.GROWTH_STEPS == 2000
+    monkeypatch.setattr(wrappers_by_hand, "GROWTH_STEPS", 2)
+    case, model = CASES[kind], models.dense(LAYERS, WIDTH, BATCH)
+    feeds = [
+        {"x": with_inf_in_shard(x, 6) if has_inf else x, "local_steps": local_steps}
+        for x, (_, has_inf, local_steps) in zip(batches(len(case.steps)), case.steps)
     ]
 
     def build(mesh: Any, placeholders: Any) -> tuple[Sequence[Any], dict[str, Any]]:
         loss = model.make_loss(mesh, placeholders["x"])
-        optimizer, variables = wrap(model.make_optimizer()), mesh.graph.trainable_variables
+        optimizer = case.wrap(model.make_optimizer(), placeholders["local_steps"])
+        variables = mesh.graph.trainable_variables
         if kind == LOSS_SCALE:
             grads = [g for g, _ in optimizer.compute_gradients(loss, variables)]
         else:
             grads = mtf.gradients([loss], [v.value for v in variables])
         return optimizer.apply_grads(grads, variables), {"loss": loss}
 
-    made = harness.built("simd", *WHERE.values(), build, {"x": inputs[0]})
-    theirs = made.after_each([{"x": x} for x in inputs])
-    run = ByHand(kind, dense_values(), **({"scale": 1024.0} if kind == LOSS_SCALE else {}))
-    for condition, x, expected in zip(conditions, inputs, theirs):
-        run.step(condition, x)
-        for name, mine in (("", run.values), ("/adam_m", run.slots[0]), ("/adam_v", run.slots[1])):
+    made = harness.built("simd", *WHERE.values(), build, feeds[0])
+    run = ByHand(kind, dense_values(), **case.begin)
+    for (condition, _, _), feed, expected in zip(case.steps, feeds, made.after_each(feeds)):
+        if kind == SYNC_REPLICAS:
+            run.state["local_step"] = feed["local_steps"]
+        run.step(condition, feed["x"])
+        compared = {"": run.values, "/adam_m": run.slots[0], "/adam_v": run.slots[1]}
+        if "sums" in run.state:
+            compared["/gradient_accumulator"] = run.state["sums"]
+        for name, mine in compared.items():
             assert_close(mine, {k: expected[k + name] for k in run.values})
+        assert {*run.state} - {"sums"} == {*case.names}
+        for name, theirs in case.names.items():
+            np.testing.assert_array_equal(run.state[name], expected[theirs], err_msg=name)
 
 
 VOCABULARY, LENGTH, GROUPS = lm_by_hand.VOCABULARY, 4, 4
