@@ -12,7 +12,7 @@ from typing import Any, Iterator, Mapping, NamedTuple, Sequence
 
 from mtf_gradsync.extension import mtf
 from mtf_gradsync.tools.planning.machines import Machine
-from mtf_gradsync.tools.planning.search import rules_of
+from mtf_gradsync.tools.planning.search import rules_of, summed_dims
 from mtf_gradsync.tools.planning.stacks import Stack
 
 # Operations that write no array in a compiled program, or only rename or reshape one.
@@ -196,7 +196,7 @@ def read_costs(
         is_lookup = not is_backward and any(
             isinstance(x.operation, mtf.OneHotOperation) for x in operation.inputs
         )
-        if isinstance(operation, mtf.EinsumOperation) and _summed_dims(operation) and not is_lookup:
+        if isinstance(operation, mtf.EinsumOperation) and summed_dims(operation) and not is_lookup:
             dims = tuple(sorted({dim for x in inputs for dim in x.dims}))
             found["products"][_Product(dims, (*inputs, *outputs))] += 1
         elif isinstance(operation, mtf.ReshapeOperation):
@@ -224,14 +224,6 @@ def read_costs(
     )
 
 
-def _summed_dims(operation: mtf.Operation) -> frozenset[str]:
-    """Returns the names of the dimensions that an operation sums over."""
-    if not isinstance(operation, (mtf.EinsumOperation, mtf.ReduceOperation)):
-        return frozenset()
-    there = set(operation.outputs[0].shape.dims)
-    return frozenset(d.name for x in operation.inputs for d in x.shape.dims if d not in there)
-
-
 def _pending_sums(operations: Sequence[mtf.Operation]) -> dict[mtf.Operation, frozenset[str]]:
     """Finds the sums that need an all-reduce if the dimensions that they sum over are split.
 
@@ -245,7 +237,7 @@ def _pending_sums(operations: Sequence[mtf.Operation]) -> dict[mtf.Operation, fr
     """
     over: dict[mtf.Operation, frozenset[str]] = {}
     for operation in operations:
-        dims = _summed_dims(operation)
+        dims = summed_dims(operation)
         if isinstance(operation, mtf.AddOperation):
             makers = [x.operation for x in operation.inputs]
             both = {over.get(maker, frozenset()) for maker in makers}

@@ -88,7 +88,7 @@ def model_flops(loss: mtf.Tensor) -> float:
         if x not in selects:
             op = x.operation
             passes_on = len(op.inputs) == 1 or (
-                isinstance(op, mtf.EinsumOperation) and not _sums_over_dimension(op)
+                isinstance(op, mtf.EinsumOperation) and not summed_dims(op)
             )
             selects[x] = isinstance(op, mtf.OneHotOperation) or (
                 passes_on and any(map(is_selection, op.inputs))
@@ -103,17 +103,18 @@ def model_flops(loss: mtf.Tensor) -> float:
                 f"The loss {loss.name!r} is computed in a loop, {op.name!r}; give the loss of the "
                 "model without it (one microbatch)."
             )
-        is_product = isinstance(op, mtf.EinsumOperation) and _sums_over_dimension(op)
+        is_product = isinstance(op, mtf.EinsumOperation) and summed_dims(op)
         if is_product and not any(map(is_selection, op.inputs)):
             found += 6.0 * math.prod(d.size for d in {d for x in op.inputs for d in x.shape})
     return found
 
 
-def _sums_over_dimension(einsum: mtf.EinsumOperation) -> bool:
-    """Returns whether an einsum sums over a dimension, so that its output lacks this dimension."""
-    return any(
-        dim not in einsum.outputs[0].shape.dims for x in einsum.inputs for dim in x.shape.dims
-    )
+def summed_dims(operation: mtf.Operation) -> frozenset[str]:
+    """Returns the names of the dimensions that an operation sums over."""
+    if not isinstance(operation, (mtf.EinsumOperation, mtf.ReduceOperation)):
+        return frozenset()
+    there = set(operation.outputs[0].shape.dims)
+    return frozenset(d.name for x in operation.inputs for d in x.shape.dims if d not in there)
 
 
 def rules_of(layout: str) -> list[tuple[str, ...]]:

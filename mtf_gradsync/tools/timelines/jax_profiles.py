@@ -8,6 +8,7 @@ import itertools
 import re
 from typing import Any, Iterator, Mapping, NamedTuple, Sequence
 
+from mtf_gradsync.extension import walk
 from mtf_gradsync.tools.timelines.recording import TimelineError
 
 _HOST = "/host:CPU"
@@ -209,12 +210,8 @@ class _ThreadPool:
 
     def end_of(self, task: Any) -> int:
         """Returns when a task and all tasks that it scheduled had ended, in ns; 0 if not known."""
-        last, pending = 0, [task]
-        while pending:
-            one = pending.pop()
-            last = max(last, self._ended.get(one, 0))
-            pending += self._parts.get(one, ())
-        return last
+        parts = walk([task], lambda one: self._parts.get(one, ()))
+        return max(self._ended.get(one, 0) for one in parts)
 
 
 _Place = tuple[int, int]  # number of a program's execution, and number of the device
@@ -438,14 +435,5 @@ def _recorded_users(name: str, users: Mapping[str, set[str]], seen: set[str]) ->
       users: for the name of an operation, the names of the operations that take its result.
       seen: the names of the operations that the profile has.
     """
-    found: set[str] = set()
-    passed: set[str] = set()
-    pending = list(users.get(name, ()))
-    while pending:
-        user = pending.pop()
-        if user in seen:
-            found.add(user)
-        elif user not in passed:
-            passed.add(user)
-            pending += users.get(user, ())
-    return found
+    every = walk(users.get(name, ()), lambda user: () if user in seen else users.get(user, ()))
+    return seen.intersection(every)

@@ -124,10 +124,12 @@ def _track_names(recordings: Sequence[Recording]) -> Iterator[dict[str, Any]]:
     for recording in recordings:
         pid = _host_pid(recording)
         several = f" of process {recording.process}" if len(recordings) > 1 else ""
-        yield from _named(pid, f"steps{several}", -1)
-        yield from [*_thread(pid, _STEPS, "steps"), *_thread(pid, _HOST, "host")]
+        yield from _named("process", f"steps{several}", -1, pid=pid)
+        yield from _named("thread", "steps", _STEPS, pid=pid, tid=_STEPS)
+        yield from _named("thread", "host", _HOST, pid=pid, tid=_HOST)
         for core, name in recording.cores.items():
-            yield from _named(_core_pid(recording, core), name, _core_pid(recording, core))
+            pid = _core_pid(recording, core)
+            yield from _named("process", name, pid, pid=pid)
 
 
 def _step_marks(recordings: Sequence[Recording]) -> list[dict[str, Any]]:
@@ -189,9 +191,8 @@ def _operation_entries(
             name = "collectives" if kind == "collective" else "operations"
             for track in range(len(ends)):
                 beside = f" {track + 1}" if track else ""
-                tracks += _thread(
-                    _core_pid(recording, core), _track_number(kind, track), name + beside
-                )
+                pid, tid = _core_pid(recording, core), _track_number(kind, track)
+                tracks += _named("thread", name + beside, tid, pid=pid, tid=tid)
     found.sort(key=lambda pair: -pair[0])
     return [row for _, row in found], tracks
 
@@ -246,24 +247,15 @@ def _microseconds(nanoseconds: int) -> float:
     return number if int(1000 * number) == nanoseconds else math.nextafter(number, math.inf)
 
 
-def _named(pid: int, name: str, order: int) -> list[dict[str, Any]]:
-    return [
-        {"name": "process_name", "ph": "M", "pid": pid, "args": {"name": name}},
-        {"name": "process_sort_index", "ph": "M", "pid": pid, "args": {"sort_index": order}},
-    ]
+def _named(kind: str, name: str, order: int, **ids: int) -> list[dict[str, Any]]:
+    """Returns the entries that name a group of tracks (`kind` "process") or a track ("thread").
 
-
-def _thread(pid: int, tid: int, name: str) -> list[dict[str, Any]]:
+    `order` is its place among others, and `ids` are the numbers of the process and thread.
+    """
     return [
-        {"name": "thread_name", "ph": "M", "pid": pid, "tid": tid, "args": {"name": name}},
+        {"name": f"{kind}_name", "ph": "M", **ids, "args": {"name": name}},
         # Without it chrome://tracing sorts by name.
-        {
-            "name": "thread_sort_index",
-            "ph": "M",
-            "pid": pid,
-            "tid": tid,
-            "args": {"sort_index": tid},
-        },
+        {"name": f"{kind}_sort_index", "ph": "M", **ids, "args": {"sort_index": order}},
     ]
 
 
