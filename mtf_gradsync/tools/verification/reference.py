@@ -216,19 +216,13 @@ class Comparison(NamedTuple):
 
 
 def compare_with(
-    reference: Reference,
-    outcome: Outcome,
-    masked: bool,
-    left_out: Sequence[str],
-    exact: Outcome | None = None,
+    reference: Reference, outcome: Outcome, left_out: Sequence[str], exact: Outcome | None = None
 ) -> Comparison:
     """Compares the outcome of a division with the reference.
 
     Args:
       reference: the reference.
       outcome: the results of running the program in the division.
-      masked: whether the division leaves out the gradients of some shards. Then losses are not
-        compared.
       left_out: names of variables that are not compared.
       exact: the results of the reference to compare with; default `reference.exact`.
 
@@ -255,7 +249,8 @@ def compare_with(
     slots = _compare_slots(reference, outcome, computed, exact, left_out, expected)
     # Losses are not comparable in two cases: the program's mean includes the loss of a masked
     # shard, and the mean over microbatches may lack their weights.
-    is_another = masked or (outcome.batches > 1 and not outcome.weighted)
+    is_masked = outcome.recorded.changes.mask is not None
+    is_another = is_masked or (outcome.batches > 1 and not outcome.weighted)
     limit = float("inf") if is_another else expected["loss"]
     (loss,) = compare(_loss(outcome), _loss(exact), ["loss"], {"loss": limit})
     return Comparison(gradients, values, slots, loss)

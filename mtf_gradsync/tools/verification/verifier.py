@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Iterator
+from typing import Any, Iterator, NamedTuple
 
 import numpy as np
 
@@ -38,6 +38,37 @@ from mtf_gradsync.tools.verification.verdicts import (
 )
 
 REFERENCE = "one core without wrappers"
+
+
+class _Case(NamedTuple):
+    """A division, its reference, the results of running the program in it, and their comparison."""
+
+    division: Division
+    reference: Reference
+    outcome: Outcome
+    compared: Comparison
+
+    @classmethod
+    def of(cls, division: Division, reference: Reference, outcome: Outcome) -> _Case:
+        compared = compare_with(reference, outcome, reference.variables_not_finite())
+        return cls(division, reference, outcome, compared)
+
+    @property
+    def first_difference(self) -> tuple[str, Difference | None]:
+        """The first difference from the reference, and what kind of value it is.
+
+        The value is a pair: the kind of value that differs, as in `DivisionResult.what`, and the
+        difference; it is None if nothing differs. Two kinds of differences come first, because they
+        may be the cause of differences in later steps: values that were written before the update,
+        and copies of a variable that differ between cores.
+        """
+        for what, names in (
+            ("value before the update", self.outcome.changed_before),
+            ("copies", self.outcome.different_copies),
+        ):
+            if names:
+                return what, Difference(names[0], float("inf"), 0.0)
+        return self.compared.first_difference
 
 
 class Verifier:
@@ -132,8 +163,8 @@ class Verifier:
         except CannotBeDivided as error:
             why = f"There is nothing to compare with. On {REFERENCE}: {error}"
             return dataclasses.replace(found, verdict=NOT_SHOWN, cause=why)
-        compared = self._compare(division, reference, outcome)
-        worst = compared.worst
+        case = _Case.of(division, reference, outcome)
+        compared, worst = case.compared, case.compared.worst
         errors: dict[str, float] = {}
         for one in compared.gradients or compared.values:
             errors[one.variable] = max(one.error, errors.get(one.variable, 0.0))
@@ -152,9 +183,9 @@ class Verifier:
             compared=counts,
             not_shown=tuple(open_ones),
         )
-        if _first_difference(compared, outcome)[1] is not None:
-            return self._explain(division, reference, outcome, compared, found)
-        alike = self._equal_random_numbers(division, reference, outcome)
+        if case.first_difference[1] is not None:
+            return self._explain(case, found)
+        alike = self._equal_random_numbers(case)
         if alike is not None:
             name, axes = alike
             return dataclasses.replace(
@@ -171,24 +202,20 @@ class Verifier:
             found, verdict=NOT_SHOWN, cause=self._why_nothing_shown(reference)
         )
 
-    def _equal_random_numbers(
-        self, division: Division, reference: Reference, outcome: Outcome
-    ) -> tuple[str, str] | None:
+    def _equal_random_numbers(self, case: _Case) -> tuple[str, str] | None:
         """Finds random numbers of the model that are equal on several shards, which is a fault.
 
-        Args:
-          division: the division.
-          reference: the reference of the division.
-          outcome: the results of running the program in the division.
+        `case` is the division with its outcome.
 
         Returns:
           Two texts for the user: which random numbers, such as "a draw of 64 numbers", and the mesh
           axis along which they repeat. None if no random numbers repeat.
         """
+        division, outcome = case.division, case.outcome
         if division == self._base and self._outcome.equal_draws:
             return self._outcome.equal_draws[0]
         shape = mtf.convert_to_shape(division.mesh_shape)
-        sizes = outcome.recorded.random_sizes, reference.outcome.recorded.random_sizes
+        sizes = outcome.recorded.random_sizes, case.reference.outcome.recorded.random_sizes
         if outcome.batches > 1 or len(sizes[0]) != len(sizes[1]):
             return None
         for here, there in zip(*sizes):
@@ -254,7 +281,7 @@ class Verifier:
         if early is None:
             return line
         counters = self._engine.counters_of_updates[0][0]
-        compared = compare_with(reference, early, False, [*line.not_shown, *counters])
+        compared = compare_with(reference, early, [*line.not_shown, *counters])
         first = next((x for x in (*compared.values, *compared.slots) if not x.is_equal), None)
         if first is None:
             return line
@@ -272,21 +299,11 @@ class Verifier:
             ),
         )
 
-    def _explain(
-        self,
-        division: Division,
-        reference: Reference,
-        outcome: Outcome,
-        compared: Comparison,
-        line: DivisionResult,
-    ) -> DivisionResult:
+    def _explain(self, case: _Case, line: DivisionResult) -> DivisionResult:
         """Finds why a division differs from the reference; returns the result with the cause.
 
         Args:
-          division: the division.
-          reference: the reference.
-          outcome: the results of running the program in the division.
-          compared: the differences of the outcome from the reference.
+          case: the division and its differences from the reference.
           line: the division's line in the table, with the errors, still without a cause.
 
         Returns:
@@ -294,7 +311,8 @@ class Verifier:
           `NOT_SHOWN` if another order of the same examples changes the reference's gradients, too,
           by at least half of the difference.
         """
-        what, first = _first_difference(compared, outcome)
+        division, reference, outcome, compared = case
+        what, first = case.first_difference
         assert first is not None
         line = dataclasses.replace(line, error=first.error, expected=first.expected)
         by_order = max(reference.by_order.values(), default=0.0)
@@ -325,7 +343,7 @@ class Verifier:
             factor = None  # between two single numbers there is always some factor
         by_counters = ""
         if what in ("value", "slot"):
-            by_counters = self._cause_by_counters(division, reference, outcome, line)
+            by_counters = self._cause_by_counters(case, line)
         facts = DifferenceFacts(
             what,
             culprit,
@@ -366,35 +384,30 @@ class Verifier:
         strategy = getattr(wrapper, "reducer", None)
         return type(strategy).__name__ if isinstance(strategy, GradientStrategy) else ""
 
-    def _cause_by_counters(
-        self, division: Division, reference: Reference, outcome: Outcome, line: DivisionResult
-    ) -> str:
+    def _cause_by_counters(self, case: _Case, line: DivisionResult) -> str:
         """Finds out whether a difference comes from a counter that is advanced before the update.
 
         The counters are scalar variables that the program advances by 1 in each step, such as its
         global step. The reference reads a counter in the update, and advances it afterwards. If the
         division advances the counter first, its update reads a value that is larger by 1. To find
-        this, the method compares `outcome` with `reference.with_later_counters`, a run of the
+        this, the method compares the outcome with `Reference.with_later_counters`, a run of the
         reference in which all counters are larger by 1.
 
         Args:
-          division: the division.
-          reference: the reference of the division.
-          outcome: the results of running the program in the division.
+          case: the division and its differences from the reference.
           line: the division's line in the table, still without a cause; it names variables that are
             not compared.
 
         Returns:
-          The cause, in words for the user, if `outcome` equals `reference.with_later_counters`;
+          The cause, in words for the user, if the outcome equals `Reference.with_later_counters`;
           else "", also if the program has no counters.
         """
-        later = reference.with_later_counters
+        later = case.reference.with_later_counters
         if later is None:
             return ""
-        masked = division.changes.mask is not None
         counters = list(self._engine.counters_of_updates[0][0])
-        names = [*line.not_shown, *counters]
-        if compare_with(reference, outcome, masked, names, later).first_difference[1] is not None:
+        compared = compare_with(case.reference, case.outcome, [*line.not_shown, *counters], later)
+        if compared.first_difference[1] is not None:
             return ""
         return (
             f"The program counts its step ({some_of(counters)}) before or after the update reads "
@@ -402,18 +415,14 @@ class Verifier:
             "tf.control_dependencies, or give the optimizer a rate of its own."
         )
 
-    def _compare(self, division: Division, reference: Reference, outcome: Outcome) -> Comparison:
-        masked = division.changes.mask is not None
-        return compare_with(reference, outcome, masked, reference.variables_not_finite())
-
     def _is_equal(self, division: Division) -> bool:
         division, _ = self._with_constant_statistics(division)
         try:
             outcome = self._engine.run(division)
-            compared = self._compare(division, self.reference(division), outcome)
+            case = _Case.of(division, self.reference(division), outcome)
         except CannotBeDivided:
             return False
-        return _first_difference(compared, outcome)[1] is None
+        return case.first_difference[1] is None
 
     def _culprit(self, division: Division, first: Difference) -> str:
         """Returns the part of a division without which its update equals the reference's.
@@ -501,30 +510,6 @@ class Verifier:
             if isinstance(value, (int, float)) and not isinstance(value, bool):
                 numbers[f"params {name}"] = value
         return {name: value for name, value in numbers.items() if value != 1}
-
-
-def _first_difference(compared: Comparison, outcome: Outcome) -> tuple[str, Difference | None]:
-    """Returns the first difference of a division from the reference, and what kind of value it is.
-
-    Two kinds of differences come first, because they may be the cause of all other differences:
-    values that were written before the update, and copies of a variable that differ between cores.
-
-    Args:
-      compared: the comparison with the reference.
-      outcome: the results of running the program in the division.
-
-    Returns:
-      A pair: the kind of value that differs, as in `DivisionResult.what`, and the difference. The
-      difference is None if nothing differs.
-    """
-    # These two kinds of faults explain differences in later steps.
-    for what, names in (
-        ("value before the update", outcome.changed_before),
-        ("copies", outcome.different_copies),
-    ):
-        if names:
-            return what, Difference(names[0], float("inf"), 0.0)
-    return compared.first_difference
 
 
 def _other_mesh_error(found: str, asked: str) -> str:
