@@ -17,7 +17,7 @@ from mtf_gradsync import CrossShardOptimizer
 from mtf_gradsync._private.libraries import tf
 from mtf_gradsync.tools.islands.changes import (
     Change,
-    OuterStep,
+    MergeSettings,
     encoded,
     make_outer_step,
     weight_of,
@@ -99,7 +99,7 @@ def _built(batch: int) -> Any:
 
 def _trained(way: Way, steps: int, seed: int, built: Any) -> dict[str, np.ndarray]:
     """Returns the values of the last version."""
-    step_of = OuterStep(way.rate, islands_series.OUTER_MOMENTUM, True, way.merge)
+    step_of = MergeSettings(way.rate, islands_series.OUTER_MOMENTUM, merge=way.merge)
     with contextlib.ExitStack() as stack:
         sessions = []
         for batch in way.batches:

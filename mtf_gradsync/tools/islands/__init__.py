@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from mtf_gradsync.extension import lazy_names
 
 if TYPE_CHECKING:
+    from mtf_gradsync.tools.islands.changes import MergeSettings
     from mtf_gradsync.tools.islands.elastic import DataPart, ElasticIslands, IslandHook, claim_part
     from mtf_gradsync.tools.islands.exchange import IslandError
     from mtf_gradsync.tools.islands.folder import Folder
@@ -12,7 +13,7 @@ if TYPE_CHECKING:
     from mtf_gradsync.tools.islands.journal import plot_status, read_status
     from mtf_gradsync.tools.islands.merger import FolderTakenError, Merger, MergerError, Waiting
     from mtf_gradsync.tools.islands.tensor_files import DamagedObjectError
-    from mtf_gradsync.tools.islands.versions import MergeSettings, replay
+    from mtf_gradsync.tools.islands.versions import replay
 else:  # a type checker that saw `__getattr__` would take any name
     __getattr__, __dir__ = lazy_names(
         __name__,
@@ -25,7 +26,7 @@ else:  # a type checker that saw `__getattr__` would take any name
             "Island": "mtf_gradsync.tools.islands.island",
             "IslandError": "mtf_gradsync.tools.islands.exchange",
             "IslandHook": "mtf_gradsync.tools.islands.elastic",
-            "MergeSettings": "mtf_gradsync.tools.islands.versions",
+            "MergeSettings": "mtf_gradsync.tools.islands.changes",
             "Merger": "mtf_gradsync.tools.islands.merger",
             "MergerError": "mtf_gradsync.tools.islands.merger",
             "Waiting": "mtf_gradsync.tools.islands.merger",

@@ -17,10 +17,14 @@ errors of a change to its next change (error feedback), as `QuantizedAllReduce` 
 
 from __future__ import annotations
 
-from typing import Iterator, Literal, NamedTuple, Sequence, get_args
+import contextlib
+from typing import Any, Iterator, Literal, Mapping, NamedTuple, Sequence, get_args
 
 import numpy as np
 
+from mtf_gradsync.extension import is_number
+from mtf_gradsync.tools.islands.folder import Folder
+from mtf_gradsync.tools.islands.objects import SETTINGS, decision_object, numbers_in, read_decision
 from mtf_gradsync.tools.islands.tensor_files import (
     Arrays,
     DamagedObjectError,
@@ -55,13 +59,96 @@ class _Blocks(NamedTuple):
 _BLOCKS = {"int8": _Blocks(127, 256, 1), "int4": _Blocks(7, 64, 2)}
 
 
-class OuterStep(NamedTuple):
-    """The settings of the outer step, which makes a version from changes: see `MergeSettings`."""
+class MergeSettings(NamedTuple):
+    """The settings of versions. The first merger writes them into the folder, where they stay.
 
-    outer_learning_rate: float
-    outer_momentum: float
-    nesterov: bool
+    Attributes:
+      outer_learning_rate: the learning rate of SGD on the outer values, above 0 and below 10.
+      outer_momentum: the momentum of that SGD, 0 for none.
+      nesterov: whether the momentum is Nesterov's.
+      fragments: the number of sets into which variables are divided. Each version changes the
+        variables of one set; the sets take turns.
+      weight: the weight of a contribution in the mean. "tokens" takes its tokens, "tokens_per_step"
+        takes its tokens times its tokens per step.
+      merge: "mean" averages changes; "radial" averages the directions of each variable's changes,
+        and separately their lengths.
+      max_norm: the largest allowed ratio of a change's length to the usual length; longer changes
+        are scaled down. The usual length is the median over other islands' changes for the same
+        version, and over earlier changes of the island that made the change. 0 sets no limit.
+    """
+
+    outer_learning_rate: float = 0.7
+    outer_momentum: float = 0.5
+    nesterov: bool = True
+    fragments: int = 1
+    weight: Weight = "tokens"
     merge: Merge = "mean"
+    max_norm: float = 10.0
+
+    def check(self) -> None:
+        """Raises ValueError if a setting is out of range."""
+        if not is_number(self.outer_learning_rate) or not 0.0 < self.outer_learning_rate < 10.0:
+            raise ValueError(
+                "outer_learning_rate must be above 0 and below 10, got "
+                f"{self.outer_learning_rate!r}."
+            )
+        if not is_number(self.outer_momentum) or not 0.0 <= self.outer_momentum < 1.0:
+            raise ValueError(f"outer_momentum must be in [0, 1), got {self.outer_momentum!r}.")
+        if not isinstance(self.fragments, int) or self.fragments < 1:
+            raise ValueError(
+                f"fragments must be a whole number of at least 1, got {self.fragments!r}."
+            )
+        for name, kind in (("weight", Weight), ("merge", Merge)):
+            if getattr(self, name) not in get_args(kind):
+                raise ValueError(
+                    f"{name} must be one of {', '.join(get_args(kind))}, got "
+                    f"{getattr(self, name)!r}."
+                )
+        if not is_number(self.max_norm) or not (self.max_norm == 0.0 or self.max_norm > 1.0):
+            raise ValueError(f"max_norm must be above 1, or 0 for none, got {self.max_norm!r}.")
+
+    @classmethod
+    def of(cls, folder: Folder) -> MergeSettings | None:
+        """Returns the settings of a folder; None if no merger has begun in it.
+
+        If the object with the settings (a file of the folder) is gone or damaged, the settings are
+        read from a decision. The method raises DamagedObjectError if the object is damaged and
+        there is no decision to read.
+        """
+        damaged: DamagedObjectError | None = None
+        try:
+            found = folder.read_json(SETTINGS, dict[str, Any])
+            if found is not None:
+                return cls.from_dict(found, f"{SETTINGS} in {folder.url}")
+        except DamagedObjectError as error:
+            damaged = error
+        for version in reversed(numbers_in(folder, "decisions", ".json")):
+            with contextlib.suppress(DamagedObjectError):
+                decision = read_decision(folder, version)
+                if decision:
+                    return cls.from_dict(decision.settings, decision_object(version))
+        if damaged:
+            raise damaged
+        return None
+
+    @classmethod
+    def from_dict(cls, found: Mapping[str, Any], where: str) -> MergeSettings:
+        """Makes `MergeSettings` from a dictionary that was read from the folder, and checks them.
+
+        Args:
+          found: a dictionary from the names of settings to their values.
+          where: the name of the object that holds the dictionary, for errors.
+
+        Raises:
+          DamagedObjectError: `found` has other names than those of settings, or a setting is out of
+            range.
+        """
+        try:
+            settings = cls(**found)
+            settings.check()
+        except (TypeError, ValueError) as error:
+            raise DamagedObjectError(f"{where} are no settings of a merger: {error}") from error
+        return settings
 
 
 class Change(NamedTuple):
@@ -140,7 +227,7 @@ def scale_of(change: Length, others: Sequence[Length], max_ratio: float) -> floa
 
 
 def make_outer_step(
-    values: Arrays, momenta: Arrays, changes: Iterator[Change], step: OuterStep
+    values: Arrays, momenta: Arrays, changes: Iterator[Change], step: MergeSettings
 ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
     """Computes a version's values and momenta from those of the version before and the changes.
 

@@ -7,12 +7,11 @@ import logging
 from typing import Any, NamedTuple
 
 from mtf_gradsync.extension import check_whole_number, is_number, late_configurable, tf
-from mtf_gradsync.tools.islands.changes import Form, Merge, Weight
+from mtf_gradsync.tools.islands.changes import Form, Merge, MergeSettings, Weight
 from mtf_gradsync.tools.islands.exchange import IslandError
 from mtf_gradsync.tools.islands.folder import Folder
 from mtf_gradsync.tools.islands.island import Follow, Island, Wait, check_island_name
 from mtf_gradsync.tools.islands.merger import Quorum, Waiting
-from mtf_gradsync.tools.islands.versions import MergeSettings
 
 logger = logging.getLogger(__name__)
 

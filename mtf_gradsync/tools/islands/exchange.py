@@ -14,7 +14,7 @@ from typing import Any, Callable, Mapping, NamedTuple, TypeVar
 import numpy as np
 
 from mtf_gradsync.tools.islands import leases
-from mtf_gradsync.tools.islands.changes import decoded
+from mtf_gradsync.tools.islands.changes import MergeSettings, decoded
 from mtf_gradsync.tools.islands.folder import Folder, FolderError
 from mtf_gradsync.tools.islands.journal import Journal
 from mtf_gradsync.tools.islands.leases import Lease, Reminders
@@ -37,7 +37,7 @@ from mtf_gradsync.tools.islands.tensor_files import (
     Specs,
     tensor_object,
 )
-from mtf_gradsync.tools.islands.versions import MergeSettings, most_bytes, read_version
+from mtf_gradsync.tools.islands.versions import most_bytes, read_version
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)

@@ -9,7 +9,7 @@ from typing import Any, Literal, Mapping, NamedTuple, Sequence, get_args
 import numpy as np
 
 from mtf_gradsync.extension import counted, is_number
-from mtf_gradsync.tools.islands.changes import FORMS, Form, wide
+from mtf_gradsync.tools.islands.changes import FORMS, Form, MergeSettings, wide
 from mtf_gradsync.tools.islands.exchange import Exchange, IslandError, Unmerged
 from mtf_gradsync.tools.islands.folder import Folder, FolderError
 from mtf_gradsync.tools.islands.island_checkpoint import SavedIsland, Sent, saved_beside
@@ -19,7 +19,6 @@ from mtf_gradsync.tools.islands.merger import Merger, MergerThread, Waiting, pol
 from mtf_gradsync.tools.islands.objects import ISLAND_NAME, ContributionFacts, Decision, IslandTotal
 from mtf_gradsync.tools.islands.session_values import StepCounts, Values
 from mtf_gradsync.tools.islands.tensor_files import Arrays, OtherTensorsError, TensorSpec, dtype_of
-from mtf_gradsync.tools.islands.versions import MergeSettings
 
 logger = logging.getLogger(__name__)
 

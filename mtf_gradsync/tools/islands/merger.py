@@ -21,7 +21,7 @@ import numpy as np
 
 from mtf_gradsync.extension import is_whole_number, some_of
 from mtf_gradsync.tools.islands import leases
-from mtf_gradsync.tools.islands.changes import Length, scale_of
+from mtf_gradsync.tools.islands.changes import Length, MergeSettings, scale_of
 from mtf_gradsync.tools.islands.folder import Folder, FolderError
 from mtf_gradsync.tools.islands.leases import HeartbeatAges, Lease, Reminders, terms_of
 from mtf_gradsync.tools.islands.objects import (
@@ -48,7 +48,6 @@ from mtf_gradsync.tools.islands.tensor_files import (
 )
 from mtf_gradsync.tools.islands.versions import (
     MergedState,
-    MergeSettings,
     counters_of_version,
     make_version,
     read_state,

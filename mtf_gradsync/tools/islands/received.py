@@ -9,7 +9,7 @@ from typing import Callable, Sequence
 import numpy as np
 
 from mtf_gradsync.extension import is_number, some_of
-from mtf_gradsync.tools.islands.changes import Length, decoded, weight_of, wide
+from mtf_gradsync.tools.islands.changes import Length, MergeSettings, decoded, weight_of, wide
 from mtf_gradsync.tools.islands.folder import Folder, FolderError
 from mtf_gradsync.tools.islands.leases import Reminders
 from mtf_gradsync.tools.islands.objects import (
@@ -27,7 +27,7 @@ from mtf_gradsync.tools.islands.tensor_files import (
     TensorSpec,
     checksum,
 )
-from mtf_gradsync.tools.islands.versions import MergedState, MergeSettings, fragment_of, most_bytes
+from mtf_gradsync.tools.islands.versions import MergedState, fragment_of, most_bytes
 
 logger = logging.getLogger(__name__)
 

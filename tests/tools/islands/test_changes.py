@@ -10,7 +10,7 @@ from mtf_gradsync.tools.islands.changes import (
     FORMS,
     Change,
     Length,
-    OuterStep,
+    MergeSettings,
     decoded,
     encoded,
     make_outer_step,
@@ -54,7 +54,7 @@ def in_numpy(values, momenta, changes, step):
 @pytest.mark.parametrize("merge_rule", ["mean", "radial"])
 @pytest.mark.parametrize("nesterov", [True, False])
 def test_the_outer_step_is_that_of_numpy(merge_rule, nesterov):
-    step = OuterStep(0.7, 0.5, nesterov, merge_rule)
+    step = MergeSettings(0.7, 0.5, nesterov, merge=merge_rule)
     changes = [Change(3.0, 1.0, arrays(1)), Change(1.0, 0.25, arrays(2, 9.0))]
     changes.append(Change(2.0, 1.0, {k: np.zeros_like(v) for k, v in arrays(3).items()}))
     values, momenta = arrays(4), {k: v for k, v in arrays(5).items() if k[:5] != "mean:"}
@@ -71,7 +71,7 @@ def test_one_island_alone_is_the_same_by_both_rules():
     values, change = arrays(1), arrays(2)
     by_rule = [
         make_outer_step(
-            values, {}, iter([Change(2.0, 1.0, change)]), OuterStep(1.0, 0.0, False, rule)
+            values, {}, iter([Change(2.0, 1.0, change)]), MergeSettings(1.0, 0.0, merge=rule)
         )[0]
         for rule in ("mean", "radial")
     ]
@@ -82,7 +82,8 @@ def test_one_island_alone_is_the_same_by_both_rules():
 def test_directions_that_cancel_have_no_length():
     change = arrays(2)
     changes = [Change(1.0, 1.0, change), Change(1.0, 1.0, {k: -v for k, v in change.items()})]
-    found, _ = make_outer_step(arrays(1), {}, iter(changes), OuterStep(1.0, 0.0, False, "radial"))
+    settings = MergeSettings(1.0, 0.0, merge="radial")
+    found, _ = make_outer_step(arrays(1), {}, iter(changes), settings)
     for name, value in found.items():
         np.testing.assert_array_equal(value, arrays(1)[name])
 

@@ -25,12 +25,13 @@ from pathlib import Path
 
 from mtf_gradsync.runtimes._common import CONFIG_FILE, ConfigError, TrainingError
 from mtf_gradsync.runtimes._signals import StopSignal
+from mtf_gradsync.tools.islands.changes import MergeSettings
 from mtf_gradsync.tools.islands.folder import Folder, FolderError
 from mtf_gradsync.tools.islands.journal import plot_status, read_status
 from mtf_gradsync.tools.islands.merger import Merger, MergerError, Quorum, Waiting
 from mtf_gradsync.tools.islands.objects import Decision
 from mtf_gradsync.tools.islands.tensor_files import DamagedObjectError
-from mtf_gradsync.tools.islands.versions import MergeSettings, newest_version, replay
+from mtf_gradsync.tools.islands.versions import newest_version, replay
 from mtf_gradsync.tools.train.cli.flags import (
     add_json_argument,
     config_of_run,
