@@ -245,7 +245,7 @@ def work_of(executable: Any, cores: int) -> MeasuredWork:
     collectives = [c for c in find_hlo_collectives(hlo) if meetings(c.groups, cores)]
     met = sorted(meetings(c.groups, cores) for c in collectives)
     often = len(met) > _SELDOM * operations
-    temporary = memory_bytes(executable).temporaries
+    temporary = memory_bytes(executable)["temporaries"]
     return MeasuredWork(
         cores,
         flops=cost.get("flops", 0.0),
@@ -407,7 +407,7 @@ class CpuMachine:
         # What `seconds` says comes on top of the estimate.
         elsewhere = sum(self.seconds(c.operation, c.groups, c.bytes_per_core) for c in collectives)
         return Compiled(
-            bytes_per_core=CoreMemory(*memory_bytes(executable)).total,
+            bytes_per_core=CoreMemory(**memory_bytes(executable)).total,
             step=StepCost(
                 CostEstimate(
                     work.flops,

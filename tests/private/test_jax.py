@@ -135,7 +135,7 @@ def test_options_reach_the_compiler():
 def test_a_compiled_program_says_its_memory_and_its_text():
     out = run_fresh("""
         executable = compile_program(jax.devices())
-        out["memory"] = private.memory_bytes(executable)._asdict()
+        out["memory"] = private.memory_bytes(executable)
         hlo = private.compiled_hlo(executable)
         text = private.hlo_text(hlo)
         out["text"] = text
@@ -182,7 +182,7 @@ def test_a_program_is_compiled_for_a_tpu_that_is_only_described():
         from jax.experimental import topologies
         description = topologies.get_topology_desc(platform="tpu", topology_name="v3:2x2")
         executable = compile_program(description.devices, load=False)
-        out["memory"] = private.memory_bytes(executable)._asdict()
+        out["memory"] = private.memory_bytes(executable)
         out["text"] = private.hlo_text(private.compiled_hlo(executable))
     """)
     assert out["memory"]["arguments"] > 0

@@ -10,24 +10,7 @@ with an extra of this package.
 from __future__ import annotations
 
 import os
-from typing import Any, NamedTuple, Sequence
-
-
-class MemoryBytes(NamedTuple):
-    """The memory that a compiled program takes on one device, in bytes.
-
-    Attributes:
-      aliased: the part of the outputs that is written over arguments.
-      temporaries: the values between arguments and outputs, at the moment when they take the most
-        memory.
-      code: the program itself.
-    """
-
-    arguments: int
-    outputs: int
-    aliased: int
-    temporaries: int
-    code: int
+from typing import Any, Sequence
 
 
 def can_write_over_arguments() -> bool:
@@ -46,19 +29,22 @@ def compiled_hlo(executable: Any) -> bytes:
     return executable.hlo_modules()[0].as_serialized_hlo_module_proto()
 
 
-def memory_bytes(executable: Any) -> MemoryBytes:
-    """Returns the memory that a compiled program takes on one device.
+def memory_bytes(executable: Any) -> dict[str, int]:
+    """Returns the memory that a compiled program takes on one device, in bytes.
 
-    `executable` is the program, as jax's compiler has returned it.
+    `executable` is the program, as jax's compiler has returned it. The result has five numbers.
+    "arguments" and "outputs" are the values that the program takes and returns; "aliased" is the
+    part of the outputs that is written over arguments. "temporaries" are the values between them,
+    at the moment when they take the most memory. "code" is the program itself.
     """
     stats = executable.get_compiled_memory_stats()
-    return MemoryBytes(
-        arguments=stats.argument_size_in_bytes,
-        outputs=stats.output_size_in_bytes,
-        aliased=stats.alias_size_in_bytes,
-        temporaries=stats.temp_size_in_bytes,
-        code=stats.generated_code_size_in_bytes,
-    )
+    return {
+        "arguments": stats.argument_size_in_bytes,
+        "outputs": stats.output_size_in_bytes,
+        "aliased": stats.alias_size_in_bytes,
+        "temporaries": stats.temp_size_in_bytes,
+        "code": stats.generated_code_size_in_bytes,
+    }
 
 
 def cost_numbers(executable: Any) -> dict[str, float]:
@@ -158,27 +144,15 @@ def backends_are_initialized() -> bool:
     return xla_bridge.backends_are_initialized()
 
 
-class JaxCluster(NamedTuple):
-    """The cluster around this process, as jax.distributed needs it; unknown fields are None.
-
-    Attributes:
-      coordinator: address "host:port" of process 0.
-      num_processes: the number of processes.
-      process_id: this process's number.
-      local_device_ids: numbers of the machine's devices that this process uses; None for all.
-    """
-
-    coordinator: str | None
-    num_processes: int | None
-    process_id: int | None
-    local_device_ids: list[int] | None
-
-
-def detected_cluster(timeout: float) -> JaxCluster:
+def detected_cluster(
+    timeout: float,
+) -> tuple[str | None, int | None, int | None, list[int] | None]:
     """Returns the cluster that ``jax.distributed.initialize`` would find around this process.
 
-    A cluster is a job of SLURM, Open MPI, Kubernetes or Cloud TPU. If jax finds none, the fields of
-    the result are None, except for `coordinator` if JAX_COORDINATOR_ADDRESS is set.
+    A cluster is a job of SLURM, Open MPI, Kubernetes or Cloud TPU. The result has the address
+    "host:port" of process 0, the number of processes, this process's number, and the numbers of the
+    machine's devices that this process uses (None for all). If jax finds no cluster, all four are
+    None, except for the address if JAX_COORDINATOR_ADDRESS is set.
 
     On a Cloud TPU, jax waits up to `timeout` seconds until the address of process 0 can be looked
     up, and then raises a RuntimeError. In other clusters jax does not wait.
@@ -186,10 +160,8 @@ def detected_cluster(timeout: float) -> JaxCluster:
     from jax._src.clusters import ClusterEnv
 
     address = os.environ.get("JAX_COORDINATOR_ADDRESS")
-    return JaxCluster(
-        *ClusterEnv.auto_detect_unset_distributed_params(
-            address, None, None, None, None, int(timeout)
-        )
+    return ClusterEnv.auto_detect_unset_distributed_params(
+        address, None, None, None, None, int(timeout)
     )
 
 

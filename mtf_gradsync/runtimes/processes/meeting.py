@@ -89,8 +89,7 @@ class Host:
 
     def __init__(self, me: Member, facts: Mapping[str, Any], place: MeetingAddress):
         self._me, self._facts, self._place = me, facts, place
-        self._arrived: dict[int, tuple[Member, Connection]] = {}
-        self._challenged: dict[int, str] = {}  # the challenges of the processes that have come
+        self._arrived: dict[int, tuple[Introduction, Connection]] = {}
         self._selector = selectors.DefaultSelector()
         self._strangers: list[_Stranger] = []
         self._denied = False  # whether somebody has had another secret
@@ -122,10 +121,10 @@ class Host:
             finally:
                 for stranger in list(self._strangers):
                     self._drop(stranger)
-        for index, (_, connection) in self._arrived.items():
-            answer = secret_proof("process 0", self._challenged[index])
-            self._tell(connection, all_here=self._me, proof=answer)
-        return dict(self._arrived.values())
+        for said, connection in self._arrived.values():
+            proof = secret_proof("process 0", said.challenge)
+            self._tell(connection, all_here=self._me, proof=proof)
+        return {said.member: connection for said, connection in self._arrived.values()}
 
     def _accept(self, server: socket.socket) -> None:
         try:
@@ -180,8 +179,7 @@ class Host:
             self._tell(connection, denied=True)
             self._drop(stranger)
             return
-        member, facts = said.member, said.facts
-        here = self._facts
+        member, facts, here = said.member, said.facts, self._facts
         other = [f"{k}={here.get(k)!r} and {facts.get(k)!r}" for k in {**here, **facts}
                  if here.get(k) != facts.get(k)]  # fmt: skip
         if other:
@@ -195,12 +193,11 @@ class Host:
             )
             return
         if member.index in self._arrived:
-            twin = self._arrived[member.index][0]
+            twin = self._arrived[member.index][0].member
             self._fail_start(connection, f"{twin} and {member} have the same number")
         self._strangers.remove(stranger)
         self._selector.modify(connection, selectors.EVENT_READ, member.index)
-        self._arrived[member.index] = member, connection
-        self._challenged[member.index] = said.challenge
+        self._arrived[member.index] = said, connection
 
     def _check_time(self, names: Sequence[str], end: float) -> None:
         if time.monotonic() > end:

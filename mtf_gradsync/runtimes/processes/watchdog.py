@@ -17,7 +17,6 @@ import subprocess
 import sys
 import threading
 import time
-from types import TracebackType
 from typing import Any, Callable, Iterator, Mapping, NamedTuple, Sequence, TypeVar
 
 from mtf_gradsync.runtimes.processes import proxy
@@ -379,12 +378,7 @@ class Membership:
     def __enter__(self: _Self) -> _Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if error is None or (isinstance(error, SystemExit) and not error.code):
             self.close()
         else:

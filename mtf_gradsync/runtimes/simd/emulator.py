@@ -12,6 +12,7 @@ become ordinary operations between the clones:
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Sequence
 
 from mtf_gradsync.extension import PASSES_ON, tf
@@ -47,6 +48,7 @@ def clone_name(prefix: str, name: str, core: int) -> str:
     return f"{prefix}_{core}/{name}"
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
 class EmulatedGraph:
     """A graph whose TPU programs run on CPU replicas.
 
@@ -60,22 +62,13 @@ class EmulatedGraph:
         are no random operations.
     """
 
-    def __init__(
-        self,
-        facts: GraphFacts,
-        graph_def: tf.GraphDef,
-        prefix: str,
-        done: dict[str, str],
-        agreements: dict[str, Agreement],
-        random_steps: RandomSteps | None,
-    ):
-        self._facts = facts
-        self._prefix = prefix
-        self.graph_def = graph_def
-        self.num_replicas = dict(facts.num_replicas)
-        self.done = done
-        self.agreements = agreements
-        self.random_steps = random_steps
+    graph_def: tf.GraphDef
+    num_replicas: dict[str, int]
+    done: dict[str, str]
+    agreements: dict[str, Agreement]
+    random_steps: RandomSteps | None
+    _facts: GraphFacts
+    _prefix: str
 
     def program_of(self, name: str) -> str:
         """Returns the TPU program that an operation or tensor belongs to.
@@ -216,10 +209,11 @@ class _Rewriter:
         self._add_program_ends()
         for predicate, agreements in self._checks.items():
             self._compare(predicate, agreements)
+        out, replicas = self._out.graph_def, dict(self._facts.num_replicas)
+        random_steps = self._draws.finish()
         return EmulatedGraph(
-            self._facts, self._out.graph_def, self._prefix, self._done, self._agreements,
-            self._draws.finish(),
-        )  # fmt: skip
+            out, replicas, self._done, self._agreements, random_steps, self._facts, self._prefix
+        )
 
     def _free_name(self, name: str) -> str:
         while name in self._facts.node:

@@ -79,15 +79,8 @@ class CpuReplicaSession(ReplicaSession):
             counter = tf.train.get_global_step(prepared.source)
             name = None if counter is None else prepared.ops.masters.get(counter.op.name)
             self._step_of_draws = RandomStep(self._emulated.random_steps, name)
-        super().__init__(
-            tf.Session(graph=prepared.graph, config=config or cpu_config()), prepared.ops
-        )
-        try:
-            self._session.run(prepared.ops.initialize)
-            self._session.run(prepared.ops.to_slices)
-        except BaseException:
-            self._session.close()
-            raise
+        session = tf.Session(graph=prepared.graph, config=config or cpu_config())
+        super().__init__(session, prepared.ops)
 
     @property
     def emulated(self) -> EmulatedGraph:
@@ -209,16 +202,6 @@ def made_up_device_assignment(num_replicas: int) -> Any:
     return tf.tpu.experimental.DeviceAssignment(topology, coordinates[:, np.newaxis, :])
 
 
-def replicated_input(tensors: Sequence[Any], name: str) -> tf.Tensor:
-    """Returns a tensor of the program that is being built; its value on core i is `tensors[i]`.
-
-    `name` is the name of the operation that is made.
-    """
-    # The operation belongs outside the program, whose context would mark it as inside.
-    with tf.control_dependencies(None):
-        return private.tpu_replicated_input(tensors, name)
-
-
 @contextlib.contextmanager
 def replicated_program(num_replicas: int) -> Iterator[str]:
     """Puts all operations that are made in the block into one TPU program; yields its name.
@@ -256,14 +239,6 @@ def compiled_only() -> Iterator[None]:
         yield
     finally:
         _wanted.reset(token)
-
-
-def mesh_class() -> type:
-    """Returns the class of SIMD meshes to use: Mesh-TF's, or `CompiledOnlyMeshImpl`.
-
-    `CompiledOnlyMeshImpl` is returned inside a block of `compiled_only`.
-    """
-    return CompiledOnlyMeshImpl if _wanted.get() else mtf.simd_mesh_impl.SimdMeshImpl
 
 
 class CompiledOnlyMeshImpl(mtf.simd_mesh_impl.SimdMeshImpl):
@@ -354,7 +329,9 @@ class Program:
                 f"per_replica got tensors of different dtypes or shapes: {sorted(kinds)}; give "
                 "all cores one dtype and shape."
             )
-        return replicated_input(tensors, name)
+        # The operation belongs outside the program, whose context would mark it as inside.
+        with tf.control_dependencies(None):
+            return private.tpu_replicated_input(tensors, name)
 
     def session(
         self,
@@ -472,7 +449,8 @@ def tpu_program(
     shape = mtf.convert_to_shape(mesh_shape)
     if logical_to_physical is not None:
         logical_to_physical = list(logical_to_physical)
-    impl = mesh_class()(
+    mesh_class = CompiledOnlyMeshImpl if _wanted.get() else mtf.simd_mesh_impl.SimdMeshImpl
+    impl = mesh_class(
         shape,
         mtf.convert_to_layout_rules(layout),
         device_assignment=made_up_device_assignment(shape.size),

@@ -8,7 +8,6 @@ import contextlib
 import logging
 import tempfile
 from concurrent.futures import Future
-from types import TracebackType
 from typing import Any, Callable, Iterable, Mapping, Sequence, TypeVar
 
 import numpy as np
@@ -98,23 +97,31 @@ class ReplicaSession(abc.ABC):
     # Tells hooks that would look at skipped steps that this session does it.
     looks_at_steps = True
 
-    def __init__(self, session: tf.Session, ops: MasterOps):
-        """Wraps `session`, whose graph has the operations `ops`."""
+    def __init__(
+        self, session: tf.Session, ops: MasterOps, share: Callable[[], None] = lambda: None
+    ):
+        """Wraps `session`, whose graph has the operations `ops`, and initializes its variables.
+
+        `share` is called when the variables have their initial values, before masters are copied
+        into slices.
+        """
         self._session = session
         self._ops = ops
         self._access: VariableAccess | None = None
         self._is_stepped = False
         self._checks: list[Callable[[], None]] = []
+        try:
+            session.run(ops.initialize)
+            share()
+            session.run(ops.to_slices)
+        except BaseException:
+            session.close()
+            raise
 
     def __enter__(self: _Session) -> _Session:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *unused_exception: Any) -> None:
         self.close()
 
     def close(self) -> None:

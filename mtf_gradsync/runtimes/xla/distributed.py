@@ -11,7 +11,6 @@ import time
 from typing import Any, Callable, Mapping, TypeVar
 
 from mtf_gradsync.runtimes._private.jax import (
-    JaxCluster,
     backends_are_initialized,
     detected_cluster,
     distributed_is_initialized,
@@ -306,11 +305,10 @@ def _job_of(
     Raises a ValueError if only some of the first three arguments are given, if the arguments are
     impossible, or if jax detects no job.
     """
-    cluster = JaxCluster(coordinator, num_processes, process_id, None)
+    devices = None
     job = dict(coordinator=coordinator, num_processes=num_processes, process_id=process_id)
     if not all_given("start_processes", "in a cluster that jax knows", **job):
-        cluster = detected_cluster(timeout)
-    coordinator, num_processes, process_id, devices = cluster
+        coordinator, num_processes, process_id, devices = detected_cluster(timeout)
     if coordinator is None or num_processes is None or process_id is None:
         raise ValueError(
             "jax finds no cluster (SLURM, Open MPI, Kubernetes or Cloud TPU) in which this process "

@@ -22,7 +22,6 @@ from mtf_gradsync.runtimes.xla.gathering import Cores
 from mtf_gradsync.runtimes.xla.hlo_collectives import find_hlo_collectives
 from mtf_gradsync.runtimes.xla.host_graph import HostGraph
 from mtf_gradsync.runtimes.xla.replica_program import ReplicaProgram, replica_program
-from mtf_gradsync.runtimes.xla.runner.combiner import combined_for_cpus
 from mtf_gradsync.runtimes.xla.runner.loaded_program import (
     LoadedProgram,
     RefusedError,
@@ -30,7 +29,6 @@ from mtf_gradsync.runtimes.xla.runner.loaded_program import (
     loaded_executable,
     serialized_executable,
 )
-from mtf_gradsync.runtimes.xla.stablehlo import to_stablehlo, without_overwriting
 
 # Beyond this size, the entries that were written or read least recently are deleted.
 _MOST_BYTES = 2 << 30
@@ -187,6 +185,8 @@ def lowered(replica: ReplicaProgram, cache: Cache) -> CoreModule:
     """
     import jaxlib
 
+    from mtf_gradsync.runtimes.xla.stablehlo import to_stablehlo
+
     key = key_of(
         f"lowered {_LOWERING_VERSION} {tf.__version__} {jaxlib.__version__}",
         replica.graph_def.SerializeToString(deterministic=True),
@@ -211,6 +211,9 @@ def loaded(program: CoreModule, devices: Sequence[Any], cache: Cache) -> LoadedP
     is put into `cache`. `devices` are jax devices, one for each core. Raises an
     UnsupportedProgramError when XLA cannot compile the program.
     """
+    from mtf_gradsync.runtimes.xla.runner.combiner import combined_for_cpus
+    from mtf_gradsync.runtimes.xla.stablehlo import without_overwriting
+
     module = program.module
     if devices[0].platform == "cpu" and not can_write_over_arguments():
         module = without_overwriting(module)

@@ -35,7 +35,6 @@ from mtf_gradsync.runtimes.xla.runner.files import (
     read_manifest,
     write_folder,
 )
-from mtf_gradsync.runtimes.xla.stablehlo import to_artifact
 from mtf_gradsync.runtimes.xla.xla_session import XlaSession, host_config
 
 
@@ -174,6 +173,8 @@ def export(
         the program, or when both a session and a checkpoint are given.
     """
     check_installed("jax", "jaxlib")
+    from mtf_gradsync.runtimes.xla.stablehlo import to_artifact
+
     if session is not None and checkpoint is not None:
         raise ValueError(
             "Give a session or a checkpoint to take variables from, not both; got "

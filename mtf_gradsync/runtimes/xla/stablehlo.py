@@ -7,6 +7,9 @@ import re
 from typing import Any, NamedTuple
 
 import numpy as np
+from jax.interpreters import mlir
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import stablehlo
 
 from mtf_gradsync.runtimes._private.jax import hlo_to_module
 from mtf_gradsync.runtimes.xla.bridge import COLLECTIVE_TARGETS, Hlo
@@ -41,9 +44,6 @@ def to_stablehlo(hlo: Hlo, with_names: bool = False) -> str:
     False, operations have no such names. Instead, each loop whose number of iterations is known
     from the TensorFlow graph has this number as the attribute `ITERATIONS`.
     """
-    from jax.interpreters import mlir
-    from jaxlib.mlir import ir
-
     with mlir.make_ir_context(), ir.Location.unknown():
         module = hlo_to_module(hlo.proto)
         for op in list(nested_operations(module.operation)):
@@ -84,8 +84,6 @@ def share_constants(operation: Any) -> None:
     once for each layer. An array of relative positions may have a megabyte, and more than two
     megabytes as text.
     """
-    from jaxlib.mlir import ir
-
     for region in operation.regions:
         for block in region:
             first: dict[Any, Any] = {}
@@ -109,8 +107,6 @@ def _put_collective(op: Any) -> None:
     `op` is the custom call, an MLIR operation. If `op` is a custom call that does not stand for a
     collective, it is not changed.
     """
-    from jaxlib.mlir import ir
-
     target = ir.StringAttr(op.attributes["call_target_name"]).value
     if target not in COLLECTIVE_TARGETS:
         return
@@ -138,8 +134,6 @@ def _matrix(groups: list[list[int]]) -> Any:
 
     If groups differ in size, the rows of the smaller groups are filled up with -1.
     """
-    from jaxlib.mlir import ir
-
     longest = max((len(g) for g in groups), default=0)
     rows = [[*g, *[-1] * (longest - len(g))] for g in groups]
     return ir.DenseIntElementsAttr.get(np.array(rows, np.int64).reshape(len(rows), longest))
@@ -150,8 +144,6 @@ def main_of(module: Any) -> Any:
 
     The function is an MLIR operation.
     """
-    from jaxlib.mlir import ir
-
     return next(
         op.operation
         for op in module.body.operations
@@ -160,8 +152,6 @@ def main_of(module: Any) -> Any:
 
 
 def _type_of(function: Any) -> Any:
-    from jaxlib.mlir import ir
-
     return ir.FunctionType(ir.TypeAttr(function.attributes["function_type"]).value)
 
 
@@ -170,8 +160,6 @@ def _return_separately(main: Any) -> None:
 
     `main` is the function, an MLIR operation. If `main` does not return a tuple, it is not changed.
     """
-    from jaxlib.mlir import ir
-
     last = main.regions[0].blocks[0].operations[len(main.regions[0].blocks[0].operations) - 1]
     if len(last.operands) == 1 and _is_tuple(last.operands[0].type):
         packed = last.operands[0].owner
@@ -187,8 +175,6 @@ def _return_separately(main: Any) -> None:
 
 
 def _is_tuple(kind: Any) -> bool:
-    from jaxlib.mlir import ir
-
     if hasattr(ir.TupleType, "isinstance"):  # jaxlib 0.4
         return ir.TupleType.isinstance(kind)
     return isinstance(kind, ir.TupleType)
@@ -200,8 +186,6 @@ def _mark_updates(main: Any, hlo: Hlo) -> None:
     `main` is the module's function, an MLIR operation. `hlo` says which results of `main` are new
     values of variables, and which parameters of `main` are the variables' old values.
     """
-    from jaxlib.mlir import ir
-
     attributes = [ir.DictAttr.get({}) for _ in _type_of(main).inputs]
     int32 = ir.IntegerType.get_signless(32)
     for output, parameter in enumerate(hlo.updated, start=hlo.num_fetches):
@@ -225,10 +209,6 @@ def to_artifact(module: str) -> Artifact:
     `module` is the text of an MLIR module with the StableHLO. If the module has operations that a
     portable artifact cannot hold, the content of the result is the text `module` itself.
     """
-    from jax.interpreters import mlir
-    from jaxlib.mlir import ir
-    from jaxlib.mlir.dialects import stablehlo
-
     with mlir.make_ir_context():
         parsed = ir.Module.parse(module)
         groups = group_names(parsed)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 import logging
 import os
 from concurrent.futures import Future
@@ -42,30 +43,16 @@ _logger = logging.getLogger("mtf_gradsync")
 _STEPS_UNCHECKED = 4
 
 
+@dataclasses.dataclass
 class Dispatched:
     """A step that was begun, and may still run or wait on the devices."""
 
-    def __init__(
-        self,
-        structure: Any,
-        fetch_sources: Sequence[FetchSource],
-        values: dict[str, Any],
-        check_steps: Callable[[], None] = lambda: None,
-    ):
-        """Stores what `result` needs; `XlaSession.dispatch` makes the object.
-
-        Args:
-          structure: the fetches, nested as the user gave them; the result is nested in the same
-            way.
-          fetch_sources: where the values of the fetches come from, in the order of
-            ``tf.nest.flatten``.
-          values: the step's values, by the name of the tensor.
-          check_steps: a function that waits for all steps up to this one, and raises their errors.
-        """
-        self._structure = structure
-        self._fetch_sources = fetch_sources
-        self._values = values
-        self._check_steps = check_steps
+    # The fetches, nested as the user gave them; the result is nested in the same way.
+    _structure: Any
+    _fetch_sources: Sequence[FetchSource]  # in the order of ``tf.nest.flatten``
+    _values: dict[str, Any]  # the step's values, by the name of the tensor
+    # Waits for all steps up to this one, and raises their errors.
+    _check_steps: Callable[[], None] = lambda: None
 
     def result(self) -> Any:
         """Waits for the step and returns its values.
@@ -134,16 +121,10 @@ class XlaSession(ReplicaSession):
             collections.deque()
         )
         self._entropy = int.from_bytes(os.urandom(7), "little")
-        super().__init__(tf.Session(graph=host.graph, config=config or host_config()), host.ops)
-        self._variables = DeviceVariables(self._session, cores)
+        opened = tf.Session(graph=host.graph, config=config or host_config())
+        self._variables = DeviceVariables(opened, cores)
         self._inputs = DeviceInputs(self._outside, cores)
-        try:
-            self._session.run(host.ops.initialize)
-            self._variables.copy_from_first_process()
-            self._session.run(host.ops.to_slices)
-        except BaseException:
-            self._session.close()
-            raise
+        super().__init__(opened, host.ops, self._variables.copy_from_first_process)
 
     @property
     def cores(self) -> Cores:

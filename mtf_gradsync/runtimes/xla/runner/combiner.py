@@ -13,6 +13,9 @@ import re
 from typing import Any, Iterator, Mapping, NamedTuple, Sequence
 
 import numpy as np
+from jax.interpreters import mlir
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import stablehlo
 
 
 def nested_operations(operation: Any) -> Iterator[Any]:
@@ -39,8 +42,6 @@ def fill_with_sum(region: Any, operand: Any) -> None:
     `region` is the collective's region. `operand` is the value that a core sends; the sum has
     elements of the same type.
     """
-    from jaxlib.mlir import ir
-
     element = ir.RankedTensorType.get([], ir.RankedTensorType(operand.type).element_type)
     block = ir.Block.create_at_start(region, [element, element])
     with ir.InsertionPoint(block):
@@ -66,8 +67,6 @@ def create(
       attributes: the operation's attributes, by name.
       regions: how many empty regions the operation gets.
     """
-    from jaxlib.mlir import ir
-
     made = ir.Operation.create(
         name,
         results=[result],
@@ -109,10 +108,6 @@ def combined_for_cpus(program: bytes | str, groups: Sequence[str | None] = ()) -
     each collective's group, in the order of the program, as `group_names` returned them. A program
     that this jax cannot read is returned unchanged.
     """
-    from jax.interpreters import mlir
-    from jaxlib.mlir import ir
-    from jaxlib.mlir.dialects import stablehlo
-
     with mlir.make_ir_context() as context, ir.Location.unknown():
         try:
             if program[:4] == _ARTIFACT:
@@ -149,8 +144,6 @@ def _collectives(module: Any) -> Iterator[Any]:
 
 
 def _group(op: Any) -> str | None:
-    from jaxlib.mlir import ir
-
     return ir.StringAttr(op.attributes[TOGETHER]).value if TOGETHER in op.attributes else None
 
 
@@ -176,8 +169,6 @@ def _combination_key(op: Any) -> tuple[str, ...] | None:
     The key holds the group, the kind of collective, the type of elements, and which cores exchange
     data. The result is None if the MLIR operation `op` is no collective, or is in no group.
     """
-    from jaxlib.mlir import ir
-
     if op.name not in (_ALL_REDUCE, *_AXIS):
         return None
     group = _group(op)
@@ -240,16 +231,12 @@ def _operands(operation: Any) -> Iterator[Any]:
 
 
 def _bytes(op: Any) -> int:
-    from jaxlib.mlir import ir
-
     kind = ir.RankedTensorType(op.results[0].type)
     (bits,) = re.findall(r"\d+", str(kind.element_type))[:1] or ["64"]
     return math.prod(kind.shape) * max(8, int(bits)) // 8
 
 
 def _member(op: Any) -> _Member:
-    from jaxlib.mlir import ir
-
     groups = ir.DenseElementsAttr(op.attributes["replica_groups"]).type
     axis = ir.IntegerAttr(op.attributes[_AXIS[op.name]]).value if op.name in _AXIS else 0
     given, result = (
@@ -264,8 +251,6 @@ def _combine(members: Sequence[_Member], next_operation: Any) -> None:
     Operations that used the result of a member then use the member's slice of the new collective's
     result. The caller erases the members.
     """
-    from jaxlib.mlir import ir
-
     first, cores = members[0].op, members[0].cores
     names = [_NAME.match(str(m.op.location)) for m in members]
     # Compilers name an operation made from several others like this.
@@ -336,14 +321,10 @@ def _unpacked_result(member: _Member, piece: Any) -> Any:
 
 
 def _like(value: Any, shape: Sequence[int]) -> Any:
-    from jaxlib.mlir import ir
-
     return ir.RankedTensorType.get(shape, ir.RankedTensorType(value.type).element_type)
 
 
 def _shape(value: Any) -> list[int]:
-    from jaxlib.mlir import ir
-
     return list(ir.RankedTensorType(value.type).shape)
 
 
@@ -354,8 +335,6 @@ def _reshape(x: Any, shape: Sequence[int]) -> Any:
 
 
 def _transpose(x: Any, order: list[int]) -> Any:
-    from jaxlib.mlir import ir
-
     if order == sorted(order):
         return x
     shape = _shape(x)
@@ -364,8 +343,6 @@ def _transpose(x: Any, order: list[int]) -> Any:
 
 
 def _concatenate(values: Sequence[Any], axis: int) -> Any:
-    from jaxlib.mlir import ir
-
     shape = _shape(values[0])
     shape[axis] = sum(_shape(x)[axis] for x in values)
     dimension = ir.IntegerAttr.get(ir.IntegerType.get_signless(64), axis)
@@ -375,8 +352,6 @@ def _concatenate(values: Sequence[Any], axis: int) -> Any:
 
 
 def _slice(x: Any, axis: int, begin: int, end: int) -> Any:
-    from jaxlib.mlir import ir
-
     shape = _shape(x)
     starts, limits = [0] * len(shape), list(shape)
     starts[axis], limits[axis], shape[axis] = begin, end, end - begin
@@ -409,8 +384,6 @@ def write_by_piece(module: Any) -> bool:
 
 
 def _is_large_concatenation(op: Any) -> bool:
-    from jaxlib.mlir import ir
-
     if op.name != "stablehlo.concatenate" or len(op.operands) < _FEWEST_TENSORS:
         return False
     kind = ir.RankedTensorType(op.results[0].type)
@@ -440,8 +413,6 @@ def _skip_reshape_of_pack(op: Any) -> None:
     the reduce-scatter. `op` is the reduce-scatter, an MLIR operation. The reduce-scatter is not
     changed if its operand is not reshaped, or if the reshape changes the number of rows.
     """
-    from jaxlib.mlir import ir
-
     reshape = op.operands[0].owner
     if getattr(reshape, "name", "") != "stablehlo.reshape":
         return
@@ -463,8 +434,6 @@ def _skip_reshape_of_pack(op: Any) -> None:
 
 
 def _by_piece(op: Any) -> None:
-    from jaxlib.mlir import ir
-
     kind = ir.RankedTensorType(op.results[0].type)
     axis = ir.IntegerAttr(op.attributes["dimension"]).value
     with ir.InsertionPoint(op), op.location:
@@ -481,8 +450,6 @@ def _by_piece(op: Any) -> None:
 
 
 def _number(value: int) -> Any:
-    from jaxlib.mlir import ir
-
     return _constant(ir.DenseElementsAttr.get(np.array(value, np.int32)))
 
 

@@ -9,7 +9,6 @@ from typing import Any, Iterator, NamedTuple, Sequence
 import numpy as np
 
 from . import jax_devices as device_tools
-from .combiner import combined_for_cpus
 from .files import (
     MANIFEST,
     PROGRAM,
@@ -133,6 +132,8 @@ class Step:
         try:
             program: bytes | str = (folder / PROGRAM).read_bytes()
             if self.devices[0].platform == "cpu":
+                from .combiner import combined_for_cpus
+
                 program = combined_for_cpus(program, self.manifest.get("together", ()))
             executable = compiled(program, self.devices)
         except RefusedError as error:

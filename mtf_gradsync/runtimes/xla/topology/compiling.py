@@ -16,7 +16,6 @@ from mtf_gradsync.runtimes.xla.bridge import to_hlo
 from mtf_gradsync.runtimes.xla.hlo_collectives import find_hlo_collectives
 from mtf_gradsync.runtimes.xla.installed import check_installed
 from mtf_gradsync.runtimes.xla.replica_program import replica_program
-from mtf_gradsync.runtimes.xla.stablehlo import to_stablehlo
 from mtf_gradsync.runtimes.xla.topology.chips import GENERATIONS
 from mtf_gradsync.runtimes.xla.topology.compiled import CompiledProgram, CoreMemory
 from mtf_gradsync.runtimes.xla.topology.compiler_process import compile_in_process
@@ -108,6 +107,8 @@ def lower(program: Program, fetches: Sequence[Any] = ()) -> LoweredProgram:
     `fetches` are the tensors of the program that a step returns. If TensorFlow refuses to turn an
     operation into HLO, the result has the reason in place of a program.
     """
+    from mtf_gradsync.runtimes.xla.stablehlo import to_stablehlo
+
     replica = replica_program(program, fetches)
     try:
         return LoweredProgram(replica.num_replicas, to_stablehlo(to_hlo(replica)))
@@ -200,10 +201,10 @@ def compile_lowered(
         before=before,
         after=after,
         after_unsharded=unsharded,
-        memory=CoreMemory(*answer["memory"]) if "memory" in answer else None,
+        memory=CoreMemory(**answer["memory"]) if "memory" in answer else None,
         seconds=answer.get("seconds", 0.0),
         estimates=estimates,
-        bare_memory=CoreMemory(*bare_memory) if bare_memory else None,
+        bare_memory=CoreMemory(**bare_memory) if bare_memory else None,
         of_update=of_update or after,
         of_skipped_step=of_skipped_step,
         not_estimated={

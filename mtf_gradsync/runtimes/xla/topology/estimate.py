@@ -7,8 +7,6 @@ import math
 from typing import Any, Iterator, Mapping, NamedTuple
 
 from mtf_gradsync.runtimes.xla.hlo import read_module, stored_bytes
-from mtf_gradsync.runtimes.xla.runner.combiner import nested_operations
-from mtf_gradsync.runtimes.xla.stablehlo import ITERATIONS, main_of
 from mtf_gradsync.runtimes.xla.topology.chips import Rates
 from mtf_gradsync.runtimes.xla.topology.roofline import work_of
 
@@ -135,6 +133,8 @@ def with_conditions(module: str, value: bool) -> str | None:
     from jax.interpreters import mlir
     from jaxlib.mlir import ir
 
+    from mtf_gradsync.runtimes.xla.runner.combiner import nested_operations
+
     with mlir.make_ir_context(), ir.Location.unknown():
         parsed = ir.Module.parse(module)
         conditionals = [op for op in nested_operations(parsed.operation) if op.name == _IF]
@@ -198,6 +198,8 @@ def with_one_more_iteration(module: str) -> tuple[list[OneMoreIteration], int]:
         return [], 0
     from jax.interpreters import mlir
     from jaxlib.mlir import ir
+
+    from mtf_gradsync.runtimes.xla.stablehlo import ITERATIONS, main_of
 
     found, unknown = [], 0
     with mlir.make_ir_context(), ir.Location.unknown():
