@@ -26,22 +26,12 @@ from mtf_gradsync.runtimes.sessions import (
 )
 from mtf_gradsync.runtimes.settings import session_config
 from mtf_gradsync.runtimes.starting import Start, choose_checkpoint, start_from_newest
+from mtf_gradsync.tools.estimator import specs
 from mtf_gradsync.tools.estimator.hooks import (
     Evaluation,
     HostCallHook,
     training_hooks,
     write_summary,
-)
-from mtf_gradsync.tools.estimator.specs import (
-    ModelFn,
-    checkpoint_to_warm_start,
-    examples,
-    name_of,
-    naming_uneven_batches,
-    select_predictions,
-    warm_start,
-    warm_start_settings,
-    write_saved_model,
 )
 
 _logger = logging.getLogger(__name__)
@@ -161,7 +151,7 @@ class Estimator(_TensorFlows):
                 "say where steps run.",
                 ", ".join(not_read),
             )
-        self._warm_start = warm_start_settings(warm_start_from)
+        self._warm_start = specs.warm_start_settings(warm_start_from)
         self._with_averages = evaluate_with_averages
         self._skip_damaged = skip_damaged_checkpoint
         tpu_config = getattr(self.config, "tpu_config", None)
@@ -173,7 +163,7 @@ class Estimator(_TensorFlows):
             _Modes.PREDICT: predict_batch_size,
         }
         is_for_tpu = tpu_config is not None or use_tpu
-        self._model = ModelFn(model_fn, params, self.config, is_for_tpu, batch_sizes)
+        self._model = specs.ModelFn(model_fn, params, self.config, is_for_tpu, batch_sizes)
 
     @property
     def model_dir(self) -> str:
@@ -275,7 +265,7 @@ class Estimator(_TensorFlows):
             # Called again after a worker was lost: by then there may be a newer checkpoint.
             sessions = place.sessions(spec, scaffold, lambda: start_from_newest(self.model_dir))
             made_a_step = False
-            with naming_uneven_batches(input_fn), tf.train.MonitoredSession(
+            with specs.naming_uneven_batches(input_fn), tf.train.MonitoredSession(
                 sessions, all_hooks
             ) as session:
                 while not session.should_stop():
@@ -285,7 +275,7 @@ class Estimator(_TensorFlows):
             _logger.warning(
                 "Training made no step. Perhaps the input of %s has no batches: its data are "
                 "missing, or there are fewer examples than a batch takes.",
-                name_of(input_fn),
+                specs.name_of(input_fn),
             )
         return self
 
@@ -323,7 +313,7 @@ class Estimator(_TensorFlows):
             if getattr(spec, "host_call", None):
                 all_hooks.append(HostCallHook(spec.host_call))
             sessions = place.sessions(spec, scaffold, lambda: start)
-            with naming_uneven_batches(input_fn), tf.train.MonitoredSession(
+            with specs.naming_uneven_batches(input_fn), tf.train.MonitoredSession(
                 sessions, all_hooks
             ) as session:
                 result = evaluation.run(session, steps)
@@ -360,7 +350,7 @@ class Estimator(_TensorFlows):
         start = self._start(checkpoint_path)
         with self._graph():
             place, spec, scaffold, input_hooks = self._build(input_fn, _Modes.PREDICT, start)
-            predictions = select_predictions(spec.predictions, predict_keys)
+            predictions = specs.select_predictions(spec.predictions, predict_keys)
             all_hooks = [*input_hooks, *(hooks or ()), *spec.prediction_hooks]
             sessions = place.sessions(spec, scaffold, lambda: start)
             monitored = tf.train.MonitoredSession(sessions, all_hooks)
@@ -368,11 +358,11 @@ class Estimator(_TensorFlows):
         with monitored as session:
             while not session.should_stop():
                 try:
-                    with naming_uneven_batches(input_fn):
+                    with specs.naming_uneven_batches(input_fn):
                         batch = session.run(predictions)
                 except (tf.errors.OutOfRangeError, StopIteration):
                     break
-                yield from examples(batch) if yield_single_examples else [batch]
+                yield from specs.examples(batch) if yield_single_examples else [batch]
 
     def export_saved_model(
         self,
@@ -403,7 +393,7 @@ class Estimator(_TensorFlows):
         """
         path = checkpoint_path or self.latest_checkpoint()
         if not path and self._warm_start:
-            path = checkpoint_to_warm_start(self._warm_start[0])
+            path = specs.checkpoint_to_warm_start(self._warm_start[0])
         start = Start(self._checkpoint(path), with_averages=self._with_averages)
         with self._graph():
             received = serving_input_receiver_fn()
@@ -412,7 +402,7 @@ class Estimator(_TensorFlows):
             inputs = inputs if isinstance(inputs, dict) else {"input": inputs}
             with start.restorable() as restored:
                 assert restored is not None  # as a checkpoint is there
-                return write_saved_model(
+                return specs.write_saved_model(
                     export_dir_base, spec, scaffold, inputs, restored, assets_extra, as_text
                 )
 
@@ -463,12 +453,12 @@ class Estimator(_TensorFlows):
         """
         settings = None if start.path else self._warm_start
         if settings:
-            checkpoint_to_warm_start(settings[0])
+            specs.checkpoint_to_warm_start(settings[0])
         mesh_shape = f"all:{self._num_cores}"
         place = runtime_for(self.runtime, mesh_shape, config=self._setting("session_config"))
         built = self._model.build(input_fn, mode, place)
         if settings:
-            warm_start(settings)
+            specs.warm_start(settings)
         return (place, *built)
 
     def _setting(self, name: str) -> Any:

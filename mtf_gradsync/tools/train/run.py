@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Callable, ContextManager, Iterator, NamedTuple
 
 from mtf_gradsync.extension import counted, tf
+from mtf_gradsync.runtimes import starting
 from mtf_gradsync.runtimes._common import (
     CONFIG_FILE,
     ConfigError,
@@ -18,17 +19,11 @@ from mtf_gradsync.runtimes._common import (
 )
 from mtf_gradsync.runtimes.checkpoints import NoAveragesError, check_averages_kept
 from mtf_gradsync.runtimes.saving import initialize_from
-from mtf_gradsync.runtimes.starting import (
-    Start,
-    choose_checkpoint,
-    latest_checkpoint,
-    lock_model_dir,
-    remove_leftovers,
-)
 from mtf_gradsync.tools._private.gin import unread_bindings
 from mtf_gradsync.tools.islands import ElasticIslands, Folder, IslandError, read_status
 from mtf_gradsync.tools.islands.journal import Status
 from mtf_gradsync.tools.timelines import Timeline
+from mtf_gradsync.tools.train import run_files
 from mtf_gradsync.tools.train.config import RunConfig, check_schedule
 from mtf_gradsync.tools.train.data.batches import TrainingBatches
 from mtf_gradsync.tools.train.errors import raised_as, writing_to
@@ -40,21 +35,6 @@ from mtf_gradsync.tools.train.metrics import MetricsRecorder, Progress, read_met
 from mtf_gradsync.tools.train.model import TrainingJob
 from mtf_gradsync.tools.train.page import Ended, check_pages_installed, write_page
 from mtf_gradsync.tools.train.resuming import adapt_start, check_data, say_changes
-from mtf_gradsync.tools.train.run_files import (
-    METRICS_FILE,
-    REPORT_FILE,
-    TRACE_FILE,
-    RecordedSteps,
-    RunFacts,
-    keep_best,
-    read_facts,
-    read_recorded_steps,
-    remove_later_recorded,
-    versions,
-    write_config,
-    write_facts,
-    write_recorded_steps,
-)
 from mtf_gradsync.tools.train.runner import prepare, training_graph
 from mtf_gradsync.tools.train.traffic import list_traffic
 from mtf_gradsync.tools.train.train_graph import EXAMPLES
@@ -104,7 +84,7 @@ class RunRole(NamedTuple):
 
     target: str = ""
     checkpoint_dir: str | None = None
-    choose_start: Callable[[Callable[[], Start]], Start] = lambda choose: choose()
+    choose_start: Callable[[Callable[[], starting.Start]], starting.Start] = lambda choose: choose()
 
 
 ALONE = RunRole()
@@ -137,7 +117,7 @@ def run(
     """
     with _log_lines(say):
         this = _Run(config, model_dir, say, accepted, role)
-        with lock_model_dir(model_dir), this.evaluation, writing_to(this.directory):
+        with starting.lock_model_dir(model_dir), this.evaluation, writing_to(this.directory):
             return this.train_and_evaluate()
 
 
@@ -202,9 +182,11 @@ class _Run:
 
     def train_and_evaluate(self) -> RunResult:
         """Trains from the newest checkpoint, evaluates, and writes the report."""
-        remove_leftovers(str(self.directory))
+        starting.remove_leftovers(str(self.directory))
         start = self._role.choose_start(
-            lambda: choose_checkpoint(self._checkpoint_dir, self._accepted.damage, self._say)
+            lambda: starting.choose_checkpoint(
+                self._checkpoint_dir, self._accepted.damage, self._say
+            )
         )
         if self._config.eval_dataset_fn is not None:
             self.evaluation.prepare()
@@ -215,7 +197,7 @@ class _Run:
             with contextlib.suppress(OSError):
                 self._write_report(None, f"ended by an error: {error}")
             raise
-        newest = latest_checkpoint(self._checkpoint_dir)
+        newest = starting.latest_checkpoint(self._checkpoint_dir)
         if result.stopped_by is None:
             return self._evaluate(result, newest)
         self._write_report(result.step, "stopped early")
@@ -229,7 +211,7 @@ class _Run:
         self._say(f"stopped {said}")
         return RunResult(result.step, result.stopped_by, None, None)
 
-    def _train(self, start: Start) -> LoopResult:
+    def _train(self, start: starting.Start) -> LoopResult:
         """Makes the steps that follow the checkpoint of `start`, on the run's data, checked.
 
         If the run has made all its steps already, no graph is built, and no step is made.
@@ -239,7 +221,9 @@ class _Run:
         is_finished = step >= config.train_steps
         if is_finished:
             say(f"{directory} has all {config.train_steps} steps already (train.run.train_steps)")
-        rows = [row for row in read_metrics(directory / METRICS_FILE) if row["step"] <= step]
+        rows = [
+            row for row in read_metrics(directory / run_files.METRICS_FILE) if row["step"] <= step
+        ]
         improvement = Improvement(rows, config.max_steps_without_decrease)
         if not is_finished and improvement.has_ended:
             is_finished = True
@@ -251,7 +235,7 @@ class _Run:
         job = self._job._replace(examples_before=step * self._job.model.batch_size, data_part=part)
         with tf.Graph().as_default(), job.batches() as batches:
             if start.path:
-                before = read_facts(directory)
+                before = run_files.read_facts(directory)
                 first = before.first_examples if before else ()
                 check_data(directory, first, batches.first_examples(), accept, say)
             if is_finished:
@@ -260,7 +244,11 @@ class _Run:
             return self._make_steps(start, job, batches, improvement)
 
     def _make_steps(
-        self, start: Start, job: TrainingJob, batches: TrainingBatches, improvement: Improvement
+        self,
+        start: starting.Start,
+        job: TrainingJob,
+        batches: TrainingBatches,
+        improvement: Improvement,
     ) -> LoopResult:
         """Builds the training graph in the default graph, and makes the run's steps.
 
@@ -297,20 +285,20 @@ class _Run:
             f"{step} to {config.train_steps} (graph built in {time.monotonic() - began:.0f} s)"
         )
         say_changes(directory, say)
-        write_config(directory)
-        facts = RunFacts(
+        run_files.write_config(directory)
+        facts = run_files.RunFacts(
             mesh=mesh,
             layout=str(config.layout_rules),
             runtime=str(self._runtime),
             optimizers=[type(opt).__name__ for opt in graph.optimizers],
             parameters=graph.num_parameters,
             tokens_per_step=job.tokens_per_step,
-            versions=versions(),
+            versions=run_files.versions(),
             traffic=None,
             first_examples=batches.first_examples() if start.path else [],
         )
-        write_facts(directory, facts)
-        remove_later_recorded(directory, step)
+        run_files.write_facts(directory, facts)
+        run_files.remove_later_recorded(directory, step)
         runner = make_runner(self._checkpoint_dir, start, config, island)
 
         def on_first_step() -> None:
@@ -320,12 +308,12 @@ class _Run:
             """
             traffic = list_traffic(graph, program) if config.reports else None
             first = batches.first_examples()
-            write_facts(directory, facts._replace(traffic=traffic, first_examples=first))
+            run_files.write_facts(directory, facts._replace(traffic=traffic, first_examples=first))
             if config.reports:
                 recorder.write_once(step + 1, traffic.scalars if traffic else {})
             self.evaluation.build()
             # Includes the parameters that evaluation alone takes from gin.
-            write_config(directory)
+            run_files.write_config(directory)
             unread_bindings = _unread_bindings()
             if unread_bindings:
                 say(unread_bindings)
@@ -343,16 +331,18 @@ class _Run:
                 return False
             is_best = improvement.add(at, score.nats_per_token)
             if is_best and config.keep_best and Path(saved).parent == directory:
-                keep_best(saved, directory)
+                run_files.keep_best(saved, directory)
             if improvement.has_ended:
                 progress.message(f"{improvement}: the run ends here")
             return improvement.has_ended
 
         def on_timeline(timeline: Timeline, first: int, last: int) -> None:
-            say(str(timeline.save(directory / TRACE_FILE)))
-            write_recorded_steps(directory, RecordedSteps(first, last, mesh, timeline.table()))
+            say(str(timeline.save(directory / run_files.TRACE_FILE)))
+            run_files.write_recorded_steps(
+                directory, run_files.RecordedSteps(first, last, mesh, timeline.table())
+            )
 
-        with MetricsRecorder(directory, METRICS_FILE, step) as recorder:
+        with MetricsRecorder(directory, run_files.METRICS_FILE, step) as recorder:
             return TrainingLoop(
                 runner,
                 graph,
@@ -377,7 +367,9 @@ class _Run:
             speed = dict(zip(SPEED, (round(result.seconds, 1), round(rate, 1))))
             self._say(f"{result.steps_made} steps in {result.seconds:.0f} s, {rate:,.0f} tokens/s")
         # The results of the start that made the last step stay: this start may have other settings.
-        is_there = (self.directory / REPORT_FILE).exists() and evaluation.is_complete(step)
+        is_there = (self.directory / run_files.REPORT_FILE).exists() and evaluation.is_complete(
+            step
+        )
         writes = bool(speed) or not is_there
         try:
             held_out = evaluation.finish(newest, writes, step=step, **speed)
@@ -408,7 +400,7 @@ class _Run:
         "finished" or "stopped early".
         """
         directory, evaluation = self.directory, self.evaluation
-        rows = read_metrics(directory / METRICS_FILE)
+        rows = read_metrics(directory / run_files.METRICS_FILE)
         if step is None:
             step = max((row["step"] for row in rows), default=0)
         operative = directory / CONFIG_FILE
@@ -416,11 +408,11 @@ class _Run:
             directory,
             rows,
             Ended(step, self._config.train_steps, how_it_ended, evaluation.result),
-            read_facts(directory),
+            run_files.read_facts(directory),
             unigram_nats=evaluation.unigram.nats_per_token if evaluation.unigram else None,
             samples=evaluation.samples,
             config=operative.read_text(encoding="utf-8") if operative.exists() else "",
-            recorded=read_recorded_steps(directory),
+            recorded=run_files.read_recorded_steps(directory),
             islands=_read_islands(),
         )
         self._say(f"report: {path}")

@@ -23,26 +23,20 @@ from typing import Any
 
 from mtf_gradsync.runtimes._common import ConfigError, TrainingError
 from mtf_gradsync.runtimes._signals import Interruption
-from mtf_gradsync.tools.train.cli.flags import (
-    add_gin_arguments,
-    add_json_argument,
-    make_output_folder,
-    output_path,
-    write_output,
-)
+from mtf_gradsync.tools.train.cli import flags
 from mtf_gradsync.tools.train.cli.loading import loaded_config
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of ``mtf-gradsync compile`` to its parser."""
-    add_gin_arguments(parser)
+    flags.add_gin_arguments(parser)
     parser.add_argument(
         "--topology",
         default="v3:2x2",
         metavar="NAME",
         help="TPU generation and chips, or a TPU slice as in v4-8 (default: v3:2x2, of 8 cores)",
     )
-    add_json_argument(parser, "write the result as JSON, too")
+    flags.add_json_argument(parser, "write the result as JSON, too")
     parser.add_argument(
         "--compare_with_bare",
         action="store_true",
@@ -65,15 +59,15 @@ def main(args: argparse.Namespace) -> int:
 
     The exit code is 0 if the TPU compiler accepts the training step, and 1 if it refuses the step.
     """
-    json_file = output_path("--json", args.json)
-    make_output_folder("--save_hlo", args.save_hlo)
+    json_file = flags.output_path("--json", args.json)
+    flags.make_output_folder("--save_hlo", args.save_hlo)
     # So that SIGTERM, too, ends the compiler and removes its folder.
     with Interruption(), loaded_config(args):
         compiled = compile_config(
             args.topology, args.save_hlo, args.compare_with_bare, args.update_not_split
         )
     print(compiled)
-    write_output("--json", json_file, compiled.to_json() + "\n")
+    flags.write_output("--json", json_file, compiled.to_json() + "\n")
     return 0 if compiled.accepted else 1
 
 

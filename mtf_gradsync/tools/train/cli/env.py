@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Iterator
 
 from mtf_gradsync.runtimes._common import ConfigError
-from mtf_gradsync.tools.train.cli.flags import add_json_argument, output_path, write_output
+from mtf_gradsync.tools.train.cli import flags
 from mtf_gradsync.tools.train.cli.loading import import_package
 
 _LIBRARIES = (
@@ -35,7 +35,7 @@ _LIBRARIES = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of ``mtf-gradsync env`` to its parser."""
-    add_json_argument(parser, "write the same as JSON, too")
+    flags.add_json_argument(parser, "write the same as JSON, too")
 
 
 def main(args: argparse.Namespace) -> int:
@@ -43,7 +43,7 @@ def main(args: argparse.Namespace) -> int:
 
     The exit code is 1 if TensorFlow or Mesh-TensorFlow cannot be imported, else 0.
     """
-    json_file = output_path("--json", args.json)
+    json_file = flags.output_path("--json", args.json)
     found: dict[str, str] = {}
 
     def show(name: str, value: str) -> None:
@@ -65,7 +65,7 @@ def main(args: argparse.Namespace) -> int:
     else:
         for name, value in _runtime_lines():
             show(name, value)
-    write_output("--json", json_file, json.dumps(found, indent=2) + "\n")
+    flags.write_output("--json", json_file, json.dumps(found, indent=2) + "\n")
     return code
 
 

@@ -24,7 +24,7 @@ from typing import Collection, Sequence
 
 from mtf_gradsync.extension import did_you_mean
 from mtf_gradsync.runtimes._common import ConfigError, configs_dir
-from mtf_gradsync.tools.train.cli.flags import output_path
+from mtf_gradsync.tools.train.cli import flags
 from mtf_gradsync.tools.train.data.texts import check_length, read_files
 
 _USAGE = "mtf-gradsync init [CONFIG [FILE]] [--text TEXT [TEXT ...]]"
@@ -71,7 +71,7 @@ def main(args: argparse.Namespace) -> int:
         if Path(config).is_file() and not _is_gin_file(config):
             hint = f". To train on a text: mtf-gradsync init --text {shlex.quote(config)}"
         raise ConfigError(f"There is no config {config!r}{hint}")
-    path = output_path("FILE", file or f"{_name_of_run(files[0]) if files else name}.gin")
+    path = flags.output_path("FILE", file or f"{_name_of_run(files[0]) if files else name}.gin")
     assert path is not None
     command = f"{_COMMAND}{shlex.quote(str(path))}"
     text = configs[name].replace(f"{_COMMAND}configs/{name}.gin", command)

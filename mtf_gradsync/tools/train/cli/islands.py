@@ -32,12 +32,7 @@ from mtf_gradsync.tools.islands.merger import Merger, MergerError, Quorum, Waiti
 from mtf_gradsync.tools.islands.objects import Decision
 from mtf_gradsync.tools.islands.tensor_files import DamagedObjectError
 from mtf_gradsync.tools.islands.versions import newest_version, replay
-from mtf_gradsync.tools.train.cli.flags import (
-    add_json_argument,
-    config_of_run,
-    output_paths,
-    write_output,
-)
+from mtf_gradsync.tools.train.cli import flags
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -68,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="with --status: print the status again and again, once in so many seconds",
     )
     parser.add_argument("--plot", metavar="FILE", help="with --status: draw a row for each island")
-    add_json_argument(parser, "with --status: write the status as JSON, too")
+    flags.add_json_argument(parser, "with --status: write the status as JSON, too")
     waiting = Waiting()
     for name, kind, text in (
         ("quorum", _quorum, "how many contributions a version needs, or 'living'"),
@@ -132,7 +127,7 @@ def main(args: argparse.Namespace) -> int:
             _show_status(folder, args.watch)
         if args.status:
             outputs = {"--json": args.json, "--plot": args.plot}
-            return _status(folder, *output_paths(outputs))
+            return _status(folder, *flags.output_paths(outputs))
         if args.replay:
             return _replay(folder)
         return _merge(folder, args)
@@ -148,7 +143,7 @@ def _status(folder: Folder, json_file: Path | None, plot: Path | None) -> int:
         raise TrainingError(f"{folder.url} is no folder of islands: no island has joined it yet")
     print(status.table())
     found = {"version": status.version, "islands": [row._asdict() for row in status.rows]}
-    write_output("--json", json_file, json.dumps(found, indent=2) + "\n")
+    flags.write_output("--json", json_file, json.dumps(found, indent=2) + "\n")
     if plot:
         from mtf_gradsync.tools.train.figures import new_figure, write_figure
 
@@ -181,7 +176,7 @@ def _export(folder: Folder, directory: Path, version: int | None, run: str | Non
     """
     from mtf_gradsync.tools.islands.versions import export_version
 
-    config = Path(config_of_run(run)).read_text(encoding="utf-8") if run else ""
+    config = Path(flags.config_of_run(run)).read_text(encoding="utf-8") if run else ""
     path = export_version(folder, directory, version)
     if config:
         # What is exported is no island, and its config must not begin one.

@@ -31,21 +31,13 @@ from typing import Any, Callable, Sequence
 
 from mtf_gradsync.runtimes._common import ConfigError, TrainingError
 from mtf_gradsync.runtimes._signals import Interruption
-from mtf_gradsync.tools.train.cli.flags import (
-    add_gin_arguments,
-    add_output_arguments,
-    nonnegative_number,
-    output_paths,
-    whole_number,
-    write_json_and_picture,
-    write_output,
-)
+from mtf_gradsync.tools.train.cli import flags
 from mtf_gradsync.tools.train.cli.loading import loaded_config
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of ``mtf-gradsync plan`` to its parser."""
-    add_gin_arguments(parser)
+    flags.add_gin_arguments(parser)
     parser.add_argument(
         "--topologies",
         metavar="NAME[,NAME...]",
@@ -69,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--dcn_bandwidth",
-        type=nonnegative_number,
+        type=flags.nonnegative_number,
         metavar="GB/S",
         help="GB/s that a chip sends over the data center network between TPU slices; needed for "
         "topologies of several slices, as in 2xv5e:4x4",
@@ -100,13 +92,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     best.add_argument(
         "--budget_bytes",
         "--budget-bytes",
-        type=nonnegative_number,
+        type=flags.nonnegative_number,
         metavar="BYTES",
         help="memory of a chip that the program may use (default: what the compiler allows)",
     )
     best.add_argument(
         "--most_steps",
-        type=whole_number(1),
+        type=flags.whole_number(1),
         metavar="K",
         help="the most microbatch steps of an update (default: 64)",
     )
@@ -118,12 +110,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     best.add_argument(
         "--no_proof", action="store_true", help="do not verify the division on this machine"
     )
-    add_output_arguments(parser, "write the plan as JSON, too", picture="draw it")
+    flags.add_output_arguments(parser, "write the plan as JSON, too", picture="draw it")
 
 
 def _whole_numbers(text: str) -> tuple[int, ...]:
     """Parses the value of --inner_steps: whole numbers with commas, such as "10,36,100"."""
-    return tuple(map(whole_number(1), text.split(",")))
+    return tuple(map(flags.whole_number(1), text.split(",")))
 
 
 def _price(text: str) -> float | dict[str, float]:
@@ -134,9 +126,9 @@ def _price(text: str) -> float | dict[str, float]:
     """
     try:
         if ":" not in text:
-            return nonnegative_number(text)
+            return flags.nonnegative_number(text)
         pairs = (part.split(":") for part in text.split(","))
-        return {generation: nonnegative_number(dollars) for generation, dollars in pairs}
+        return {generation: flags.nonnegative_number(dollars) for generation, dollars in pairs}
     except (ValueError, argparse.ArgumentTypeError):
         raise argparse.ArgumentTypeError(
             f"expected dollars for an hour of a chip, like 1.2 or v5e:1.2,v5p:4.2; got {text!r}"
@@ -151,7 +143,7 @@ def main(args: argparse.Namespace) -> int:
     division fits or the proof finds it NOT EQUAL; and 3 if the proof does not show whether the
     division is equal.
     """
-    paths = output_paths({"--json": args.json, "--png": args.png})
+    paths = flags.output_paths({"--json": args.json, "--png": args.png})
     if args.jobs < 1:
         raise ConfigError(f"--jobs must be 1 or more; got {args.jobs}")
     _check_together(args)
@@ -169,7 +161,7 @@ def main(args: argparse.Namespace) -> int:
             inner_steps=args.inner_steps or _INNER_STEPS,
         )
     print(plan)
-    write_json_and_picture(paths, plan.to_json(), lambda path: plan.plot(str(path)))
+    flags.write_json_and_picture(paths, plan.to_json(), lambda path: plan.plot(str(path)))
     if plan.stopped_by is not None:
         return 128 + plan.stopped_by  # as a shell says it
     return 0 if plan.rows else 1
@@ -235,7 +227,7 @@ def _run_best(args: argparse.Namespace, paths: Sequence[Any]) -> int:
                 (args.inner_steps or _INNER_STEPS) if args.outer_steps else (),
                 not args.no_proof,
             )
-    write_output("--json", paths[0], found.to_json() + "\n")
+    flags.write_output("--json", paths[0], found.to_json() + "\n")
     return code
 
 

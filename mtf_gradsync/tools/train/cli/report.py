@@ -17,24 +17,19 @@ from __future__ import annotations
 
 import argparse
 
-from mtf_gradsync.tools.train.cli.flags import (
-    add_gin_arguments,
-    add_output_arguments,
-    output_paths,
-    write_json_and_picture,
-)
+from mtf_gradsync.tools.train.cli import flags
 from mtf_gradsync.tools.train.cli.loading import loaded_config
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of ``mtf-gradsync report`` to its parser."""
-    add_gin_arguments(parser)
+    flags.add_gin_arguments(parser)
     parser.add_argument(
         "--rows",
         action="store_true",
         help="print every collective and transfer, each in a line of its own",
     )
-    add_output_arguments(
+    flags.add_output_arguments(
         parser, "write all rows and totals as JSON", picture="draw both steps side by side"
     )
     parser.add_argument(
@@ -49,7 +44,7 @@ def main(args: argparse.Namespace) -> int:
 
     The exit code is 0. A config whose training step cannot be built raises ConfigError.
     """
-    paths = output_paths({"--json": args.json, "--png": args.png})
+    paths = flags.output_paths({"--json": args.json, "--png": args.png})
     with loaded_config(args):
         # Imported here because it takes seconds, which `--help` need not wait for.
         from tqdm import tqdm
@@ -63,7 +58,7 @@ def main(args: argparse.Namespace) -> int:
         with tqdm(total=2, desc="building", unit="step", leave=False, disable=None) as bar:
             comparison = compare_with_bare(job, not args.no_placement, bar.update)
     print(as_text(comparison, args.rows))
-    write_json_and_picture(
+    flags.write_json_and_picture(
         paths, comparison.to_json(), lambda path: plot_comparison(comparison, path)
     )
     return 0

@@ -23,15 +23,7 @@ import os
 import sys
 
 from mtf_gradsync.runtimes._common import ConfigError
-from mtf_gradsync.tools.train.cli.flags import (
-    add_gin_arguments,
-    add_json_argument,
-    add_number,
-    config_of_run,
-    output_path,
-    whole_number,
-    write_output,
-)
+from mtf_gradsync.tools.train.cli import flags
 from mtf_gradsync.tools.train.cli.loading import loaded_config
 
 
@@ -39,20 +31,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of ``mtf-gradsync sample`` to its parser."""
     parser.add_argument("--model_dir", required=True, metavar="DIR", help="the run's directory")
     parser.add_argument("--prompt", required=True, metavar="TEXT", help="what the text begins with")
-    add_number(parser, "--num_samples", "N", "how many texts", 1, whole_number())
-    add_number(parser, "--max_tokens", "N", "how many tokens the model writes", 160, whole_number())
+    flags.add_number(parser, "--num_samples", "N", "how many texts", 1, flags.whole_number())
+    flags.add_number(
+        parser, "--max_tokens", "N", "how many tokens the model writes", 160, flags.whole_number()
+    )
     temperature = "0 takes the most likely token, 1 draws from the model's distribution"
-    add_number(parser, "--temperature", "T", temperature, 0.5)
+    flags.add_number(parser, "--temperature", "T", temperature, 0.5)
     parser.add_argument(
         "--keep_top_k",
-        type=whole_number(0),
+        type=flags.whole_number(0),
         default=0,
         metavar="K",
         help="choose only among this many most likely tokens (default: 0, among all)",
     )
-    add_number(parser, "--seed", "N", "seed of the random numbers", 0, whole_number(0, 1 << 32))
-    add_json_argument(parser, "write the samples as JSON, too, with all characters")
-    add_gin_arguments(parser)
+    flags.add_number(
+        parser, "--seed", "N", "seed of the random numbers", 0, flags.whole_number(0, 1 << 32)
+    )
+    flags.add_json_argument(parser, "write the samples as JSON, too, with all characters")
+    flags.add_gin_arguments(parser)
 
 
 def main(args: argparse.Namespace) -> int:
@@ -60,8 +56,8 @@ def main(args: argparse.Namespace) -> int:
 
     The exit code is 0. A run without a config or a checkpoint raises ConfigError.
     """
-    json_file = output_path("--json", args.json)
-    config_file = config_of_run(args.model_dir)
+    json_file = flags.output_path("--json", args.json)
+    config_file = flags.config_of_run(args.model_dir)
     try:
         args.prompt.encode("utf-8")
     except UnicodeEncodeError as error:  # Python's arguments hold such bytes as surrogates
@@ -90,5 +86,5 @@ def main(args: argparse.Namespace) -> int:
         samples = sample_after(model, path, args.prompt, settings, averages)
     print("\n---\n".join(escape_controls(one.prompt + one.continuation) for one in samples))
     found = {"checkpoint": path, "samples": [one._asdict() for one in samples]}
-    write_output("--json", json_file, json.dumps(found, indent=2) + "\n")
+    flags.write_output("--json", json_file, json.dumps(found, indent=2) + "\n")
     return 0

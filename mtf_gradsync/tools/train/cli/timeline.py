@@ -32,17 +32,7 @@ from typing import TYPE_CHECKING
 
 from mtf_gradsync.runtimes._common import ACCEPT_FLAG, ConfigError, TrainingError
 from mtf_gradsync.runtimes.processes.members import MissingProcessesError
-from mtf_gradsync.tools.train.cli.flags import (
-    add_gin_arguments,
-    add_json_argument,
-    add_number,
-    config_of_run,
-    named_write_errors,
-    names_in,
-    output_paths,
-    whole_number,
-    write_output,
-)
+from mtf_gradsync.tools.train.cli import flags
 from mtf_gradsync.tools.train.cli.loading import import_package, loaded_config
 from mtf_gradsync.tools.train.cli.process_flags import add_cluster_arguments, is_alone, run_by_flags
 
@@ -52,7 +42,7 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of ``mtf-gradsync timeline`` to its parser."""
-    add_gin_arguments(parser)
+    flags.add_gin_arguments(parser)
     parser.add_argument("--model_dir", metavar="DIR", help="the directory of a run")
     parser.add_argument(
         ACCEPT_FLAG,
@@ -61,16 +51,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "is dropped, and one of the run alone begins as in a new run",
     )
     steps = "steps to record, tens rather than thousands: they are held in memory"
-    add_number(parser, "--steps", "N", steps, 10, whole_number())
+    flags.add_number(parser, "--steps", "N", steps, 10, flags.whole_number())
     warm_up = "steps to make before the recorded ones, which compile and fill caches"
-    add_number(parser, "--warm_up", "N", warm_up, 5, whole_number())
+    flags.add_number(parser, "--warm_up", "N", warm_up, 5, flags.whole_number())
     parser.add_argument(
         "--trace",
         default="timeline.trace.json.gz",
         metavar="FILE",
         help="file for the trace, at most 20 MB (default: timeline.trace.json.gz)",
     )
-    add_json_argument(parser, "write the table as JSON, too")
+    flags.add_json_argument(parser, "write the table as JSON, too")
     parser.add_argument("--part", metavar="FILE", help="write what this process has recorded, too")
     parser.add_argument(
         "--merge",
@@ -88,7 +78,7 @@ def main(args: argparse.Namespace) -> int:
     The exit code is 0. If the command fails, a ConfigError or TrainingError is raised.
     """
     outputs = {"--trace": args.trace, "--json": args.json, "--part": args.part}
-    trace, json_file, part_file = output_paths(outputs)
+    trace, json_file, part_file = flags.output_paths(outputs)
     timeline = _merged(args.merge) if args.merge else _recorded(args)
     if timeline is None:
         return 0
@@ -97,13 +87,13 @@ def main(args: argparse.Namespace) -> int:
         table = timeline.table()
         print(table)
         if trace:
-            with named_write_errors("--trace", trace):
+            with flags.named_write_errors("--trace", trace):
                 written = timeline.save(trace)
             print(f"\n{written}")
-        write_output("--json", json_file, table.to_json() + "\n")
+        flags.write_output("--json", json_file, table.to_json() + "\n")
     if part_file:
         mine = next((r for r in timeline.recordings if r.process == own), timeline.recordings[0])
-        write_output("--part", part_file, mine.to_json())
+        flags.write_output("--part", part_file, mine.to_json())
     return 0
 
 
@@ -131,10 +121,10 @@ def _left_config(args: argparse.Namespace) -> list[str]:
             )
         return []
     try:
-        return [config_of_run(args.model_dir)]
+        return [flags.config_of_run(args.model_dir)]
     except ConfigError as error:
         is_run = any(Path(args.model_dir).glob("*.index"))
-        if is_run and names_in(args.gin_file):
+        if is_run and flags.names_in(args.gin_file):
             return []
         hint = "; give its config by --gin_file" if is_run else ", and no checkpoint"
         raise ConfigError(f"{error}{hint}") from error

@@ -28,14 +28,14 @@ from pathlib import Path
 
 from mtf_gradsync.runtimes._common import ACCEPT_FLAG, CONFIG_FILE, SKIP_FLAG, ConfigError
 from mtf_gradsync.runtimes.processes.members import LOST_PROCESS_EXIT_CODE, MissingProcessesError
-from mtf_gradsync.tools.train.cli.flags import add_gin_arguments, check_model_dir, names_in
+from mtf_gradsync.tools.train.cli import flags
 from mtf_gradsync.tools.train.cli.loading import loaded_config
 from mtf_gradsync.tools.train.cli.process_flags import add_cluster_arguments, is_alone, run_by_flags
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of ``mtf-gradsync train`` to its parser."""
-    add_gin_arguments(parser)
+    flags.add_gin_arguments(parser)
     parser.add_argument(
         "--model_dir",
         metavar="DIR",
@@ -61,7 +61,7 @@ def main(args: argparse.Namespace) -> int:
     The exit code is 0 for a finished run, 128 + n if signal n has stopped the run, and
     LOST_PROCESS_EXIT_CODE if one of several processes was lost.
     """
-    files = names_in(args.gin_file)
+    files = flags.names_in(args.gin_file)
     if args.model_dir and not (files or args.gin_param):
         left = Path(args.model_dir) / CONFIG_FILE
         if left.is_file():
@@ -72,7 +72,7 @@ def main(args: argparse.Namespace) -> int:
     model_dir = args.model_dir or os.path.join("runs", Path(files[-1]).stem if files else "train")
     # Of several processes only one writes there, and finds out after the meeting.
     if is_alone(args):
-        check_model_dir(model_dir)
+        flags.check_model_dir(model_dir)
     with loaded_config(args):
         # Imported here because it takes seconds, which `--help` need not wait for.
         from mtf_gradsync.tools.train import gin_files

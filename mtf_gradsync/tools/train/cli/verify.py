@@ -23,20 +23,13 @@ from __future__ import annotations
 import argparse
 
 from mtf_gradsync.runtimes._signals import Interruption
-from mtf_gradsync.tools.train.cli.flags import (
-    add_gin_arguments,
-    add_number,
-    add_output_arguments,
-    output_paths,
-    whole_number,
-    write_json_and_picture,
-)
+from mtf_gradsync.tools.train.cli import flags
 from mtf_gradsync.tools.train.cli.loading import loaded_config
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of ``mtf-gradsync verify`` to its parser."""
-    add_gin_arguments(parser)
+    flags.add_gin_arguments(parser)
     parser.add_argument(
         "--mesh_shape",
         action="append",
@@ -54,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="WHAT[,WHAT...]",
         help="what to take out of the model: dropout, random",
     )
-    add_number(parser, "--steps", "N", "updates", 1, whole_number())
+    flags.add_number(parser, "--steps", "N", "updates", 1, flags.whole_number())
     parser.add_argument(
         "--runtime",
         default="cpu_replicas",
@@ -66,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="begin with the config's own initial values; by default they are moved a little",
     )
-    add_output_arguments(
+    flags.add_output_arguments(
         parser, "write all errors as JSON, too", picture="draw the error of each variable"
     )
 
@@ -77,7 +70,7 @@ def main(args: argparse.Namespace) -> int:
     The exit code is 0 if the divisions are equal, 1 if one is NOT EQUAL, and 3 if equality was not
     shown.
     """
-    paths = output_paths({"--json": args.json, "--png": args.png})
+    paths = flags.output_paths({"--json": args.json, "--png": args.png})
     with Interruption() as stop, loaded_config(args):
         from mtf_gradsync.tools.train.verifying import verify_config
 
@@ -91,5 +84,5 @@ def main(args: argparse.Namespace) -> int:
             args.own_values,
         )
     print(found)
-    write_json_and_picture(paths, found.to_json(), found.plot)
+    flags.write_json_and_picture(paths, found.to_json(), found.plot)
     return found.exit_code
