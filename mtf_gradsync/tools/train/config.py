@@ -223,7 +223,7 @@ class RunConfig:
 
     def on_mesh(self, mesh_shape: MeshShapeLike, layout: LayoutLike, **more: Any) -> RunConfig:
         """Returns the settings on another mesh, of virtual CPU devices, with `more` changed."""
-        mesh = {"mesh_shape": mesh_shape, "layout_rules": layout}
+        mesh: dict[str, Any] = {"mesh_shape": mesh_shape, "layout_rules": layout}
         return dataclasses.replace(self, **mesh, mesh_devices=None, mesh_impl=None, **more)
 
 

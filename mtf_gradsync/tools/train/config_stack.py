@@ -46,24 +46,17 @@ class ConfigStack(NamedTuple):
     outside: tuple[str, ...]
 
 
-class _Value(NamedTuple):
-    """A bound value; `key` is the name of the parameter or macro to which gin binds it."""
+def follow_macros(key: str, value: Any) -> tuple[str, Any]:
+    """Returns where gin binds the value that a bound value stands for, and this value.
 
-    key: str
-    value: Any
-
-
-def follow_macros(key: str, value: Any) -> _Value:
-    """Returns the value that a bound value stands for, and where gin binds it.
-
-    If `value` is a macro, such as %K, the result is the value of the macro, and the macro's name.
+    If `value` is a macro, such as %K, the result is the macro's name, and the value of the macro.
     If this value is a macro, too, it is followed in turn. If `value` is no macro, the result is
-    `value` and `key`, the name of the parameter that `value` is bound to.
+    `key`, the name of the parameter that `value` is bound to, and `value`.
     """
     while isinstance(value, gin.config.ConfigurableReference) and str(value).startswith("%"):
         key = str(value)[1:]
         value = gin.query_parameter(f"{key}/gin.macro.value")
-    return _Value(key, value)
+    return key, value
 
 
 def bound_value(scope: str, selector: str, parameter: str) -> Any:
@@ -77,7 +70,7 @@ def bound_value(scope: str, selector: str, parameter: str) -> Any:
     for end in range(len(parts), -1, -1):
         key = Binding("/".join(parts[:end]), selector, parameter)
         if key in there:
-            return follow_macros("", there[key]).value
+            return follow_macros("", there[key])[1]
     return None
 
 
@@ -86,7 +79,7 @@ def stack_of_config() -> ConfigStack:
 
     Raises ConfigError if ``plan --best`` cannot choose another division for the stack.
     """
-    value = follow_macros("", gin.query_parameter("train.run.optimizer")).value
+    _, value = follow_macros("", gin.query_parameter("train.run.optimizer"))
     scope = None
     names: list[str] = []
     wrappers: list[str] = []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Dict, List, NamedTuple, Sequence
+from typing import Any, ContextManager, Dict, List, NamedTuple, Sequence
 
 import numpy as np
 
@@ -13,6 +13,7 @@ from mtf_gradsync.runtimes.checkpoints import NoAveragesError
 from mtf_gradsync.runtimes.saving import check_has_variables
 from mtf_gradsync.runtimes.starting import UNREADABLE, Start
 from mtf_gradsync.tools.train.config import transformer_utils
+from mtf_gradsync.tools.train.errors import raised_as
 from mtf_gradsync.tools.train.model import MeshModel, ModelSettings
 
 
@@ -103,7 +104,7 @@ class Score(NamedTuple):
         return self.nats / math.log(2) / max(1, self.num_bytes)
 
 
-class Evaluator:
+class Evaluator(ContextManager["Evaluator"]):
     """A scorer of batches with a checkpoint's variables, in its own graph and session."""
 
     def __init__(
@@ -136,10 +137,9 @@ class Evaluator:
         check_has_variables(path, self._variables, model_dir)
         start = Start(path, with_averages=self._with_averages)
         try:
-            with self._session.graph.as_default(), start.restorable() as restored:
-                self._saver.restore(self._session, restored)
-        except NoAveragesError as error:
-            raise ConfigError(str(error)) from error
+            with raised_as(ConfigError, NoAveragesError), self._session.graph.as_default():
+                with start.restorable() as restored:
+                    self._saver.restore(self._session, restored)
         except UNREADABLE as error:
             raise TrainingError(
                 f"The checkpoint {path} cannot be read any more: {first_line(error)}"
@@ -168,9 +168,6 @@ class Evaluator:
     def close(self) -> None:
         """Closes the session."""
         self._session.close()
-
-    def __enter__(self) -> Evaluator:
-        return self
 
     def __exit__(self, *unused_exception: Any) -> None:
         self.close()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
-from typing import Any, Callable, Mapping, Sequence
+from typing import Any, Callable, ContextManager, Mapping, Sequence
 
 from mtf_gradsync.extension import tf
 from mtf_gradsync.runtimes._common import ConfigError, first_line
@@ -61,8 +61,8 @@ class Improvement:
         return f"the held-out loss has not fallen since step {self.best_step} ({self.best:.3f})"
 
 
-class HeldOut:
-    """The evaluation of a run on held-out data.
+class HeldOut(ContextManager["HeldOut"]):
+    """The evaluation of a run on held-out data, as a context manager.
 
     `unigram` is the score of the unigram baseline. Once the run is finished, `result` is the
     content of the run's result file, and `samples` are the texts that the model wrote.
@@ -170,9 +170,6 @@ class HeldOut:
                 "The model cannot be built for the batches of train.run.eval_dataset_fn: "
                 f"{type(error).__name__}: {first_line(error)}"
             ) from error
-
-    def __enter__(self) -> HeldOut:
-        return self
 
     def __exit__(self, *unused_exception: Any) -> None:
         if self._evaluator is not None:

@@ -11,7 +11,7 @@ import socket
 import sys
 import time
 from pathlib import Path
-from typing import Any, Iterator, Mapping, TextIO
+from typing import Any, ContextManager, Iterator, Mapping, TextIO
 
 import numpy as np
 from tqdm import tqdm
@@ -309,7 +309,7 @@ _TAGS = {"held_out_nats": "held_out/nats_per_token"}
 _IN_FULL = ("loss", "nats_per_token")
 
 
-class MetricsRecorder:
+class MetricsRecorder(ContextManager["MetricsRecorder"]):
     """A context manager that writes measurements of steps to the metrics and event files."""
 
     def __init__(self, directory: Path, metrics_file: str, first_step: int):
@@ -321,9 +321,6 @@ class MetricsRecorder:
         self._metrics = MetricsFile(directory / metrics_file, first_step)
         self.saved_means = self._metrics.saved_means
         self._events = EventFile(directory, first_step)
-
-    def __enter__(self) -> MetricsRecorder:
-        return self
 
     def __exit__(self, *unused_exception: Any) -> None:
         self._events.close()

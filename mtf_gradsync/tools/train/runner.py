@@ -6,7 +6,7 @@ import abc
 import contextlib
 import os
 from concurrent.futures import Future
-from typing import Any, Callable, ClassVar, Iterator, Sequence, get_args
+from typing import Any, Callable, ClassVar, ContextManager, Iterator, Sequence, get_args
 
 import numpy as np
 
@@ -133,7 +133,7 @@ def skips_islands(opt: Any) -> bool:
     return isinstance(opt, OuterOptimizer) and opt.leave_out_not_finite
 
 
-class Runner(abc.ABC):
+class Runner(ContextManager["Runner"]):
     """A context manager that makes training steps and checkpoints in a session of a runtime.
 
     When it is entered, the variables get the values of the runner's `Start`.
@@ -199,12 +199,6 @@ class Runner(abc.ABC):
             self._copies.begin()
         self.steps_ahead = place.steps_ahead
         self._sessions: Any = place.sessions(graph.lowering, self._scaffold(), lambda: start)
-
-    @abc.abstractmethod
-    def __enter__(self) -> Runner: ...
-
-    @abc.abstractmethod
-    def __exit__(self, *exception: Any) -> None: ...
 
     @abc.abstractmethod
     def _scaffold(self) -> tf.train.Scaffold:

@@ -12,6 +12,7 @@ from mtf_gradsync.runtimes._common import ConfigError, mesh_text
 from mtf_gradsync.runtimes.sessions import RuntimeName
 from mtf_gradsync.tools._private.gin import bound
 from mtf_gradsync.tools.train import gin_files
+from mtf_gradsync.tools.train.errors import raised_as
 from mtf_gradsync.tools.train.model import MeshModel, TrainingJob, resolve_job
 from mtf_gradsync.tools.train.train_graph import model_and_optimizer
 from mtf_gradsync.tools.verification import Verification, verify
@@ -87,22 +88,19 @@ def verify_config(
         "mesh_shape": mesh_text(mesh.shape),
         "layout": ";".join(f"{name}:{axis}" for name, axis in mesh.rules),
     }
-    with contextlib.closing(_batches(job)) as batches:
-        try:
-            return verify(
-                model_fn,
-                batches,
-                params,
-                meshes,
-                steps=steps,
-                divisions=divisions,
-                without=without,
-                runtime=runtime,
-                own_values=own_values,
-                progress=True,
-            )
-        except ValueError as error:
-            raise ConfigError(str(error)) from error
+    with contextlib.closing(_batches(job)) as batches, raised_as(ConfigError, ValueError):
+        return verify(
+            model_fn,
+            batches,
+            params,
+            meshes,
+            steps=steps,
+            divisions=divisions,
+            without=without,
+            runtime=runtime,
+            own_values=own_values,
+            progress=True,
+        )
 
 
 def _batches(job: TrainingJob) -> Generator[dict[str, np.ndarray], None, None]:

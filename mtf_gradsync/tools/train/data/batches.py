@@ -12,7 +12,7 @@ import contextlib
 import hashlib
 import inspect
 import sys
-from typing import Any, Callable, Mapping
+from typing import Any, Callable, ContextManager, Mapping
 
 import numpy as np
 from tqdm import tqdm
@@ -39,7 +39,7 @@ _SKIPPING = (
 )
 
 
-class TrainingBatches:
+class TrainingBatches(ContextManager["TrainingBatches"]):
     """A context manager that draws the batches of a run, one for each step.
 
     When the run's data set has ended, it is repeated. A data set also ends if one of its functions
@@ -125,9 +125,6 @@ class TrainingBatches:
         if self._session.run(size, {self._skipped: 0}) == 0:
             self._session.close()
             raise ConfigError(f"{_FUNCTION} gives an empty data set")
-
-    def __enter__(self) -> TrainingBatches:
-        return self
 
     def __exit__(self, *unused_exception: Any) -> None:
         self._session.close()
