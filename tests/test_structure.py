@@ -121,7 +121,6 @@ TESTED_BY = {
         "tools/verification/comparing",
         "tools/verification/divisions",
         "tools/verification/engine",
-        "tools/verification/model_changes",
         "tools/verification/program_patches",
         "tools/verification/recorded_program",
         "tools/verification/reference",

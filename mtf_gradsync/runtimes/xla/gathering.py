@@ -95,14 +95,23 @@ def check_equal(what: str, value: str, advice: str) -> None:
         )
 
 
-def _texts_of_all(text: str) -> list[str]:
+def whole_texts_of_all(text: str) -> list[str]:
+    """Returns the texts of all processes, however long they are, in the processes' order.
+
+    All processes have to call this function. `text` is the text of this process.
+    """
+    (sizes,) = _exchanged([np.array(len(text.encode()))])
+    return _texts_of_all(text, int(max(sizes)))
+
+
+def _texts_of_all(text: str, most: int = _TEXT_BYTES) -> list[str]:
     """Returns the texts of all processes, in the processes' order.
 
     All processes have to call this function. `text` is the text of this process. A text of more
-    than `_TEXT_BYTES` bytes is cut to that length.
+    than `most` bytes is cut to that length.
     """
-    padded = np.zeros(_TEXT_BYTES, np.uint8)
-    data = np.frombuffer(text.encode()[:_TEXT_BYTES], np.uint8)
+    padded = np.zeros(most, np.uint8)
+    data = np.frombuffer(text.encode()[:most], np.uint8)
     padded[: len(data)] = data
     (texts,) = _exchanged([padded])
     return [t.tobytes().rstrip(b"\0").decode("utf-8", "replace") for t in texts]

@@ -40,14 +40,6 @@ class OtherTensorsError(DamagedObjectError):
     """The error of an object whose tensors differ from the program's in name, shape or dtype."""
 
 
-class _Wrong(ValueError):
-    """The error of a wrong file. The error's text ends a sentence: "... is refused: <text>"."""
-
-
-class _OtherTensors(_Wrong):
-    """The error of a file whose tensors differ from the program's in name, shape or dtype."""
-
-
 class TensorSpec(NamedTuple):
     """The shape and dtype of a tensor, in a form that JSON can hold.
 
@@ -166,7 +158,7 @@ def read_tensors(
     try:
         return _read(data, specs, expected, kind)
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        wrong = OtherTensorsError if isinstance(error, _OtherTensors) else DamagedObjectError
+        wrong = OtherTensorsError if isinstance(error, OtherTensorsError) else DamagedObjectError
         raise wrong(f"{where} is refused: {error}") from error
 
 
@@ -181,11 +173,11 @@ def _read(data: memoryview, specs: Specs | None, expected: str | None, kind: Any
     # file, a failing disk would kill the process.
     begin = 8 + int.from_bytes(data[:8], "little")
     if not 8 < begin <= len(data):
-        raise _Wrong("it is no file of tensors")
+        raise DamagedObjectError("it is no file of tensors")
     header = decoded_json(data[8:begin], dict[str, Any])
     metadata = msgspec.convert(header.pop("__metadata__", {}), dict[str, str])
     if _TEXT not in metadata:
-        raise _Wrong("it was not written by an island or a merger")
+        raise DamagedObjectError("it was not written by an island or a merger")
     narrow = decoded_json(metadata.get(_BFLOAT16, "[]"), list[str])
     there, ends = {}, collections.Counter[str]()
     for key, one in msgspec.convert(header, dict[str, _HeaderEntry]).items():
@@ -193,7 +185,9 @@ def _read(data: memoryview, specs: Specs | None, expected: str | None, kind: Any
         spec = there[key] = TensorSpec(one.shape, dtype)
         begin_at, ends[key] = one.data_offsets
         if min(one.shape, default=0) < 0 or ends[key] - begin_at != spec.nbytes or begin_at < 0:
-            raise _Wrong(f"{key!r} is not at the place that the header of the file gives")
+            raise DamagedObjectError(
+                f"{key!r} is not at the place that the header of the file gives"
+            )
     if specs is not None:
         _check_specs(there, specs)
     tensors = {}
@@ -202,9 +196,9 @@ def _read(data: memoryview, specs: Specs | None, expected: str | None, kind: Any
         tensors[key] = np.frombuffer(part, dtype_of(spec.dtype)).reshape(spec.shape)
     text = metadata[_TEXT].encode()
     if _checksum(text, tensors) != metadata.get("sha256"):
-        raise _Wrong("its checksum is not that of its content")
+        raise DamagedObjectError("its checksum is not that of its content")
     if expected not in (None, metadata["sha256"]):
-        raise _Wrong(
+        raise DamagedObjectError(
             f"its checksum is {metadata['sha256'][:12]}..., and {expected[:12]}... was expected"
         )
     return Stored(decoded_json(text, kind), tensors, metadata["sha256"])
@@ -213,12 +207,12 @@ def _read(data: memoryview, specs: Specs | None, expected: str | None, kind: Any
 def _check_specs(there: Specs, specs: Specs) -> None:
     if set(there) != set(specs):
         missing, more = sorted(set(specs) - set(there)), sorted(set(there) - set(specs))
-        raise _OtherTensors(
+        raise OtherTensorsError(
             f"it lacks {missing[:3]} of the program's tensors and has {more[:3]} in addition"
         )
     for key, found in there.items():
         if found != specs[key]:
-            raise _OtherTensors(
+            raise OtherTensorsError(
                 f"{key!r} is {found.dtype} of shape {list(found.shape)}, and the program "
                 f"has {specs[key].dtype} of shape {list(specs[key].shape)}"
             )

@@ -8,13 +8,11 @@ import functools
 import re
 from typing import AbstractSet, Any, Callable, Iterable, Iterator, NamedTuple, Sequence, TypeVar
 
-import numpy as np
-
 from mtf_gradsync.runtimes._common import first_line
 from mtf_gradsync.runtimes._private.jax import compiled_hlo
 from mtf_gradsync.runtimes.simd.collectives import list_collectives
 from mtf_gradsync.runtimes.simd.communication import CommunicationRow
-from mtf_gradsync.runtimes.xla.gathering import OtherProcessError
+from mtf_gradsync.runtimes.xla.gathering import OtherProcessError, whole_texts_of_all
 from mtf_gradsync.runtimes.xla.hlo import read_module
 from mtf_gradsync.runtimes.xla.hlo_collectives import COLLECTIVES, HloCollective, collectives_of
 from mtf_gradsync.runtimes.xla.replica_program import ReplicaProgram
@@ -91,7 +89,10 @@ def record_xla(session: XlaSession, lowering: Any) -> Iterator[list[Recording]]:
                 _recording(session, lowering, _end_profile(profiler), begin, ends, calls), _ADVICE
             ),
         )
-        found += [recording] if session.cores.is_alone else _exchange_recordings(session, recording)
+        if session.cores.is_alone:
+            found.append(recording)
+        else:
+            found += map(Recording.from_json, whole_texts_of_all(recording.to_json()))
     finally:
         # An error that ends the block matters more than an error of the profiler.
         with contextlib.suppress(RuntimeError):
@@ -197,32 +198,6 @@ def _ordinal(device: Any) -> int:
     """Returns the number by which profiles of jax name a jax device."""
     found = getattr(device, "local_hardware_id", None)
     return device.id if found is None or device.platform == "cpu" else found
-
-
-def _exchange_recordings(session: XlaSession, recording: Recording) -> list[Recording]:
-    """Exchanges the processes' recordings; returns all of them, in the processes' order.
-
-    `recording` is the recording of this process. All processes of the session have to call this
-    function.
-    """
-    cores = session.cores
-    mine = np.frombuffer(recording.to_json().encode(), np.uint8)
-    count = len(cores.local)
-    (sizes,) = cores.gather([[np.array(len(mine))] * count])
-    padded = np.zeros(int(max(sizes)), np.uint8)
-    padded[: len(mine)] = mine
-    # A part of the text for each core: the arrays of all cores have the same shape.
-    parts = np.array_split(np.pad(padded, (0, -len(padded) % count)), count)
-    (gathered,) = cores.gather([parts])
-    texts: dict[int, list[np.ndarray]] = {}
-    length: dict[int, int] = {}
-    for core, device in enumerate(cores.devices):
-        texts.setdefault(device.process_index, []).append(gathered[core])
-        length[device.process_index] = int(sizes[core])
-    return [
-        Recording.from_json(np.concatenate(texts[p]).tobytes()[: length[p]].decode())
-        for p in sorted(texts)
-    ]
 
 
 _AROUND_OTHERS = ("while", "conditional", "call")

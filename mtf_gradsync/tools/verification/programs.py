@@ -24,8 +24,7 @@ from mtf_gradsync.runtimes.settings import session_config
 from mtf_gradsync.runtimes.simd.replica_session import VariableAccess, copy_array
 from mtf_gradsync.tools.verification.comparing import LEAST, error_of
 from mtf_gradsync.tools.verification.divisions import Division
-from mtf_gradsync.tools.verification.model_changes import in_precision
-from mtf_gradsync.tools.verification.program_patches import recording
+from mtf_gradsync.tools.verification.program_patches import in_precision, recording
 from mtf_gradsync.tools.verification.recorded_program import GRADIENT, RANDOM, RecordedProgram
 
 Batch = Any  # a structure of arrays, the examples their first dimension

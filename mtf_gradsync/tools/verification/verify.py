@@ -16,7 +16,7 @@ from mtf_gradsync.tools.verification import divisions as kinds
 from mtf_gradsync.tools.verification.causes import narrow_dtypes, random_operations
 from mtf_gradsync.tools.verification.divisions import Division
 from mtf_gradsync.tools.verification.engine import CannotBeDivided, Engine, Outcome
-from mtf_gradsync.tools.verification.model_changes import DROPS
+from mtf_gradsync.tools.verification.program_patches import DROPS
 from mtf_gradsync.tools.verification.programs import Batch, NotOnCoresError, UserProgram
 from mtf_gradsync.tools.verification.verdicts import CANNOT_BE, DivisionResult, Verification
 from mtf_gradsync.tools.verification.verifier import REFERENCE, Verifier
