@@ -594,16 +594,10 @@ class _Accumulate(Stage):
         axes, of_shards_only = step.shard_numbering(received.present)
         if skip_fn is not None or before.waiting is not None:
             skips = self._make_skips(checked, before, axes)
-        if skip_fn is not None and skips is not None:
-            report = skips.report
-            step.run_when(
-                skip,
-                gate,
-                lambda: report(
-                    not_finite_flags(received, checked, axes, wrapper.reducer, of_shards_only),
-                    [now.skipped],
-                ),
-            )
+        if skip is not None and skips is not None:
+            with step.branch_when(skip, gate):
+                found = not_finite_flags(received, checked, axes, wrapper.reducer, of_shards_only)
+                step.add(skips.report(found, [now.skipped]))
         divisor = count if wrapper._average else None
         if weight is not None:
             # The result is as large as the sum of `count` mean gradients.

@@ -388,9 +388,11 @@ def _sum_several_a_processor(
     for number, group in enumerate(groups):
         group_of.reshape([-1])[list(group)] = number
     # group_of is split as the shards are, so that each processor has the groups of its own shards.
-    mine = mesh_impl.slicewise(
-        lambda x: tf.reshape(x, [-1]), _split_constant(mesh_impl, group_of, mtf.Shape(list(dims)))
-    )
+    mine = mesh_impl.slicewise(lambda: tf.constant(group_of))
+    for tensor_axis, mesh_axis in enumerate(mesh_axes):
+        if mesh_axis is not None:
+            mine = mesh_impl.allsplit(mine, mesh_axis, tensor_axis)
+    mine = mesh_impl.slicewise(lambda x: tf.reshape(x, [-1]), mine)
 
     def by_group(grad: mtf.Tensor, value: Any) -> Any:
         to_front, _ = _permutations(grad.shape, dims)
@@ -427,12 +429,3 @@ def _permutations(shape: mtf.Shape, dims: Sequence[mtf.Dimension]) -> tuple[list
     first = [shape.dims.index(d) for d in dims]
     to_front = first + [i for i in range(shape.ndims) if i not in first]
     return to_front, [to_front.index(i) for i in range(shape.ndims)]
-
-
-def _split_constant(mesh_impl: Any, array: np.ndarray, shape: mtf.Shape) -> Any:
-    """Returns a numpy array of shape `shape` as a `LaidOutTensor`, split as the layout says."""
-    value = mesh_impl.slicewise(lambda: tf.constant(array))
-    for tensor_axis, mesh_axis in enumerate(mesh_impl.tensor_layout(shape)):
-        if mesh_axis is not None:
-            value = mesh_impl.allsplit(value, mesh_axis, tensor_axis)
-    return value

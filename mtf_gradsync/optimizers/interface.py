@@ -399,11 +399,8 @@ class _DeferredPairs(DeferredUpdate):
     ):
         super().__init__(StepPlan.of(graph))
         self.wrapper = wrapper
-        self._inner_arguments, self._scope, self._where = (
-            inner_arguments,
-            tf.get_variable_scope(),
-            self._here(),
-        )
+        self._inner_arguments = inner_arguments
+        self._scope, self._where = tf.get_variable_scope(), self._here()
         self._pairs: dict[mtf.Variable, mtf.Tensor | None] = {}
         for one in wrapper._wrappers():
             one._to_build = (*(p for p in one._to_build if p.is_waiting), self)

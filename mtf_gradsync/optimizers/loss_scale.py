@@ -434,13 +434,10 @@ class _SkipNotFinite(Stage):
                 lowest_scale=rule.lowest,
             )
             now = [after.skipped, *([] if after.scale is None else [after.scale])]
-            step.run_when(
-                mtf.logical_not(finite),
-                gate,
-                lambda: skips.report(
-                    not_finite_flags(given, gradients, axes, wrapper.reducer, of_shards_only), now
-                ),
-            )
+            with step.branch_when(mtf.logical_not(finite), gate):
+                reducer = wrapper.reducer
+                found = not_finite_flags(given, gradients, axes, reducer, of_shards_only)
+                step.add(skips.report(found, now))
             writes = [mtf.assign(v, x) for v, x in zip(before.present, after.present)]
             step.write(writes, gate)
             known = None if step.plan.is_in_branch else after

@@ -261,9 +261,7 @@ class OuterOptimizer(TrainsIslands):
         nesterov = check_flag("nesterov", nesterov)
         leave_out_not_finite = check_flag("leave_out_not_finite", leave_out_not_finite)
         names = None if outer_dims is None else as_dim_names(outer_dims, "outer_dims")
-        needs_mesh_for = "the islands"
-        if names == () and fragments == 1:
-            needs_mesh_for = ""
+        needs_mesh_for = "" if names == () and fragments == 1 else "the islands"
         common = CommonArguments(name, axes, mesh_shape, layout, batch_dims, reducer, learning_rate)
         self._wrap(opt, common, needs_mesh_for)
         self.islands, self.inside = _islands(self.axes, names)
@@ -286,11 +284,8 @@ class OuterOptimizer(TrainsIslands):
         self, place: Place | None = None, found_axes: ReplicaAxes | None = None
     ) -> Reduction:
         # Gradients are reduced inside an island; the wrapper's reducer is for outer steps.
-        return (
-            super()
-            ._gradient_reduction(place, found_axes)
-            ._replace(strategy=FusedAllReduce(), other_axes=None)
-        )
+        reduction = super()._gradient_reduction(place, found_axes)
+        return reduction._replace(strategy=FusedAllReduce(), other_axes=None)
 
     def stages(self, place: Place) -> list[Stage]:
         del place

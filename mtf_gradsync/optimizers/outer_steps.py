@@ -512,10 +512,8 @@ def _cut_or_put_back(
       variable's value with the new piece in it (`PutBack`). For a whole variable it is the
       variable's item of the last list in `values`.
     """
-    result, pieces = (
-        list(values[-1]),
-        {i: x for i, x in enumerate(owners) if isinstance(x, VariablePiece)},
-    )
+    result = list(values[-1])
+    pieces = {i: x for i, x in enumerate(owners) if isinstance(x, VariablePiece)}
     if result and pieces:
         given = [[some[i] for i in pieces] for some in values]
         for index, value in zip(pieces, kind(*given, list(pieces.values())).outputs):

@@ -76,10 +76,8 @@ def norms_of_shards(
         return before, after
     own = [None if shard_dims_in(g.shape, axes) else g for g in grads]
     recoverability = Recoverability(own, axes)
-    mixed, why = (
-        [i for i in recoverability.mixed if i not in recoverability.from_sums],
-        "know of all shards",
-    )
+    mixed = [i for i in recoverability.mixed if i not in recoverability.from_sums]
+    why = "know of all shards"
     sums = _sums_of(recoverability)
     if not mixed and axes.num_shards * _size(sums) > _size(grads):
         mixed = list(recoverability.from_sums)

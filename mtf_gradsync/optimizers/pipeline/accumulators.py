@@ -23,27 +23,6 @@ from mtf_gradsync.step.plan import StepPlan
 from mtf_gradsync.step.writes import Gate, WriteInPlace, write_slices
 
 
-def weight_state(
-    mesh: mtf.Mesh, owner: str, counter: str, checkpointed: bool = True
-) -> mtf.Variable:
-    """Makes the variable `<owner>/weight`: the total weight of the gradients in accumulators.
-
-    The variable is a float32 scalar. If a checkpoint comes from a run without weights, the variable
-    takes the value that the variable `counter` has in the checkpoint: each gradient in the sums
-    then has a weight of one.
-
-    Args:
-      mesh: the mesh of the variable.
-      owner: the name of the wrapper that accumulates.
-      counter: the name of the variable that counts how many gradients are in the accumulators.
-      checkpointed: whether checkpoints hold the variable.
-    """
-    name, shape = f"{owner}/weight", mtf.Shape([])
-    return named_state(
-        mesh, name, shape, tf.float32, checkpointed, start=counter, counter=counter, is_total=True
-    )
-
-
 class Accumulators:
     """The accumulators of a set of gradients.
 
@@ -95,7 +74,17 @@ class Accumulators:
         self.weight_state: mtf.Variable | None = None
         self.weight: mtf.Tensor | None = None
         if mask.weight is not None:
-            self.weight_state = weight_state(gradients.mesh, owner, counter, checkpointed)
+            # In a checkpoint without weights each gradient in the sums has a weight of one: the
+            # total is then the value of the counter.
+            self.weight_state = named_state(
+                gradients.mesh,
+                f"{owner}/weight",
+                dtype=tf.float32,
+                checkpointed=checkpointed,
+                start=counter,
+                counter=counter,
+                is_total=True,
+            )
             self.weight = self.weight_state.value + mask.weight
         self._variables: list[mtf.Variable] = []
         self._grads: list[mtf.Tensor] = []

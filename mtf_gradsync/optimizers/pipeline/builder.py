@@ -47,105 +47,13 @@ from mtf_gradsync.step.plan import StepPlan, resolve_stand_ins
 from mtf_gradsync.step.writes import Gate, WriteOrder, gated_update, write_in_order
 
 
-class StepConditions:
-    """The operations of a step that is being built, and their conditions.
+class StepBuilder:
+    """A training step that is being built.
 
     Attributes:
       plan: the plan of the mtf graph.
       updated: int32 scalar, 1 if the step has an update, else 0; None if every step counts as an
         update.
-    """
-
-    plan: StepPlan
-
-    def __init__(self) -> None:
-        self._lists: list[list[mtf.Operation]] = [[]]
-        self.updated: mtf.Tensor | None = None
-        self._if_finite: list[Callable[[mtf.Tensor, mtf.Tensor | None], object]] = []
-
-    def add(self, operations: Sequence[mtf.Operation]) -> None:
-        """Adds operations to the branch that is open, or else to the step."""
-        self._lists[-1].extend(operations)
-
-    def when_finite_is_known(self, then: Callable[[mtf.Tensor, mtf.Tensor | None], object]) -> None:
-        """Registers a function to call as `then(finite, has_data)` when these scalars are known.
-
-        `finite` is a boolean scalar: whether the gradients of the shards that are not skipped are
-        finite. `has_data` is a boolean scalar: whether any shard has data in this step; None if
-        there always are data. Both scalars are computed from the mask of the stage that skips
-        shards. This stage is inside the stage that calls `when_finite_is_known`, so that its
-        operations, and the scalars, are made later.
-        """
-        self._if_finite.append(then)
-
-    def _publish_finite(self, mask: Mask) -> None:
-        """Calls the functions that outer stages have registered by `when_finite_is_known`.
-
-        `mask` is the mask of a stage that adds up gradients. If it says which shards are asked to
-        contribute, and all of them are skipped because of their gradients, `finite` is false.
-        """
-        if self._if_finite and mask.asked is not None:
-            # If no shard was asked to contribute, no gradient stopped one.
-            number = mtf.reduce_sum(mtf.anonymize(mtf.cast(mask.asked, tf.int32)))
-            asked, some = mtf.greater(number, 0), mtf.greater(mask.number, 0)
-            finite = mtf.logical_or(some, mtf.logical_not(asked))
-            for then in self._if_finite:
-                then(finite, asked)
-
-    @contextlib.contextmanager
-    def branch_when(
-        self,
-        due: mtf.Tensor,
-        gate: Gate | None,
-        wait_for: Sequence[mtf.Operation] = (),
-        as_call: bool = False,
-    ) -> Iterator[None]:
-        """Adds a branch to the step: the operations that are added inside the `with` block.
-
-        Args:
-          due: a boolean scalar, the same on all processors: whether a step runs the branch.
-          gate: the gate (which holds back writes) that the branch waits for; None inside another
-            branch.
-          wait_for: operations of the step that the branch waits for, too.
-          as_call: whether the branch is one function call, which makes steps without it cheap.
-        """
-        branch = Branch(self.plan)
-        self._lists.append(branch.updates)
-        with branch.opened():
-            yield
-        self._lists.pop()
-        self.add(Conditional(due, gate, branch, wait_for, as_call).updates)
-
-    def run_when(
-        self, due: mtf.Tensor, gate: Gate | None, make: Callable[[], Sequence[mtf.Operation]]
-    ) -> None:
-        """Adds a branch with the operations that `make` returns.
-
-        The operations run in the steps in which `due` is true, a boolean scalar that is the same on
-        all processors. `gate` is the gate (which holds back writes) that the branch waits for; None
-        inside another branch. Operations that are added after the call are outside of the branch.
-        """
-        with self.branch_when(due, gate):
-            self.add(make())
-
-    def gate(self, tensors: Sequence[mtf.Tensor]) -> Gate | None:
-        """Returns a gate, which holds back writes until `tensors` exist and all variables are read.
-
-        While a branch of the step is open, the result is None, because a branch waits as a whole.
-        """
-        return None if self.plan.is_in_branch else Gate(self.plan, tensors)
-
-    def write(self, writes: Sequence[mtf.Operation], gate: Gate | None) -> None:
-        """Adds the assignments `writes` to the step; they wait for `gate` unless it is None."""
-        if gate is not None:
-            gate.hold(writes)
-        self.add(writes)
-
-
-class StepBuilder(StepConditions):
-    """A training step that is being built.
-
-    Attributes:
       received: the gradients that each wrapper received, from the outermost wrapper to the
         innermost.
       passed_on: the gradients that each wrapper passed on, in the same order.
@@ -158,6 +66,8 @@ class StepBuilder(StepConditions):
       without_data: int32 scalar, the value of that variable after the step; None without weights.
     """
 
+    plan: StepPlan
+
     def __init__(self, stack: Stack, slots: SlotBook, arguments: PassedOnArguments, keeper: Any):
         """Sets what the step is made of. Nothing is built before `build` is called.
 
@@ -169,8 +79,10 @@ class StepBuilder(StepConditions):
           keeper: the optimizer that owns the slots: the inner optimizer of the stack, or an
             optimizer inside it.
         """
-        super().__init__()
         self.stack = stack
+        self._lists: list[list[mtf.Operation]] = [[]]
+        self.updated: mtf.Tensor | None = None
+        self._if_finite: list[Callable[[mtf.Tensor, mtf.Tensor | None], object]] = []
         self._slots, self._arguments, self._keeper = slots, arguments, keeper
         # Of the stage that is being built: the number of its wrapper, and the islands around it.
         self._number, self._islands = 0, self.stack.segments[0].islands
@@ -276,6 +188,20 @@ class StepBuilder(StepConditions):
             )
         return gradients
 
+    def _publish_finite(self, mask: Mask) -> None:
+        """Calls the functions that outer stages have registered by `when_finite_is_known`.
+
+        `mask` is the mask of a stage that adds up gradients. If it says which shards are asked to
+        contribute, and all of them are skipped because of their gradients, `finite` is false.
+        """
+        if self._if_finite and mask.asked is not None:
+            # If no shard was asked to contribute, no gradient stopped one.
+            number = mtf.reduce_sum(mtf.anonymize(mtf.cast(mask.asked, tf.int32)))
+            asked, some = mtf.greater(number, 0), mtf.greater(mask.number, 0)
+            finite = mtf.logical_or(some, mtf.logical_not(asked))
+            for then in self._if_finite:
+                then(finite, asked)
+
     @contextlib.contextmanager
     def _open_branch(self, condition: Condition, gradients: GradientSet) -> Iterator[GradientSet]:
         """Opens the branch in which a block of stages runs, for the time of a `with` block.
@@ -306,6 +232,58 @@ class StepBuilder(StepConditions):
         variables. Raises ValueError if another wrapper of the same name has variables in the graph.
         """
         return self.plan.state(wrapper, wrapper.name, make)
+
+    def add(self, operations: Sequence[mtf.Operation]) -> None:
+        """Adds operations to the branch that is open, or else to the step."""
+        self._lists[-1].extend(operations)
+
+    def when_finite_is_known(self, then: Callable[[mtf.Tensor, mtf.Tensor | None], object]) -> None:
+        """Registers a function to call as `then(finite, has_data)` when these scalars are known.
+
+        `finite` is a boolean scalar: whether the gradients of the shards that are not skipped are
+        finite. `has_data` is a boolean scalar: whether any shard has data in this step; None if
+        there always are data. Both scalars are computed from the mask of the stage that skips
+        shards. This stage is inside the stage that calls `when_finite_is_known`, so that its
+        operations, and the scalars, are made later.
+        """
+        self._if_finite.append(then)
+
+    @contextlib.contextmanager
+    def branch_when(
+        self,
+        due: mtf.Tensor,
+        gate: Gate | None,
+        wait_for: Sequence[mtf.Operation] = (),
+        as_call: bool = False,
+    ) -> Iterator[None]:
+        """Adds a branch to the step: the operations that are added inside the `with` block.
+
+        Args:
+          due: a boolean scalar, the same on all processors: whether a step runs the branch.
+          gate: the gate (which holds back writes) that the branch waits for; None inside another
+            branch.
+          wait_for: operations of the step that the branch waits for, too.
+          as_call: whether the branch is one function call, which makes steps without it cheap.
+        """
+        branch = Branch(self.plan)
+        self._lists.append(branch.updates)
+        with branch.opened():
+            yield
+        self._lists.pop()
+        self.add(Conditional(due, gate, branch, wait_for, as_call).updates)
+
+    def gate(self, tensors: Sequence[mtf.Tensor]) -> Gate | None:
+        """Returns a gate, which holds back writes until `tensors` exist and all variables are read.
+
+        While a branch of the step is open, the result is None, because a branch waits as a whole.
+        """
+        return None if self.plan.is_in_branch else Gate(self.plan, tensors)
+
+    def write(self, writes: Sequence[mtf.Operation], gate: Gate | None) -> None:
+        """Adds the assignments `writes` to the step; they wait for `gate` unless it is None."""
+        if gate is not None:
+            gate.hold(writes)
+        self.add(writes)
 
     def around_update(self, update: Callable[..., list[mtf.Operation]]) -> None:
         """Registers a function that makes the update in place of the inner optimizer.
@@ -396,15 +374,12 @@ class StepBuilder(StepConditions):
         state, self._by_strategies.new_state = self._by_strategies.new_state, []
         if not state:
             return
-
-        def writes() -> list[mtf.Operation]:
-            return [mtf.assign(variable, value) for variable, value in state]
-
         gate = self.gate([value for _, value in state])
         if when is None:
-            self.write(writes(), gate)
-        else:
-            self.run_when(when(), gate, writes)
+            self.write([mtf.assign(variable, value) for variable, value in state], gate)
+            return
+        with self.branch_when(when(), gate):
+            self.add([mtf.assign(variable, value) for variable, value in state])
 
     def reduce_and_divide(
         self, gradients: GradientSet, reduction: Reduction, partition: Partition | None
