@@ -438,8 +438,14 @@ def reported(opt: AppliesGradients, axes: ReplicaAxes | None = None) -> dict[str
         # Several steps if an optimizer of another library is in between.
         steps = list(dict.fromkeys(w.step for w in wrappers if w.step is not None))
         _add_norms(wrappers, steps, axes, add)
-        _add_compression(steps, add)
         for step in steps:
+            if step.compressions:
+                given, sent, whole = zip(*step.compressions)
+                found = {"rate": sum(given) / max(1, sum(sent)), "whole": len(sum(whole, ()))}
+                for name, number in found.items():
+                    mesh = step.received[0].mesh
+                    value = mtf.constant(mesh, float(number), mtf.Shape([]), tf.float32)
+                    add(f"compression/{name}", value, step.names[0])
             add("updates_without_data", step.without_data, step.names[0])
     for one in stack:
         name = getattr(one, "name", type(one).__name__)
@@ -510,19 +516,6 @@ def _add_norms(
         held = values_of_last_run(list(found.values()), branch, f"{inner.name}/reported")
         for (tag, name), value in zip(found, held):
             add(tag, value, name)
-
-
-def _add_compression(
-    steps: list[StepBuilder], add: Callable[[str, mtf.Tensor | None, str], None]
-) -> None:
-    for step in steps:
-        if step.compressions:
-            given, sent, whole = zip(*step.compressions)
-            found = {"rate": sum(given) / max(1, sum(sent)), "whole": len(sum(whole, ()))}
-            for name, number in found.items():
-                mesh = step.received[0].mesh
-                value = mtf.constant(mesh, float(number), mtf.Shape([]), tf.float32)
-                add(f"compression/{name}", value, step.names[0])
 
 
 def split_by_shard(values: Mapping[str, Any]) -> dict[str, Any]:

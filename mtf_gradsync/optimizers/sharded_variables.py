@@ -26,6 +26,7 @@ from mtf_gradsync.gradients.pending import PendingSums
 from mtf_gradsync.gradients.reduce_gradients import GatherParts, TakePart
 from mtf_gradsync.mesh.axes import ReplicaAxes, is_simd
 from mtf_gradsync.mesh.devices import shares_all
+from mtf_gradsync.optimizers.state import assigned_variables
 from mtf_gradsync.reduce import Strategy
 from mtf_gradsync.step.plan import StepPlan
 
@@ -383,13 +384,8 @@ class NewValues(GradientOperation):
 
     def _is_only_writer(self) -> bool:
         """Returns whether no assignment of the graph but the update writes one of its variables."""
-        others = (
-            getattr(v, "original_names", [v.name])
-            for op in self.graph.operations
-            if isinstance(op, mtf.Assign) and op is not self._update
-            for v in op.variables
-        )
-        return self._names.isdisjoint(name for names in others for name in names)
+        others = (op for op in self.graph.operations if op is not self._update)
+        return self._names.isdisjoint(assigned_variables(others))
 
 
 def _full(variable: mtf.Variable) -> mtf.Variable:

@@ -378,7 +378,7 @@ class UpdateCounters(PlanExtension):
         The last operations of a step call this method. The counters are those in `wanted`. Only
         assignments that `graph` has now are looked at.
         """
-        written = _assigned_variables(graph)
+        written = assigned_variables(graph.operations)
         free = [v for v in self.wanted if v.name not in written and v.mesh in meshes]
         return [mtf.assign(v, v.value + 1) for v in free]
 
@@ -387,7 +387,7 @@ class UpdateCounters(PlanExtension):
 
         The plan calls this method when the graph is lowered.
         """
-        written = _assigned_variables(lowering.graph)
+        written = assigned_variables(lowering.graph.operations)
         stay = [v.name for v in self.wanted if v.name not in written]
         if stay and any(v.trainable for v in written.values()):
             raise ValueError(
@@ -397,13 +397,13 @@ class UpdateCounters(PlanExtension):
             )
 
 
-def _assigned_variables(graph: mtf.Graph) -> dict[str, mtf.Variable]:
-    """Returns the variables that a graph assigns, by name.
+def assigned_variables(operations: Iterable[mtf.Operation]) -> dict[str, mtf.Variable]:
+    """Returns the variables that operations assign, by name.
 
     If Mesh-TF's autostack has joined variables into one, that one is in the result under the name
     of each of them.
     """
-    variables = {v for op in graph.operations if isinstance(op, mtf.Assign) for v in op.variables}
+    variables = {v for op in operations if isinstance(op, mtf.Assign) for v in op.variables}
     return {name: v for v in variables for name in getattr(v, "original_names", [v.name])}
 
 

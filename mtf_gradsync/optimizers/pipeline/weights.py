@@ -311,69 +311,14 @@ def divided(grad: mtf.Tensor, by: mtf.Tensor) -> mtf.Tensor:
     return mtf.cwise(divide, [grad, on_mesh(by, grad.mesh)], grad.dtype)
 
 
-def fit_to_weights(
-    grads: MaybeGradients, weights: Weights, axes: ReplicaAxes | None, strategy: Strategy
-) -> list[mtf.Tensor | None]:
-    """Returns gradients whose sum over the shards is right for the weights of the shards.
-
-    Two things change. A shard with a weight of 0 gets zeros, because its loss may have been 0 / 0.
-    The second change is for terms of the loss that depend on no data, such as a penalty on the
-    model's variables. Each shard holds an equal part of the gradient of such a term; the parts
-    become proportional to the shards' weights. Gradients of terms that depend on data need no
-    change, because `weighted_loss` has weighted these terms.
-
-    The changed gradients have shard dims. A gradient is returned unchanged if the terms of its
-    shards cannot be recovered. If shards have no weights of their own, all gradients are returned
-    unchanged. `axes` are the replica axes, and `strategy` makes the sums over other mesh axes that
-    per-shard gradients need.
-    """
-    of_shards = weights.of_shards
-    if axes is None or of_shards is None or axes.num_shards == 1:
-        return list(grads)
-    own = [None if g is None or shard_dims_in(g.shape, axes) else g for g in grads]
-    recoverability, num_shards = Recoverability(own, axes), float(axes.num_shards)
-
-    def is_apart(i: int, grad: mtf.Tensor) -> bool:
-        dims = {d.name for d in shard_dims_in(grad.shape, axes)}
-        all_dims = axes.free_shard_dims(grad.shape) == axes.shard_dims
-        return dims == {d.name for d in axes.shard_dims} or (
-            not dims
-            and all_dims
-            and i not in recoverability.mixed
-            and i not in recoverability.shared
-        )
-
-    fit = [g if g is not None and is_apart(i, g) else None for i, g in enumerate(grads)]
-    shards = split_into_shards(fit, axes, strategy, accept_summed=False)
-
-    def weigh(
-        x: tf.Tensor, weight: tf.Tensor, total: tf.Tensor, shared: tf.Tensor | None = None
-    ) -> tf.Tensor:
-        weight = tf.reshape(weight, [])
-        if shared is not None:  # an equal share is in x already
-            more = weight / nonzero(total) - 1.0 / num_shards
-            x = x + tf.cast(tf.cast(shared, more.dtype) * more, x.dtype)
-        return tf.where_v2(weight > 0, x, tf.zeros_like(x))
-
-    weighted: list[mtf.Tensor | None] = []
-    for i, (x, grad) in enumerate(zip(shards, grads)):
-        if x is None:
-            weighted.append(grad)
-            continue
-        shared = recoverability.term_without_data(i)
-        given = [x, of_shards, weights.total, *([] if shared is None else [shared])]
-        weighted.append(mtf.cwise(weigh, given, x.dtype))
-    return weighted
-
-
 # The stages that are added to a stack of any wrappers if gradients have weights.
 
 
 def with_weights(stack: Stack, axes: ReplicaAxes | None, slots: SlotBook) -> Stack:
     """Returns a copy of `stack` with two more stages, which gradients with weights need.
 
-    The first stage of the step fits the gradients of shards to the shards' weights (see
-    `fit_to_weights`). The last stage before the update skips the update if the weights are 0.
+    The first stage of the step fits the gradients of shards to the shards' weights. The last stage
+    before the update skips the update if the weights are 0.
 
     Args:
       stack: a completed stack.
@@ -387,18 +332,67 @@ def with_weights(stack: Stack, axes: ReplicaAxes | None, slots: SlotBook) -> Sta
 
 @dataclasses.dataclass(frozen=True)
 class _WeighShards(Stage):
-    """The stage before those of all wrappers: it fits gradients to weights (`fit_to_weights`)."""
+    """The stage before those of all wrappers: it fits gradients to the weights of the shards.
+
+    The sum of the gradients over the shards is then right for the weights. Two things change. A
+    shard with a weight of 0 gets zeros, because its loss may have been 0 / 0. The second change is
+    for terms of the loss that depend on no data, such as a penalty on the model's variables. Each
+    shard holds an equal part of the gradient of such a term; the parts become proportional to the
+    shards' weights. Gradients of terms that depend on data need no change, because `weighted_loss`
+    has weighted these terms.
+
+    The changed gradients have shard dims. A gradient stays as it is if the terms of its shards
+    cannot be recovered. If shards have no weights of their own, all gradients stay as they are.
+
+    Attributes:
+      strategy: the strategy for the sums over other mesh axes that per-shard gradients need.
+      axes: the replica axes; None if they are not known.
+    """
 
     strategy: Strategy
     axes: ReplicaAxes | None
 
     def apply(self, gradients: GradientSet, step: Any) -> GradientSet:
         del step
-        weights = gradients.weights
+        grads, weights, axes = gradients.grads, gradients.weights, self.axes
         assert weights is not None
-        return gradients.with_grads(
-            fit_to_weights(gradients.grads, weights, self.axes, self.strategy)
-        )
+        of_shards = weights.of_shards
+        if axes is None or of_shards is None or axes.num_shards == 1:
+            return gradients
+        own = [None if g is None or shard_dims_in(g.shape, axes) else g for g in grads]
+        recoverability, num_shards = Recoverability(own, axes), float(axes.num_shards)
+
+        def is_apart(i: int, grad: mtf.Tensor) -> bool:
+            dims = {d.name for d in shard_dims_in(grad.shape, axes)}
+            all_dims = axes.free_shard_dims(grad.shape) == axes.shard_dims
+            return dims == {d.name for d in axes.shard_dims} or (
+                not dims
+                and all_dims
+                and i not in recoverability.mixed
+                and i not in recoverability.shared
+            )
+
+        fit = [g if g is not None and is_apart(i, g) else None for i, g in enumerate(grads)]
+        shards = split_into_shards(fit, axes, self.strategy, accept_summed=False)
+
+        def weigh(
+            x: tf.Tensor, weight: tf.Tensor, total: tf.Tensor, shared: tf.Tensor | None = None
+        ) -> tf.Tensor:
+            weight = tf.reshape(weight, [])
+            if shared is not None:  # an equal share is in x already
+                more = weight / nonzero(total) - 1.0 / num_shards
+                x = x + tf.cast(tf.cast(shared, more.dtype) * more, x.dtype)
+            return tf.where_v2(weight > 0, x, tf.zeros_like(x))
+
+        weighted: list[mtf.Tensor | None] = []
+        for i, (x, grad) in enumerate(zip(shards, grads)):
+            if x is None:
+                weighted.append(grad)
+                continue
+            shared = recoverability.term_without_data(i)
+            given = [x, of_shards, weights.total, *([] if shared is None else [shared])]
+            weighted.append(mtf.cwise(weigh, given, x.dtype))
+        return gradients.with_grads(weighted)
 
 
 @dataclasses.dataclass(frozen=True)
