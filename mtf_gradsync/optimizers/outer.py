@@ -242,8 +242,8 @@ class OuterOptimizer(TrainsIslands):
             mesh.
           TypeError: an argument has the wrong type.
         """
-        inner_steps = check_whole_number("inner_steps", inner_steps)
-        fragments = check_whole_number("fragments", fragments)
+        inner_steps = self.inner_steps = check_whole_number("inner_steps", inner_steps)
+        fragments = self.fragments = check_whole_number("fragments", fragments)
         if inner_steps % fragments:
             raise ValueError(
                 "inner_steps must be a multiple of fragments, as a fragment is synchronized every "
@@ -253,21 +253,18 @@ class OuterOptimizer(TrainsIslands):
         between = inner_steps // fragments
         why = f"there is an outer step every inner_steps / fragments = {between} updates"
         limit = check_limit(max_steps_without_update, between, why)
-        outer_learning_rate = check_number(
+        self.outer_learning_rate = check_number(
             "outer_learning_rate", outer_learning_rate, "greater than 0", above=True
         )
         what, below = "from 0 up to 1 (not included)", 1 - 2.0**-25  # float32 rounds that to 1
-        outer_momentum = check_number("outer_momentum", outer_momentum, what, below=below)
-        nesterov = check_flag("nesterov", nesterov)
-        leave_out_not_finite = check_flag("leave_out_not_finite", leave_out_not_finite)
+        self.outer_momentum = check_number("outer_momentum", outer_momentum, what, below=below)
+        self.nesterov = check_flag("nesterov", nesterov)
+        self.leave_out_not_finite = check_flag("leave_out_not_finite", leave_out_not_finite)
         names = None if outer_dims is None else as_dim_names(outer_dims, "outer_dims")
         needs_mesh_for = "" if names == () and fragments == 1 else "the islands"
         common = CommonArguments(name, axes, mesh_shape, layout, batch_dims, reducer, learning_rate)
         self._wrap(opt, common, needs_mesh_for)
         self.islands, self.inside = _islands(self.axes, names)
-        self.inner_steps, self.fragments = inner_steps, fragments
-        self.outer_learning_rate, self.outer_momentum = outer_learning_rate, outer_momentum
-        self.nesterov, self.leave_out_not_finite = nesterov, leave_out_not_finite
         self._limit = limit if leave_out_not_finite else None
         self._check_order()
         for inner in self._wrappers()[1:]:
