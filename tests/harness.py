@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any, Callable, Dict, Iterable, NamedTuple, Sequence, Tuple
+from typing import Any, Callable, Dict, Iterable, Iterator, NamedTuple, Sequence, Tuple
 
 import numpy as np
 
@@ -88,6 +88,19 @@ def on_both(every: Iterable[Any], on_placement: Iterable[Any]) -> list[tuple[Any
         *(("simd", *case) for case in every),
         *(("placement", *case) for case in on_placement),
     ]
+
+
+@contextlib.contextmanager
+def unchanged(*graphs: mtf.Graph, tensorflow: bool = True) -> Iterator[None]:
+    """Fails unless mtf graphs, and TensorFlow's default one, are at the end as they were before."""
+
+    def state() -> list[Any]:
+        of_mtf = [(list(g.operations), list(g.all_variables)) for g in graphs]
+        return [*of_mtf, tf.get_default_graph().get_operations() if tensorflow else None]
+
+    before = state()
+    yield
+    assert state() == before
 
 
 class Built(NamedTuple):

@@ -78,6 +78,12 @@ def mlp_loss(
     return mtf.reduce_mean(mtf.square(out - y))
 
 
+def gradients(loss: mtf.Tensor) -> tuple[list[mtf.Tensor], list[mtf.Variable]]:
+    """Gradients by all trainable variables of the graph, and these."""
+    variables = list(loss.graph.trainable_variables)
+    return mtf.gradients([loss], [v.value for v in variables]), variables
+
+
 def train(
     make: Callable[[], Any], batch_dims: Sequence[str] = ("batch",)
 ) -> Callable[[mtf.Mesh, dict[str, tf.Tensor]], tuple[list[Any], dict[str, mtf.Tensor]]]:
@@ -87,8 +93,7 @@ def train(
         mesh: mtf.Mesh, inputs: dict[str, tf.Tensor]
     ) -> tuple[list[Any], dict[str, mtf.Tensor]]:
         loss = mlp_loss(mesh, inputs, batch_dims)
-        variables = mesh.graph.trainable_variables
-        grads = mtf.gradients([loss], [v.value for v in variables])
+        grads, variables = gradients(loss)
         return make().apply_grads(grads, variables), {"loss": loss}
 
     return build

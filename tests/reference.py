@@ -40,6 +40,22 @@ def clipped(grads: Values, limit: float) -> Values:
     return {k: g * factor for k, g in grads.items()}
 
 
+def assert_close(
+    found: Values, expected: Values, rtol: float = 0.0, atol: float | None = None
+) -> None:
+    """Compares what is expected, by name; `atol` is `rtol` if nothing else is said."""
+    for name, value in expected.items():
+        np.testing.assert_allclose(
+            found[name], value, rtol=rtol, atol=rtol if atol is None else atol, err_msg=name
+        )
+
+
+def assert_equal(found: Values, expected: Values) -> None:
+    """Compares what is expected, by name, to the bit."""
+    for name, value in expected.items():
+        np.testing.assert_array_equal(found[name], value, err_msg=name)
+
+
 def is_finite(values: Values) -> bool:
     return all(np.isfinite(value).all() for value in values.values())
 

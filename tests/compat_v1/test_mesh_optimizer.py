@@ -207,10 +207,8 @@ def test_an_error_leaves_no_slots_behind():
     a, b = (mesh_variable(mesh, name) for name in ("a", "b"))
     optimizer = gs.MeshOptimizer(tf.train.MomentumOptimizer(0.1, 0.9))
     optimizer.apply_grads([a.value], [a])
-    before = list(graph.operations)
-    with pytest.raises(RuntimeError, match="no luck"):
+    with harness.unchanged(graph, tensorflow=False), pytest.raises(RuntimeError, match="no luck"):
         gs.CrossShardOptimizer(Broken(optimizer)).apply_grads([b.value], [b])
-    assert graph.operations == before
     with tf.variable_scope("", reuse=tf.AUTO_REUSE):
         operations = optimizer.apply_grads([b.value], [b])
     lowering = mtf.Lowering(graph, {mesh: harness.placement("all:2", "features:all")})

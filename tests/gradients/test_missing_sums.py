@@ -7,7 +7,7 @@ import pytest
 
 import mtf_gradsync as gs
 from mtf_gradsync._private.libraries import mtf, tf
-from tests import harness
+from tests import harness, models
 
 MESH, LAYOUT, _ = harness.MESHES["2x2"]
 AXES = gs.ReplicaAxes(MESH, LAYOUT)
@@ -162,8 +162,7 @@ def test_the_error_of_a_reshape_speaks_of_gathering():
     y = mtf.get_variable(mesh, "before", mtf.Shape([D])) * x
     unsplit = mtf.rename_dimension(y, "batch", "batch_unsplit")
     loss = mtf.reduce_sum(mtf.square(mtf.einsum([unsplit, gate], unsplit.shape - D)))
-    variables = mesh.graph.trainable_variables
-    grads = mtf.gradients([loss], [v.value for v in variables])
+    grads, _ = models.gradients(loss)
     with pytest.raises(ValueError, match="gathers the values of all shards") as error:
         gs.per_shard(grads, AXES)
     text = str(error.value)

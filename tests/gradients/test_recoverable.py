@@ -7,6 +7,7 @@ import mtf_gradsync as gs
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.gradients.flow import Cause
 from mtf_gradsync.gradients.shards import Recoverability, mixed_gradients
+from tests import models
 from tests.programs import mixture
 
 MESH, LAYOUT = "rows:2;cols:2", "batch:rows;experts:rows;copies:rows;part:rows;hidden:cols"
@@ -133,8 +134,7 @@ def test_experts_that_get_the_examples_of_all_shards():
     mesh = mtf.Mesh(mtf.Graph(), "mesh")
     inputs = {k: tf.constant(v) for k, v in mixture.feed(np.random.RandomState(0)).items()}
     loss = mtf.reduce_mean(mixture.loss(mesh, inputs))
-    variables = mesh.graph.trainable_variables
-    grads = mtf.gradients([loss], [v.value for v in variables])
+    grads, variables = models.gradients(loss)
     axes = gs.ReplicaAxes(MESH, mixture.STYLE.layout)
     apart = Recoverability(grads, axes)
     found = {v.name: said_of(apart, i) for i, v in enumerate(variables)}

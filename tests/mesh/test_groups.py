@@ -85,11 +85,9 @@ def test_an_outer_axis_that_the_mesh_has_not_is_refused_before_anything_is_built
     strategy = reduce.HierarchicalAllReduce(spec, num_packs=packs, outer_axes=outer_axes)
     if compressed:
         strategy = reduce.CompressedAllReduce(strategy)
-    with on_mesh.graph_of(MESH, [(3,), ()]) as (impl, values, graph):
-        before = len(graph.get_operations())
-        with pytest.raises(ValueError, match="outer_axes"):
+    with on_mesh.graph_of(MESH, [(3,), ()]) as (impl, values, _):
+        with harness.unchanged(), pytest.raises(ValueError, match="outer_axes"):
             strategy.all_reduce(impl, values, reduce.ProcessorGroups.along(impl, [0]))
-        assert len(graph.get_operations()) == before
 
 
 def test_slices_that_differ_are_refused_before_anything_is_built():

@@ -123,8 +123,7 @@ def test_the_formula_is_optaxs():
             updates, state = adamw.update(grads, state, theirs)
             theirs = optax.apply_updates(theirs, updates)
             values = ours(values, grads)
-            for k, value in values.items():
-                np.testing.assert_allclose(theirs[k], value, rtol=1e-12, atol=0)
+            reference.assert_close(theirs, values, 1e-12, 0)
 
 
 @pytest.mark.xla
@@ -135,8 +134,7 @@ def test_on_xla_devices():
     feeds = models.mlp_batches(2)
     values = harness.run("xla", SHAPE, LAYOUT, build, feeds).variables
     expected = reference.train(AdamW(0.01, DECAY, epsilon=1e-3), feeds)
-    for name, value in expected.items():
-        np.testing.assert_allclose(values[name], value, rtol=0, atol=2e-6, err_msg=name)
+    reference.assert_close(values, expected, atol=2e-6)
 
 
 @pytest.mark.slow
@@ -152,8 +150,7 @@ def test_islands_count_their_own_updates(mesh_kind, monkeypatch):
     program = harness.built(mesh_kind, SHAPE, LAYOUT, models.train(make), feeds[0])
     expected = outer_reference.train("adamw", feeds, 2, 2, 0.7, 0.5, True, outer_reference.ALL)
     values = program.run(feeds).variables
-    for name, value in expected.outer.items():
-        np.testing.assert_allclose(values[name], value, rtol=0, atol=3e-6, err_msg=name)
+    reference.assert_close(values, expected.outer, atol=3e-6)
     feeds[1]["x"][models.BATCH // 2] = np.nan  # the second island's
     after = program.after_each(feeds)
     assert [list(x["w1/adam_t/island"]) for x in after] == [[1, 1], [2, 0], [3, 1], [4, 2]]

@@ -104,8 +104,7 @@ def test_what_stays_as_it_is_has_no_slots_and_is_not_reduced(kind, wrapper):
     assert [name for name in values if name.startswith("b1/")] == []
     update = Groups({("b1",): None, ("w1", "scale"): AdamW(0.01, 0.01, epsilon=1e-3)})
     expected = reference.train(reference.Accumulation(update, passes, average=True), feeds)
-    for name, value in expected.items():
-        np.testing.assert_allclose(values[name], value, rtol=0, atol=2e-6, err_msg=name)
+    reference.assert_close(values, expected, atol=2e-6)
     if kind == "simd":
         sent, all_sent = (
             sum(row.bytes_per_core for row in b.collectives().rows) for b in (frozen, made([]))
@@ -154,8 +153,7 @@ def test_groups_multiply_one_learning_rate(kind, rate):
     )
     feeds = models.mlp_batches(3)
     values = harness.run(kind, SHAPE, LAYOUT, build, feeds).variables
-    for name, value in reference.train(of_groups, feeds).items():
-        np.testing.assert_allclose(values[name], value, rtol=0, atol=4e-6, err_msg=name)
+    reference.assert_close(values, reference.train(of_groups, feeds), atol=4e-6)
 
 
 class SgdAt:
@@ -202,8 +200,7 @@ def test_a_group_is_clipped_by_its_own_norm(mesh_kind):
     clipped = reference.Clipped(Sgd(0.1), 0.01)
     expected = reference.train(Groups({("w1", "b1"): clipped, ("scale",): Sgd(0.1)}), feeds)
     assert clipped.clipped == len(feeds)
-    for name, value in expected.items():
-        np.testing.assert_allclose(values[name], value, rtol=0, atol=1e-6, err_msg=name)
+    reference.assert_close(values, expected, atol=1e-6)
 
 
 def test_the_first_group_that_has_a_variable_has_it():

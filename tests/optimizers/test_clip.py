@@ -21,10 +21,7 @@ def check(kind, mesh, optimizer, **kwargs):
     model = reference.Clipped(reference.OPTIMIZERS[optimizer](), NORM)
     expected = reference.train(model, feeds)
     assert model.clipped
-    for name, value in expected.items():
-        np.testing.assert_allclose(
-            result.variables[name], value, rtol=TOLERANCE, atol=TOLERANCE, err_msg=name
-        )
+    reference.assert_close(result.variables, expected, TOLERANCE)
 
 
 OPTIMIZERS = sorted(models.OPTIMIZERS)

@@ -9,7 +9,7 @@ import mtf_gradsync as gs
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.optimizers import muon
 from mtf_gradsync.optimizers.muon import Matrix
-from tests import harness
+from tests import harness, reference
 
 SHAPE, LAYOUT = "rows:2;cols:2", "batch:rows;hidden:cols"
 AXES = {"mesh_shape": SHAPE, "layout": LAYOUT}
@@ -186,8 +186,7 @@ def test_in_sharded_updates_and_accumulation_it_is_the_same(kind):
 
     one = values(lambda opt: gs.GradientAccumulationOptimizer(opt, 2, accumulate="synced", **AXES))
     parts = values(accumulated)
-    for name, value in one.items():
-        np.testing.assert_allclose(parts[name], value, rtol=0, atol=2e-5, err_msg=name)
+    reference.assert_close(parts, one, atol=2e-5)
 
 
 @pytest.mark.mostly_slow

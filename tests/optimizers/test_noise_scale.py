@@ -5,7 +5,7 @@ import pytest
 
 import mtf_gradsync as gs
 from mtf_gradsync._private.libraries import mtf, tf
-from tests import harness
+from tests import harness, models
 from tests.wrappers import wrap
 
 INPUTS, NOISE = 6, 2.0
@@ -228,8 +228,7 @@ def test_shards_that_are_not_recoverable():
     shape, layout, _ = harness.MESHES["2x2"]
     axes = gs.ReplicaAxes(shape, layout)
     loss = model()
-    variables = loss.graph.trainable_variables
-    grads = mtf.gradients([loss], [v.value for v in variables])
+    grads, variables = models.gradients(loss)
     clipped, _ = gs.clip_by_global_norm(grads, 1.0)
     optimizer = gs.CrossShardOptimizer(still(), axes=axes)
     optimizer.apply_grads(clipped, variables)

@@ -94,10 +94,7 @@ def test_an_update_uses_the_argument_of_its_step(kind, name):
     made = harness.built(kind, SHAPE, LAYOUT, build, feeds[0])
     assert kind != "placement" or not made.races()
     found = made.run(feeds).variables
-    for variable, value in expected(every, name == "replicas", name == "clip").items():
-        np.testing.assert_allclose(
-            found[variable], value, rtol=TOLERANCE, atol=TOLERANCE, err_msg=variable
-        )
+    reference.assert_close(found, expected(every, name == "replicas", name == "clip"), TOLERANCE)
 
 
 def parts():

@@ -70,8 +70,7 @@ def wrapped(name, strategy=None):
 def apply_pairs(make):
     def build(mesh, inputs):
         loss = models.mlp_loss(mesh, inputs)
-        variables = list(mesh.graph.trainable_variables)
-        grads = mtf.gradients([loss], [v.value for v in variables])
+        grads, variables = models.gradients(loss)
         optimizer = make()
         with tf.variable_scope("state"):
             operations = [
@@ -114,10 +113,7 @@ def test_pairs_are_reduced_together_and_train_as_numpy_does(kind, name):
     assert counted.calls.count(1) <= 3  # squares, flags and counts of all
     assert kind == "simd" or not made.races()
     found = made.run(feeds).variables
-    for variable, value in expected(name).items():
-        np.testing.assert_allclose(
-            found[variable], value, rtol=TOLERANCE, atol=TOLERANCE, err_msg=variable
-        )
+    reference.assert_close(found, expected(name), TOLERANCE)
     assert found["global_step"] == STEPS
 
 

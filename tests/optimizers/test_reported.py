@@ -166,8 +166,7 @@ def test_training_has_the_same_bits_and_sends_a_few_numbers_more(passes):
     assert after.operations == before.operations + 1
     assert after.bytes_per_core - before.bytes_per_core == 4 * 4
     expected, result = silent.run(feeds).variables, telling.run(feeds).variables
-    for name, value in expected.items():
-        np.testing.assert_array_equal(result[name], value, err_msg=name)
+    reference.assert_equal(result, expected)
 
 
 def test_bare_optimizers_report_nothing():

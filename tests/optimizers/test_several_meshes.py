@@ -5,7 +5,7 @@ import pytest
 
 import mtf_gradsync as gs
 from mtf_gradsync._private.libraries import mtf, tf
-from tests import harness, reference
+from tests import harness, models, reference
 from tests.wrappers import KINDS, wrap
 
 # The batch is split on the first mesh, on the second under another name, and a layer with it.
@@ -174,8 +174,7 @@ def test_training_is_that_of_one_device(stack, mesh_kind, caplog, capfd):
     found = run(mesh_kind, build(make), given)
     history, averages = trained(given, update(), **how)
     for values, expected in zip(found, history):
-        for name in START:
-            np.testing.assert_allclose(values[name], expected[name], err_msg=name, **CLOSE)
+        reference.assert_close(values, expected, **CLOSE)
     if stack == "accumulation":
         for name, value in averages.items():
             average = found[-1][f"{name}/ExponentialMovingAverage"]
@@ -212,8 +211,7 @@ def test_steps_without_an_update_end_the_training(name, mesh_kind):
 
 
 def by_pairs(optimizer, loss):
-    variables = loss.graph.trainable_variables
-    grads = mtf.gradients([loss], [v.value for v in variables])
+    grads, variables = models.gradients(loss)
     return [op for g, v in zip(grads, variables) for op in optimizer.apply_grad(g, v)]
 
 
@@ -249,8 +247,7 @@ def test_norms_and_counts_are_those_of_all(apply, mesh_kind):
     np.testing.assert_allclose(reported["gradient_norm/before_clipping"], norm, rtol=2.0**-20)
     np.testing.assert_allclose(reported["gradient_norm/applied"], NORM, rtol=2.0**-20)
     assert [step["update_step"] for step in result.fetched] == [0, 1, 1, 2]
-    for name in START:
-        np.testing.assert_allclose(result.variables[name], history[-1][name], **CLOSE)
+    reference.assert_close(result.variables, history[-1], **CLOSE)
     if apply is counted:
         assert result.variables["count"] == STEPS
     assert mesh_kind == "simd" or not built.races()
@@ -273,15 +270,13 @@ def test_the_stages_without_a_wrapper(second, mesh_kind):
     given = feeds()
     found = run(mesh_kind, build(sgd, by_stages), given, second)
     history, _ = trained(given, sgd_by_hand(), clips=True)
-    for name in START:
-        np.testing.assert_allclose(found[-1][name], history[-1][name], **CLOSE)
+    reference.assert_close(found[-1], history[-1], **CLOSE)
 
 
 def local_on_each(optimizer, loss):
     """One wrapper for the variables of each mesh, which is given its axes."""
     del optimizer
-    variables = loss.graph.trainable_variables
-    grads = mtf.gradients([loss], [v.value for v in variables])
+    grads, variables = models.gradients(loss)
     operations = []
     for grad, variable, mesh, dim in zip(grads, variables, (FIRST, SECOND), ("batch", "examples")):
         axes = gs.ReplicaAxes(*mesh, (dim,))
@@ -295,8 +290,7 @@ def test_a_wrapper_for_each_mesh_knows_its_shards(mesh_kind):
     found = run(mesh_kind, build(lambda: None, local_on_each), given)
     history, _ = trained(given, sgd_by_hand(), 2)
     for values, expected in zip(found, history):
-        for name in START:
-            np.testing.assert_allclose(values[name], expected[name], err_msg=name, **CLOSE)
+        reference.assert_close(values, expected, **CLOSE)
     assert found[-1]["one/gradient_accumulator"].shape == (4, 3, 4)
     assert found[-1]["two/gradient_accumulator"].shape == (2, 4, 2)
 
@@ -331,8 +325,7 @@ def test_weights_are_those_of_the_loss_of_all_meshes(mesh_kind):
         total = sum(n for n, _ in parts)
         grads = {k: sum(n * g[k] for n, g in parts) / total for k in values}
         values = sgd_by_hand()(values, reference.clipped(grads, NORM))
-        for name in START:
-            np.testing.assert_allclose(found[number + 1][name], values[name], **CLOSE)
+        reference.assert_close(found[number + 1], values, **CLOSE)
 
 
 def test_no_word_on_replicas_that_differ_where_a_tensor_goes_to_another_mesh(mesh_kind, caplog):
@@ -342,8 +335,7 @@ def test_no_word_on_replicas_that_differ_where_a_tensor_goes_to_another_mesh(mes
         mesh_kind, build(lambda: gs.CrossShardOptimizer(sgd())), given, ("r:2;c:2", "hidden:c")
     )
     history, _ = trained(given, sgd_by_hand())
-    for name in START:
-        np.testing.assert_allclose(found[-1][name], history[-1][name], **CLOSE)
+    reference.assert_close(found[-1], history[-1], **CLOSE)
     assert "differ after an update" not in caplog.text
 
 
@@ -363,8 +355,7 @@ def test_what_needs_one_mesh_says_what_would_do(wrapper, words):
     meshes = [mtf.Mesh(graph, name) for name in ("first", "second")]
     inputs = {name: tf.constant(value) for name, value in feeds()[0].items()}
     loss = model(*meshes, inputs)
-    variables = graph.trainable_variables
-    grads = mtf.gradients([loss], [v.value for v in variables])
+    grads, variables = models.gradients(loss)
     before = list(graph.operations), list(graph.all_variables)
     given = {"reducer": gs.LowRankAllReduce()} if words == "LowRankAllReduce" else {}
     optimizer = wrap(wrapper, sgd(), {"axes": AXES}, **given)

@@ -7,7 +7,7 @@ import pytest
 
 import mtf_gradsync as gs
 from mtf_gradsync._private.libraries import mtf, tf
-from tests import harness
+from tests import harness, models
 from tests.sessions import session_of
 
 MESH, LAYOUT = "rows:2;cols:2", "batch:rows"
@@ -65,8 +65,7 @@ def program(make):
             w = mtf.get_variable(mesh, name, [dim], initializer=tf.zeros_initializer())
             term = mtf.reduce_mean(x * w, output_shape=mtf.Shape([dim]))
             loss = mtf.reduce_sum(term) if loss is None else loss + mtf.reduce_sum(term)
-        variables = list(mesh.graph.trainable_variables)
-        grads = mtf.gradients([loss], [v.value for v in variables])
+        grads, variables = models.gradients(loss)
         return make().apply_grads(grads, variables), {"loss": loss}
 
     return build

@@ -57,9 +57,7 @@ class Setup(NamedTuple):
 def train(setup: Setup, mesh: mtf.Mesh, inputs: dict[str, tf.Tensor]) -> Any:
     """A `harness.Build`, but for the setup: a step of the model of `tests.models`."""
     axes = setup.axes
-    loss = models.mlp_loss(mesh, inputs, axes.batch_dims)
-    variables = mesh.graph.trainable_variables
-    grads = mtf.gradients([loss], [v.value for v in variables])
+    grads, variables = models.gradients(models.mlp_loss(mesh, inputs, axes.batch_dims))
     if setup.pending:
         global_step = tf.train.get_or_create_global_step()
     else:

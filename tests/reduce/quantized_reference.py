@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from tests import reference
 from tests.reduce import compressed
 
 # Rows of replicas of "2x2", and slices of "hidden".
@@ -63,8 +64,7 @@ class Reference:
             self.values[name] = value - np.float32(compressed.RATE / divisor) * sums[name]
 
     def check(self, found):
-        for name, value in self.values.items():
-            np.testing.assert_array_equal(found[name], value, err_msg=name)
+        reference.assert_equal(found, self.values)
         for name, expected in self.errors.items():
             error = found[f"{name}/quantization_error"]
             np.testing.assert_array_equal(error, expected.reshape(error.shape), err_msg=name)

@@ -166,10 +166,7 @@ def test_update_in_a_branch(mesh_kind, place):
 
     result = harness.run(mesh_kind, mesh_shape, layout, models.train(make), feeds)
     expected = reference.train(reference.Accumulation(reference.Adam(), 2), feeds)
-    for name, value in expected.items():
-        np.testing.assert_allclose(
-            result.variables[name], value, rtol=TOLERANCE, atol=TOLERANCE, err_msg=name
-        )
+    reference.assert_close(result.variables, expected, TOLERANCE)
 
 
 def test_branches_and_loops_of_the_graph_itself():
@@ -238,7 +235,5 @@ def test_groups_that_could_only_wait_are_refused(devices, message, compressed, f
     strategy = reduce.CollectiveAllReduce()
     if compressed:
         strategy = reduce.CompressedAllReduce(strategy)
-    before = len(fresh_graph.get_operations())
-    with pytest.raises(ValueError, match=message):
+    with harness.unchanged(), pytest.raises(ValueError, match=message):
         strategy.all_reduce(impl, [value], reduce.ProcessorGroups.along(impl, [0]))
-    assert len(fresh_graph.get_operations()) == before

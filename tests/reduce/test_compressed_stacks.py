@@ -8,7 +8,7 @@ import pytest
 
 import mtf_gradsync as gs
 from mtf_gradsync._private.libraries import mtf, tf
-from tests import harness
+from tests import harness, models
 from tests.optimizers.pipeline.rounded_programs import MESHES, Program
 from tests.reduce import compressed
 from tests.reduce.quantized_reference import FEEDS, SIZE, Reference
@@ -215,8 +215,7 @@ def test_sums_without_an_optimizer_are_not_compressed_and_say_so(caplog):
 
     def build(mesh, inputs):
         loss = compressed.loss(mesh, inputs)
-        variables = mesh.graph.trainable_variables
-        grads = mtf.gradients([loss], [v.value for v in variables])
+        grads, variables = models.gradients(loss)
         sums = gs.sum_shards(grads, gs.ReplicaAxes(shape, layout), reducer=QUANTIZED)
         return [], {v.name: x for v, x in zip(variables, sums)}
 

@@ -17,7 +17,5 @@ def stacked(names, inner=None, prefix=""):
 
 
 def mlp_step(opt, mesh, inputs):
-    loss = models.mlp_loss(mesh, inputs)
-    variables = mesh.graph.trainable_variables
-    grads = mtf.gradients([loss], [v.value for v in variables])
+    grads, variables = models.gradients(models.mlp_loss(mesh, inputs))
     return opt.apply_grads(grads, variables)

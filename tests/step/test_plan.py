@@ -127,9 +127,7 @@ class _Fails(mtf.optimize.SgdOptimizer):
 )
 def test_an_error_in_midway_leaves_graph_and_plan_as_they_were(names, mesh_kind):
     def build(mesh, inputs):
-        loss = models.mlp_loss(mesh, inputs)
-        variables = list(mesh.graph.trainable_variables)
-        grads = mtf.gradients([loss], [v.value for v in variables])
+        grads, variables = models.gradients(models.mlp_loss(mesh, inputs))
         before = list(mesh.graph.operations)
         with tf.variable_scope("failed"), pytest.raises(RuntimeError, match="no disk"):
             stacked(names, _Fails(0.1)).apply_grads(grads, variables)

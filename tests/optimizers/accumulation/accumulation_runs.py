@@ -9,7 +9,7 @@ import numpy as np
 import mtf_gradsync as gs
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.optimizers.accumulation import LOCAL, SYNCED
-from tests import harness, models
+from tests import harness, models, reference
 
 EPS = np.finfo(np.float32).eps
 K = 3
@@ -48,10 +48,7 @@ def joined(feeds, size=K):
 
 
 def assert_close(actual, expected, tolerance=TOLERANCE):
-    for name in expected:
-        np.testing.assert_allclose(
-            actual[name], expected[name], rtol=tolerance, atol=tolerance, err_msg=name
-        )
+    reference.assert_close(actual, expected, tolerance)
 
 
 def two_parameter_model(dtype=tf.float32):

@@ -112,9 +112,7 @@ class TestComposition:
         shard_norm, update_norm = 0.1, 0.15
 
         def build(mesh, inputs):
-            loss = models.mlp_loss(mesh, inputs)
-            variables = list(mesh.graph.trainable_variables)
-            grads = mtf.gradients([loss], [v.value for v in variables])
+            grads, variables = models.gradients(models.mlp_loss(mesh, inputs))
             axes = gs.ReplicaAxes(*harness.MESHES["2"][:2])
             clipped, _ = gs.clip_by_shard_norm(grads, shard_norm, axes)
             inner = gs.ClipByGlobalNormOptimizer(models.OPTIMIZERS["sgd"](), update_norm)

@@ -67,10 +67,7 @@ def test_on_the_one_mesh_of_the_program_training_is_that_of_one_device(mesh_kind
     feeds = models.mlp_batches(4)
     result = harness.run(mesh_kind, *ON_ITS_OWN, models.train(on_its_own), feeds)
     expected = reference.train(reference.Accumulation(reference.Sgd(), 2), feeds)
-    for name, value in expected.items():
-        np.testing.assert_allclose(
-            result.variables[name], value, rtol=2.0**-18, atol=2.0**-18, err_msg=name
-        )
+    reference.assert_close(result.variables, expected, 2.0**-18)
     sums = result.variables["w1/gradient_accumulator"]
     assert sums.shape == (2, *expected["w1"].shape), "one for each shard"
 

@@ -64,8 +64,7 @@ def train(make, batch_dims=("batch",), own_gradients=False):
             trainable=False,
         )
         if own_gradients:
-            variables = mesh.graph.trainable_variables
-            grads = mtf.gradients([loss], [v.value for v in variables])
+            grads, variables = models.gradients(loss)
             pairs = list(zip(grads, variables))
         else:
             pairs = optimizer.compute_gradients(loss)
@@ -115,10 +114,7 @@ def test_what_is_not_finite_is_skipped(kind, mesh, inner, optimizer, own_gradien
     found = [tuple(np.ravel(x)[0] for x in step.values()) for step in result.fetched]
     assert found == expected
     assert result.variables["count"] == STEPS - len(BAD_STEPS)
-    for name, value in reference.train(optimizer, good_feeds()).items():
-        np.testing.assert_allclose(
-            result.variables[name], value, rtol=TOLERANCE, atol=TOLERANCE, err_msg=name
-        )
+    reference.assert_close(result.variables, reference.train(optimizer, good_feeds()), TOLERANCE)
     if kind == "xla":
         return  # which compiles another program, with other roundings
     # Without the wrapper, a bare optimizer's sums are Mesh-TF's, in an order of their own.
@@ -126,8 +122,7 @@ def test_what_is_not_finite_is_skipped(kind, mesh, inner, optimizer, own_gradien
     plain = models.train(alone, batch_dims)
     without = harness.run(kind, shape, layout, plain, good_feeds()).variables
     assert set(without) < set(result.variables)
-    for name, value in without.items():
-        np.testing.assert_array_equal(result.variables[name], value, err_msg=name)
+    reference.assert_equal(result.variables, without)
 
 
 @pytest.mark.parametrize(
@@ -146,10 +141,7 @@ def test_a_mesh_with_another_batch_dimension_or_none_is_taken(
     build = train(make, (name,), own_gradients=True)
     with caplog.at_level(logging.WARNING, "mtf_gradsync"):
         result = harness.run(mesh_kind, "all:4", layout, build, feeds()[:3])
-    for variable, value in reference.train("sgd", good_feeds()[:2]).items():
-        np.testing.assert_allclose(
-            result.variables[variable], value, rtol=TOLERANCE, atol=TOLERANCE, err_msg=variable
-        )
+    reference.assert_close(result.variables, reference.train("sgd", good_feeds()[:2]), TOLERANCE)
     assert result.variables["LossScaleOptimizer/skipped"] == 1
     told = [record.getMessage() for record in caplog.records]
     warned = [line for line in told if "Give batch_dims=" in line]
@@ -179,10 +171,7 @@ def test_inside_accumulation_an_update_is_skipped_as_a_whole(kind):
     assert found == expected[: len(found)]
     batches = models.mlp_batches(STEPS)[6:]
     model = reference.Accumulation(reference.OPTIMIZERS["momentum"](), 2)
-    for name, value in reference.train(model, batches).items():
-        np.testing.assert_allclose(
-            result.variables[name], value, rtol=TOLERANCE, atol=TOLERANCE, err_msg=name
-        )
+    reference.assert_close(result.variables, reference.train(model, batches), TOLERANCE)
 
 
 @pytest.mark.parametrize("kind", ["placement", "simd", "xla"])
@@ -205,10 +194,7 @@ def test_around_accumulation_a_microbatch_step_is_skipped(kind):
     found = [tuple(np.ravel(x)[0] for x in step.values()) for step in result.fetched]
     assert found == expected
     model = reference.Accumulation(reference.OPTIMIZERS["momentum"](), 2)
-    for name, value in reference.train(model, good_feeds()).items():
-        np.testing.assert_allclose(
-            result.variables[name], value, rtol=TOLERANCE, atol=TOLERANCE, err_msg=name
-        )
+    reference.assert_close(result.variables, reference.train(model, good_feeds()), TOLERANCE)
 
 
 @pytest.mark.parametrize(("kind", "shards"), [("placement", 2), ("simd", 4)])
@@ -235,10 +221,7 @@ def test_around_sync_replicas_the_other_shards_contribute(kind, shards):
             rows = rows[rows // size != BAD_STEPS[step] // size]
         grads = reference.mlp_grads(values, feed["x"][rows], feed["y"][rows])
         values = reference.Sgd()(values, grads)
-    for name, value in values.items():
-        np.testing.assert_allclose(
-            result.variables[name], value, rtol=TOLERANCE, atol=TOLERANCE, err_msg=name
-        )
+    reference.assert_close(result.variables, values, TOLERANCE)
     assert result.variables["count"] == STEPS
 
 

@@ -7,7 +7,7 @@ import pytest
 
 import mtf_gradsync as gs
 from mtf_gradsync._private.libraries import mtf, tf
-from tests import harness, models
+from tests import harness, models, reference
 from tests.optimizers.outer import outer_reference
 from tests.optimizers.outer.outer_programs import MESHES, ROUND, batches, built
 from tests.optimizers.outer.outer_reference import ALL
@@ -78,8 +78,7 @@ def test_every_runtime_continues_the_others(tmp_path):
             saved = session.variables()
             path = session.save(str(tmp_path / str(number)))
     expected = outer_reference.train("momentum", feeds, 4, ROUND, 0.7, 0.5, True, ALL)
-    for name, value in expected.outer.items():
-        np.testing.assert_allclose(saved[name], value, rtol=0, atol=4 * 32 * 2**-24)
+    reference.assert_close(saved, expected.outer, atol=4 * 32 * 2.0**-24)
 
 
 @pytest.mark.parametrize("mesh", ["8", "2x2"])

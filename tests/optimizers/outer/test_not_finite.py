@@ -70,8 +70,7 @@ def test_a_skipped_island_is_named_and_starts_from_the_outer_values(step, mesh_k
     # The round is that of the three others.
     three = [without(feed, 2) for feed in feeds[:ROUND]]
     expected = outer_reference.train("momentum", three, 3, ROUND, 0.7, 0.5, True, ALL)
-    for name, value in expected.outer.items():
-        np.testing.assert_allclose(found.variables[name], value, rtol=0, atol=96 * 2**-24)
+    reference.assert_close(found.variables, expected.outer, atol=96 * 2.0**-24)
     assert [list(f["outer/skipped"]) for f in found.fetched] == [
         [0] * 4, [0, 0, 1, 0], [0, 0, 1, 0]
     ]  # fmt: skip
@@ -93,8 +92,7 @@ def test_on_shared_copies_with_a_second_axis_in_many_sessions():
     expected = outer_reference.train("momentum", one, 1, ROUND, 0.7, 0.5, True, ALL)
     for _ in range(6):
         found = made.run(feeds)
-        for name, value in expected.outer.items():
-            np.testing.assert_allclose(found.variables[name], value, rtol=0, atol=96 * 2**-24)
+        reference.assert_close(found.variables, expected.outer, atol=96 * 2.0**-24)
         assert [list(f["outer/skipped"]) for f in found.fetched] == [[0, 0], [0, 1], [0, 1]]
         assert found.variables["OuterOptimizer/inner_step"] == len(feeds)
 
@@ -189,8 +187,7 @@ def test_an_island_whose_loss_alone_is_not_finite_is_skipped(step, shard_loss, m
     assert list(after[-1]["OuterOptimizer/bad_loss"]) == [0, 1]
     other = [without(feed, 1, 8) for feed in feeds[:ROUND]]
     expected = outer_reference.train("sgd", other, 1, ROUND, 0.7, 0.5, True, ALL).outer
-    for name, value in expected.items():
-        np.testing.assert_allclose(after[ROUND - 1][name], value, rtol=0, atol=96 * 2**-24)
+    reference.assert_close(after[ROUND - 1], expected, atol=96 * 2.0**-24)
 
 
 def test_a_run_waits_two_rounds_for_a_finite_loss():

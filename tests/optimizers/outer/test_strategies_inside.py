@@ -111,8 +111,7 @@ def state_of(matrices, **arguments):
             dims = mtf.Dimension(f"rows{number}", rows), mtf.Dimension(f"columns{number}", 16)
             variable = mtf.get_variable(mesh, name, mtf.Shape(dims))
             loss += mtf.reduce_mean(x) * mtf.reduce_mean(mtf.square(variable))
-        variables = mesh.graph.trainable_variables
-        grads = mtf.gradients([loss], [v.value for v in variables])
+        grads, variables = models.gradients(loss)
         opt = gs.OuterOptimizer(models.OPTIMIZERS["sgd"](), 6, **where("4"), **arguments)
         return opt.apply_grads(grads, variables), {}
 

@@ -57,9 +57,8 @@ def test_a_spike_is_skipped_and_counted(kind, names, without_the_spike):
 
     found = harness.run(kind, SHAPE, LAYOUT, train(make), feeds()).variables
     assert found["SkipSpikesOptimizer/skipped"] == 1
-    for name, expected in without_the_spike.items():
-        # Three steps, whose sums over 4 shards and 16 examples round each in float32.
-        np.testing.assert_allclose(found[name], expected, rtol=0, atol=200 * 2**-24, err_msg=name)
+    # Three steps, whose sums over 4 shards and 16 examples round each in float32.
+    reference.assert_close(found, without_the_spike, atol=200 * 2.0**-24)
 
 
 def test_gradients_that_are_not_finite_are_skipped_and_leave_no_trace(mesh_kind, names):
@@ -82,8 +81,7 @@ def test_gradients_that_are_not_finite_are_skipped_and_leave_no_trace(mesh_kind,
     assert found["SkipSpikesOptimizer/skipped"] == 5
     # Sums over 4 shards and 16 examples round each in float32.
     expected = {**values, "SkipSpikesOptimizer/norm": norms[0] + 0.1 * (norms[1] - norms[0])}
-    for name, value in expected.items():
-        np.testing.assert_allclose(found[name], value, rtol=2**-14, atol=200 * 2**-24, err_msg=name)
+    reference.assert_close(found, expected, 2.0**-14, 200 * 2.0**-24)
 
 
 @pytest.mark.slow

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from mtf_gradsync._private.libraries import mtf, tf
-from tests import reference
+from tests import models, reference
 
 RATE, DECAY, BETA1, BETA2, EPSILON = 0.01, 0.1, 0.9, 0.99, 1e-6
 # What is not decayed: by a part of its name.
@@ -47,8 +47,7 @@ def is_decayed(name):
 
 def step(opt, loss, clip_norm, slice_dtype=tf.float32):
     """Update operations, as GPT-Neo makes them: casts, clips in the graph, and applies."""
-    variables = loss.graph.trainable_variables
-    grads = mtf.gradients([loss], [v.value for v in variables])
+    grads, variables = models.gradients(loss)
     grads = [mtf.cast(g, slice_dtype) for g in grads]
     norm = mtf.sqrt(mtf.add_n([mtf.reduce_sum(mtf.square(g)) for g in grads]))
     limit = mtf.constant(loss.mesh, clip_norm, dtype=slice_dtype)

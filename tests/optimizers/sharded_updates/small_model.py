@@ -107,8 +107,7 @@ def train(make, batch_dims=("batch",), dtype=tf.float32, with_experts=False, nam
 
     def build(mesh, inputs):
         loss = loss_of(mesh, inputs, batch_dims, dtype, with_experts, names)
-        variables = mesh.graph.trainable_variables
-        grads = mtf.gradients([loss], [v.value for v in variables])
+        grads, variables = models.gradients(loss)
         return make().apply_grads(grads, variables), {"loss": loss}
 
     return build

@@ -7,7 +7,7 @@ import pytest
 
 import mtf_gradsync as gs
 from mtf_gradsync._private.libraries import mtf, tf
-from tests import harness, models
+from tests import harness, models, reference
 from tests.optimizers.accumulation.accumulation_runs import (
     gradient_rows,
     report_without_update,
@@ -103,5 +103,4 @@ def test_monitored_sessions_go_on_where_another_ended(tmp_path):
     parts = train(tmp_path / "parts", 5, 7, hook_first=True)
     assert pending["sync_replicas/count"] > 0
     assert whole["global_step"] > pending["global_step"] > 0
-    for name, value in whole.items():
-        np.testing.assert_array_equal(parts[name], value, err_msg=name)
+    reference.assert_equal(parts, whole)
