@@ -79,7 +79,7 @@ def test_reshard_refuses_other_variables(dims, shape):
         checkpoints.reshard(np.zeros([4, 3], "f"), dims, shape)
 
 
-def built(mesh, place="local"):
+def built(mesh, place="local", kind="placement"):
     """The model with an accumulating optimizer on a mesh."""
     shape, layout, batch_dims = MESHES[mesh]
     where = {"mesh_shape": shape, "layout": layout, "batch_dims": batch_dims}
@@ -91,7 +91,7 @@ def built(mesh, place="local"):
         )  # fmt: skip
 
     (feed,) = models.mlp_batches(1)
-    return harness.built("placement", shape, layout, models.train(make, batch_dims), feed)
+    return harness.built(kind, shape, layout, models.train(make, batch_dims), feed)
 
 
 @pytest.fixture(scope="module")
@@ -138,6 +138,21 @@ def test_the_update_is_the_same_on_another_mesh(programs, written, mesh):
     actual = ran(programs(mesh), models.mlp_batches(STEPS)[WRITTEN_AFTER:], restore=path)
     assert_same_training(actual, expected)
     assert files(path) == before
+
+
+@pytest.mark.slow
+@pytest.mark.xla
+@pytest.mark.parametrize(
+    ("first", "then"), [("xla", "xla"), ("placement", "xla"), ("xla", "placement")]
+)
+def test_the_update_is_the_same_on_another_runtime(written, tmp_path, first, then):
+    path, expected = written
+    feeds = models.mlp_batches(STEPS)
+    if first == "xla":
+        path = str(tmp_path / "model.ckpt")
+        ran(built("4", kind="xla"), feeds[:WRITTEN_AFTER], save=path)
+    actual = ran(built("2x2", kind=then), feeds[WRITTEN_AFTER:], restore=path)
+    assert_same_training(actual, expected)
 
 
 def test_to_one_processor_and_back(programs, written, tmp_path):
