@@ -93,3 +93,9 @@ def assert_same_bits(found, expected):
     assert sorted(found) == sorted(expected)
     for name, value in expected.items():
         np.testing.assert_array_equal(found[name], value, err_msg=name)
+
+
+def saved_variables(checkpoint):
+    """Values by name of a checkpoint, or of the newest in a directory."""
+    reader = tf.train.load_checkpoint(str(checkpoint))
+    return {name: reader.get_tensor(name) for name in reader.get_variable_to_shape_map()}

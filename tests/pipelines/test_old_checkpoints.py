@@ -11,8 +11,9 @@ import pytest
 
 from mtf_gradsync import estimator
 from mtf_gradsync._private.libraries import ESTIMATOR_AVAILABLE, tf
+from tests.sessions import saved_variables
 from tests.tools.estimator import by_hand, digits
-from tests.tools.estimator.runs import tpu_run_config, train, variables
+from tests.tools.estimator.runs import tpu_run_config, train
 
 # isort: split
 from tensorflow.python.tpu import tpu_estimator
@@ -38,7 +39,7 @@ def begin(directory, optimizer, mesh=digits.MESH, pipeline=estimator.Estimator):
 def go_on(directory, *args, steps=2):
     """Goes on after `MADE` steps; returns the losses, and what was restored."""
     losses = train(begin(directory, *args), steps, lambda params: digits.skipping(MADE)("train"))
-    return losses, variables(directory / f"model.ckpt-{MADE}")
+    return losses, saved_variables(directory / f"model.ckpt-{MADE}")
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +78,7 @@ def in_pipelines(ours, tpu):
 @pytest.mark.slow
 @pytest.mark.parametrize(("pipeline", "optimizer"), in_pipelines("averaged", "local"))
 def test_a_wrapper_is_added(pipeline, optimizer, trained, continued, tmp_path):
-    old = variables(trained("bare"))
+    old = saved_variables(trained("bare"))
     shutil.copytree(trained("bare"), tmp_path, dirs_exist_ok=True)
     losses, restored = go_on(tmp_path, optimizer, digits.MESH, pipeline)
     for name, value in old.items():
@@ -96,7 +97,7 @@ def test_a_wrapper_is_added(pipeline, optimizer, trained, continued, tmp_path):
 
 @pytest.mark.slow
 def test_a_wrapper_is_taken_away(trained, tmp_path):
-    old = variables(trained("local"))
+    old = saved_variables(trained("local"))
     shutil.copytree(trained("local"), tmp_path, dirs_exist_ok=True)
     _, restored = go_on(tmp_path, "bare")
     assert {"hidden/kernel", "hidden/kernel/adam_m"} < set(restored) < set(old)
@@ -107,7 +108,7 @@ def test_a_wrapper_is_taken_away(trained, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize(("pipeline", "mesh"), in_pipelines("rows:1;cols:2", "rows:4;cols:1"))
 def test_the_mesh_changes_in_mid_accumulation(pipeline, mesh, trained, continued, tmp_path):
-    old = variables(trained("local"))
+    old = saved_variables(trained("local"))
     assert old["hidden/kernel/gradient_accumulator"].shape == (2, 64, 8)
     shutil.copytree(trained("local"), tmp_path, dirs_exist_ok=True)
     losses, restored = go_on(tmp_path, "local", mesh, pipeline)

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 import mtf_gradsync as gs
-from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync._private.libraries import tf
 from mtf_gradsync.optimizers.state import STAND_INS
 from tests import harness, models
 from tests.pipelines import restart_program
 from tests.pipelines.restart_program import CONTRIBUTES, LAYOUT, MESH, K
 from tests.runtimes.cluster.processes import Processes
-from tests.sessions import assert_same_bits
+from tests.sessions import assert_same_bits, ran, saved_variables
 
 
 def killed_runs(wrapper, folder, numbers):
@@ -33,13 +33,8 @@ def killed_runs(wrapper, folder, numbers):
             processes.wait_for(program, f"saved {end} by ")
             pid = re.search(rf"^saved {end} by (\d+)$", program.output(), re.M).group(1)
             os.kill(int(pid), signal.SIGKILL)
-            yield end, variables(folder / "parts")
+            yield end, saved_variables(folder / "parts")
         processes.wait(program)
-
-
-def variables(directory):
-    reader = tf.train.load_checkpoint(str(directory))
-    return {name: reader.get_tensor(name) for name in reader.get_variable_to_shape_map()}
 
 
 @pytest.mark.slow
@@ -50,7 +45,7 @@ def test_killed_after_each_micro_step_of_two_updates_ends_in_the_same_bits(tmp_p
         assert actual["GradientAccumulationOptimizer/update_step"] == step // K
         # Nothing of this test would fail if sums were never kept.
         assert np.any(actual["w1/gradient_accumulator"]) == (step % K > 0)
-    expected = variables(tmp_path / "whole")
+    expected = saved_variables(tmp_path / "whole")
     assert step == expected["global_step"] == 2 * K
     assert_same_bits(actual, expected)
 
@@ -72,7 +67,7 @@ def test_replicas_killed_between_updates_end_in_the_same_bits(tmp_path):
         pending = {1: [True, False], 2: [True, True], 4: [False, True], 6: [False, False]}[end]
         assert list(np.any(sums, axis=1)) == pending
     assert end == len(CONTRIBUTES)
-    expected = variables(tmp_path / "whole")
+    expected = saved_variables(tmp_path / "whole")
     assert_same_bits(actual, expected)
     assert np.any(expected["w1/ExponentialMovingAverage"] != expected["w1"])
 
@@ -80,71 +75,44 @@ def test_replicas_killed_between_updates_end_in_the_same_bits(tmp_path):
 PASSES = 3
 
 
-class Program:
-    """The model in a graph of its own, with sums that no checkpoint holds."""
+def program(place):
+    """The model, with sums that no checkpoint holds."""
+    mesh_args = dict(mesh_shape=MESH, layout=LAYOUT) if place == "local" else {}
 
-    def __init__(self, place):
-        mesh_args = dict(mesh_shape=MESH, layout=LAYOUT) if place == "local" else {}
+    def make():
+        return gs.GradientAccumulationOptimizer(
+            models.OPTIMIZERS["adam"](), PASSES, checkpoint_accumulators=False, **mesh_args
+        )
 
-        def make():
-            return gs.GradientAccumulationOptimizer(
-                models.OPTIMIZERS["adam"](), PASSES, checkpoint_accumulators=False, **mesh_args
-            )
-
-        self.graph = tf.Graph()
-        with self.graph.as_default():
-            batch = models.mlp_batches(1)[0]
-            self.inputs = {name: tf.placeholder(tf.float32, x.shape) for name, x in batch.items()}
-            graph = mtf.Graph()
-            mesh = mtf.Mesh(graph, "mesh")
-            operations, _ = models.train(make)(mesh, self.inputs)
-            lowering = mtf.Lowering(graph, {mesh: harness.placement(MESH, LAYOUT)})
-            self.step = [lowering.lowered_operation(op) for op in operations]
-            self.to_slices = lowering.copy_masters_to_slices()
-            self.to_masters = lowering.copy_slices_to_masters()
-            self.init = [tf.global_variables_initializer(), tf.local_variables_initializer()]
-            self.saver = tf.train.Saver()
-
-    def run(self, feeds, path, restore=False):
-        """Makes micro steps in a session of their own and saves; returns what is in the file."""
-        config = gs.session_config(num_cpu_devices=4)
-        with tf.Session(graph=self.graph, config=config) as session:
-            session.run(self.init)
-            if restore:
-                self.saver.restore(session, path)
-            session.run(self.to_slices)
-            for feed in feeds:
-                session.run(self.step, {self.inputs[name]: x for name, x in feed.items()})
-            session.run(self.to_masters)
-            self.saver.save(session, path, write_meta_graph=False)
-        reader = tf.train.load_checkpoint(path)
-        return {name: reader.get_tensor(name) for name in reader.get_variable_to_shape_map()}
+    (feed,) = models.mlp_batches(1)
+    return harness.built("placement", MESH, LAYOUT, models.train(make), feed)
 
 
 @pytest.mark.parametrize("place", ["local", "synced"])
 @pytest.mark.slow
 def test_without_checkpointed_sums_a_restart_begins_a_fresh_accumulation(tmp_path, place):
-    feeds = models.mlp_batches(2 * PASSES)
-    program = Program(place)
+    feeds, made = models.mlp_batches(2 * PASSES), program(place)
     path = str(tmp_path / "model.ckpt")
-    program.run(feeds[: PASSES + 2], path)
+
+    def saved(feeds, restore=None):
+        ran(made, feeds, restore, path, tf.train.Saver)
+        return saved_variables(path)
+
+    saved(feeds[: PASSES + 2])
     # Two micro steps are in the sum and lost; the next update has three of its own.
-    before = program.run(feeds[:PASSES][:-1], path, restore=True)
-    after = program.run(feeds[:PASSES], path, restore=True)
+    before = saved(feeds[:PASSES][:-1], path)
+    after = saved(feeds[:PASSES], path)
     names = [n for n in after if "accumulator" in n or "mini_step" in n]
     assert not names
     assert before["GradientAccumulationOptimizer/update_step"] == 1
     assert after["GradientAccumulationOptimizer/update_step"] == 2
-
     # The same as a run that never had those two micro steps.
-    expected = program.run(feeds[:PASSES] + feeds[:PASSES], str(tmp_path / "other.ckpt"))
-    for name, value in expected.items():
-        np.testing.assert_array_equal(after[name], value, err_msg=name)
+    assert_same_bits(after, saved(feeds[:PASSES] + feeds[:PASSES]))
 
 
 def test_local_sums_without_checkpoint_have_no_master_on_the_host():
     """Slices are in no collection of TensorFlow's, so what is in one stays on the host."""
-    with Program("local").graph.as_default():
+    with program("local").graph.as_default():
         hosted = [*tf.global_variables(), *tf.local_variables(), *tf.get_collection(STAND_INS)]
     sizes = [v.shape.num_elements() for v in hosted if "accumulator" in v.op.name]
     # One scalar stands in for each.

@@ -17,6 +17,7 @@ if not ESTIMATOR_AVAILABLE:
     pytest.skip("utils.run trains by Estimator", allow_module_level=True)
 from tests.pipelines import utils_run
 from tests.runtimes.cluster.processes import ROOT, Processes
+from tests.sessions import saved_variables
 
 pytestmark = pytest.mark.slow
 
@@ -145,8 +146,7 @@ def test_evaluation_and_inference_read_what_a_wrapped_run_has_written(bare, wrap
 
 
 def variables(folder, step):
-    reader = tf.train.load_checkpoint(str(folder / f"model.ckpt-{step}"))
-    return {name: reader.get_tensor(name) for name in reader.get_variable_to_shape_map()}
+    return saved_variables(folder / f"model.ckpt-{step}")
 
 
 def test_a_run_goes_on_with_a_wrapper_on_another_mesh(bare, tmp_path):

@@ -12,6 +12,7 @@ import numpy as np
 
 from mtf_gradsync._private.libraries import tf
 from mtf_gradsync.runtimes.starting import MANIFEST_FILE, find_damage
+from tests.sessions import saved_variables
 from tests.soak import settings
 from tests.soak.child import Child
 from tests.soak.prebuilt import prebuilt
@@ -181,8 +182,8 @@ class Run:
         """How its last variables differ from those of the run without faults; None if equal."""
         assert self._reference is not None
         last = f"model.ckpt-{settings.STEPS}"
-        ours = values(self.directory / last)
-        theirs = values(self._reference / last)
+        ours = saved_variables(self.directory / last)
+        theirs = saved_variables(self._reference / last)
         if set(ours) != set(theirs):
             return f"other variables: {sorted(set(ours) ^ set(theirs))[:3]}"
         wrong = [n for n in sorted(ours) if ours[n].tobytes() != theirs[n].tobytes()]
@@ -190,9 +191,3 @@ class Run:
             worst = max(float(np.max(np.abs(ours[n] - theirs[n]))) for n in wrong)
             return f"{len(wrong)} variables differ, {wrong[0]} first, by {worst:g} at most"
         return None
-
-
-def values(path: Path) -> dict[str, np.ndarray]:
-    """The variables of a checkpoint."""
-    reader = tf.train.load_checkpoint(str(path))
-    return {name: reader.get_tensor(name) for name in reader.get_variable_to_shape_map()}

@@ -17,6 +17,7 @@ from mtf_gradsync.tools.train.cli import main as cli
 from mtf_gradsync.tools.train.metrics import read_metrics
 from mtf_gradsync.tools.train.run_files import METRICS_FILE
 from tests.forked import TIME_LIMIT
+from tests.sessions import saved_variables
 from tests.tools.train.conftest import NO_ATTENTION, NO_EVAL, TINY, train_tiny
 
 pytestmark = pytest.mark.cluster
@@ -99,11 +100,6 @@ def losses(directory):
     return [row["loss"] for row in read_metrics(directory / METRICS_FILE) if "loss" in row]
 
 
-def variables(directory):
-    reader = tf.train.load_checkpoint(str(directory))
-    return {name: reader.get_tensor(name) for name in reader.get_variable_to_shape_map()}
-
-
 @pytest.mark.slow
 def test_a_run_that_is_ended_twice_ends_as_one_in_one_process(tasks, tmp_path):
     # A worker is lost.
@@ -139,7 +135,7 @@ def test_a_run_that_is_ended_twice_ends_as_one_in_one_process(tasks, tmp_path):
     assert len(losses(tmp_path / "one")) == STEPS
     # With two shards there is one order in which to add them up.
     assert losses(tmp_path / "tasks") == losses(tmp_path / "one")
-    expected, actual = variables(tmp_path / "one"), variables(tmp_path / "tasks")
+    expected, actual = saved_variables(tmp_path / "one"), saved_variables(tmp_path / "tasks")
     assert sorted(expected) == sorted(actual)
     for name, value in expected.items():
         np.testing.assert_array_equal(actual[name], value, err_msg=name)

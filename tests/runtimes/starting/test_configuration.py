@@ -5,25 +5,20 @@ import shutil
 import numpy as np
 import pytest
 
-from mtf_gradsync._private.libraries import tf
 from mtf_gradsync.runtimes._common import ConfigError
 from mtf_gradsync.tools.train import gin_files
 from mtf_gradsync.tools.train.run import Accepted, run
-from tests.tools.train.conftest import NO_EVAL, QUICK, TINY, train_tiny
+from tests.sessions import saved_variables
+from tests.tools.train.conftest import NO_EVAL, QUICK, TINY, accumulates, train_tiny
 
 pytestmark = pytest.mark.slow
 
 MORE = "train.run.train_steps = 13"
 ADAM = "CrossShardOptimizer.opt = @AdamWeightDecayOptimizer"
 SGD = "CrossShardOptimizer.opt = @SgdOptimizer"
-ACCUMULATE = [
-    "train.run.optimizer = @GradientAccumulationOptimizer",
-    "GradientAccumulationOptimizer.opt = @AdafactorOptimizer",
-    "GradientAccumulationOptimizer.backward_passes_per_step = 2",
-    "GradientAccumulationOptimizer.mesh_shape = 'batch:2;model:1'",
-    "GradientAccumulationOptimizer.layout = 'batch:batch'",
-    "GradientAccumulationOptimizer.accumulate = 'local'",
-]
+ACCUMULATE = accumulates(
+    2, accumulate="'local'", mesh_shape="'batch:2;model:1'", layout="'batch:batch'"
+)
 ON_MESH = "train.run.runtime = 'placement_mesh'"
 
 
@@ -39,11 +34,6 @@ def go_on(directory, *bindings, accepted):
     said = []
     run(gin_files.bound_run_config(), str(directory), said.append, Accepted(differences=accepted))
     return "\n".join(said)
-
-
-def values(directory):
-    reader = tf.train.load_checkpoint(str(directory))
-    return {name: reader.get_tensor(name) for name in reader.get_variable_to_shape_map()}
 
 
 @pytest.mark.parametrize(
@@ -74,7 +64,7 @@ def test_what_differs_is_named_and_accepted_by_a_flag(
 
     said = go_on(directory, *bindings, accepted=True)
     assert "of another configuration:" in said
-    old, new = values(adafactor), values(directory)
+    old, new = saved_variables(adafactor), saved_variables(directory)
     assert new["global_step"] == 13
     assert (only_there is None) == any(name.endswith("_slot_v") for name in new)
     if only_here == "embedding/adam_m":
@@ -122,12 +112,12 @@ def test_sums_in_islands_go_on_without_islands(tmp_path):
     run(gin_files.bound_run_config(), str(tmp_path / "plain"), [].append)
     directory = shutil.copytree(tmp_path / "plain", tmp_path / "islands")
     go_on(directory, *ACCUMULATE, *outer, passes, accepted=False)
-    right = values(directory)[f"{name}/island"].mean(0, dtype=np.float64)
+    right = saved_variables(directory)[f"{name}/island"].mean(0, dtype=np.float64)
     said = go_on(tmp_path / "plain", *ACCUMULATE, passes, accepted=True)
     dropped = said.split("dropped, if accepted")[1]
     assert "OuterOptimizer/inner_step" in dropped
     assert f"{name}/island" not in dropped
-    found = values(tmp_path / "plain")[name].sum(0, dtype=np.float64)
+    found = saved_variables(tmp_path / "plain")[name].sum(0, dtype=np.float64)
     assert np.abs(right).max() > 0
     # 13 gradients, each rounded by what sums of tokens in float32 round.
     np.testing.assert_allclose(found, right, rtol=0, atol=1e-5 * np.abs(right).max())

@@ -5,7 +5,6 @@ import pytest
 from tensorflow.python.tpu import tpu_config
 
 from mtf_gradsync import estimator, xla
-from mtf_gradsync._private.libraries import tf
 from tests.tools.estimator import digits
 
 EPS = np.finfo(np.float32).eps
@@ -67,8 +66,3 @@ def train(runs, steps=digits.STEPS, input_fn=digits.input_fn):
     losses = []
     runs.train(input_fn, hooks=[digits.seen(losses)], steps=steps)
     return losses
-
-
-def variables(directory):
-    reader = tf.train.load_checkpoint(str(directory))
-    return {name: reader.get_tensor(name) for name in reader.get_variable_to_shape_map()}

@@ -13,7 +13,7 @@ import pytest
 from mtf_gradsync import estimator
 from mtf_gradsync._private.libraries import ESTIMATOR_AVAILABLE, tf
 from tests import reference
-from tests.sessions import assert_same_bits
+from tests.sessions import assert_same_bits, saved_variables
 from tests.tools.estimator import by_hand, digits
 
 # isort: split
@@ -26,7 +26,6 @@ from tests.tools.estimator.runs import (
     ours,
     tpu_run_config,
     train,
-    variables,
 )
 
 with_estimator = pytest.mark.skipif(
@@ -70,9 +69,9 @@ def test_trains_evaluates_and_predicts(runtime, tmp_path, request):
         losses = request.getfixturevalue("trained").losses
     else:
         losses = train(runs)
-    start = variables(tmp_path / "model.ckpt-0")
+    start = saved_variables(tmp_path / "model.ckpt-0")
     np.testing.assert_allclose(losses, losses_from(start), rtol=TOLERANCE)
-    end = variables(tmp_path)
+    end = saved_variables(tmp_path)
     assert end["global_step"] == digits.STEPS
 
     result = runs.evaluate(digits.input_fn, name="held_out")
@@ -163,8 +162,8 @@ def in_two_pieces(optimizer, runtime, tmp_path):
     runs = goes_on(tmp_path, optimizer, runtime)
     assert train(runs, 3, digits.skipping(3)) == whole[3:]
     check_kept(tmp_path / "pieces", {3, 6})
-    end = variables(tmp_path / "pieces")
-    assert_same_bits(end, variables(tmp_path / "whole"))
+    end = saved_variables(tmp_path / "pieces")
+    assert_same_bits(end, saved_variables(tmp_path / "whole"))
     return end
 
 
@@ -190,7 +189,7 @@ def check_kept(directory, steps):
 def test_outer_steps_restart_in_a_round_and_evaluate_with_the_outer_values(tmp_path):
     whole = train(ours(tmp_path / "whole", "outer"), 4)
     runs = goes_on(tmp_path, "outer")
-    values = variables(tmp_path / "pieces")
+    values = saved_variables(tmp_path / "pieces")
     images, labels = zip(*batches(digits.input_fn("eval")))
     losses = [cross_entropy(forward(values, x), y) for x, y in zip(images, labels)]
     found = runs.evaluate(digits.input_fn)["loss"]
@@ -198,7 +197,7 @@ def test_outer_steps_restart_in_a_round_and_evaluate_with_the_outer_values(tmp_p
     assert np.abs(values["logits/kernel/island"] - values["logits/kernel"]).max() > 0
     assert train(runs, 1, digits.skipping(3)) == whole[3:]
     check_kept(tmp_path / "pieces", {3, 4})
-    assert_same_bits(variables(tmp_path / "pieces"), variables(tmp_path / "whole"))
+    assert_same_bits(saved_variables(tmp_path / "pieces"), saved_variables(tmp_path / "whole"))
 
 
 # XLA devices restore what CPU replicas do.
@@ -208,7 +207,10 @@ def test_averages_stand_in_place_of_the_variables(runtime, tmp_path):
     losses = train(ours(tmp_path / "without", "average", runtime), 4)
     runs = ours(tmp_path / "with", "average", runtime, evaluate_with_averages=True)
     assert train(runs, 3) == losses[:3]
-    end, without = variables(tmp_path / "with"), variables(tmp_path / "without" / "model.ckpt-3")
+    end, without = (
+        saved_variables(tmp_path / "with"),
+        saved_variables(tmp_path / "without" / "model.ckpt-3"),
+    )
     assert_same_bits(end, without)
 
     averages = {name: end[f"{name}/ExponentialMovingAverage"] for name in VARIABLES}
@@ -294,7 +296,7 @@ def test_an_exported_model_loads_without_the_mesh(whose, copied, tmp_path):
     images, _ = next(batches(digits.input_fn("eval")))
     logits = exported(runs, tmp_path / "exported", images)
     np.testing.assert_allclose(
-        logits, forward(variables(copied), images), rtol=TOLERANCE, atol=TOLERANCE
+        logits, forward(saved_variables(copied), images), rtol=TOLERANCE, atol=TOLERANCE
     )
 
 
@@ -326,7 +328,7 @@ def test_specs_made_by_hand(runtime, tmp_path):
         params=params,
     )
     losses = train(runs)
-    start, end = variables(tmp_path / "model.ckpt-0"), variables(tmp_path)
+    start, end = saved_variables(tmp_path / "model.ckpt-0"), saved_variables(tmp_path)
     np.testing.assert_allclose(losses, losses_from(start), rtol=TOLERANCE)
     if runtime != "placement_mesh":
         # At least the gradients of two layers, of which a core has halves.

@@ -8,8 +8,9 @@ import pytest
 
 from mtf_gradsync import estimator
 from mtf_gradsync._private.libraries import ESTIMATOR_AVAILABLE, tf
+from tests.sessions import saved_variables
 from tests.tools.estimator import digits
-from tests.tools.estimator.runs import train, variables
+from tests.tools.estimator.runs import train
 
 
 def ours(directory, fn=digits.model_fn, params=None, **given):
@@ -120,7 +121,7 @@ def test_programs_take_their_step_from_a_resource(tmp_path):
         train(runs, 1)
     finally:
         tf.enable_resource_variables()
-    assert variables(tmp_path)["global_step"] == 1
+    assert saved_variables(tmp_path)["global_step"] == 1
 
 
 @pytest.mark.skipif(not ESTIMATOR_AVAILABLE, reason="this TensorFlow has no Estimator")
@@ -132,5 +133,5 @@ def test_checkpoints_hold_what_was_trained_without_a_config_in_the_model_fn(tmp_
     params = {"optimizer": "cross_shard"}
     runs = tf.estimator.Estimator(model_fn, str(tmp_path), digits.config(), params)
     runs.train(digits.input_fn, steps=2)
-    first, last = (variables(tmp_path / f"model.ckpt-{step}") for step in (0, 2))
+    first, last = (saved_variables(tmp_path / f"model.ckpt-{step}") for step in (0, 2))
     assert not np.array_equal(first["hidden/kernel"], last["hidden/kernel"])

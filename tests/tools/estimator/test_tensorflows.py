@@ -10,8 +10,9 @@ from mtf_gradsync import estimator
 from mtf_gradsync._private.libraries import ESTIMATOR_AVAILABLE, tf
 from mtf_gradsync.tools.estimator.hooks import write_summary
 from tests.documents import ROOT
+from tests.sessions import saved_variables
 from tests.tools.estimator import digits
-from tests.tools.estimator.runs import RUNTIMES, VARIABLES, ours, train, variables
+from tests.tools.estimator.runs import RUNTIMES, VARIABLES, ours, train
 
 # XLA devices begin and end as CPU replicas do.
 TWO_RUNTIMES = RUNTIMES[:2]
@@ -44,9 +45,9 @@ def test_all_that_tensorflow_s_have_is_there_or_named_on_the_page():
 
 def test_names_values_and_the_model_fn(trained):
     runs = ours(trained.directory)
-    assert runs.get_variable_names() == sorted(variables(trained.directory))
+    assert runs.get_variable_names() == sorted(saved_variables(trained.directory))
     found = runs.get_variable_value("hidden/bias")
-    np.testing.assert_array_equal(found, variables(trained.directory)["hidden/bias"])
+    np.testing.assert_array_equal(found, saved_variables(trained.directory)["hidden/bias"])
     assert runs.eval_dir() == f"{trained.directory}/eval"
     assert runs.eval_dir("x") == f"{trained.directory}/eval_x"
     with tf.Graph().as_default():
@@ -60,7 +61,7 @@ def test_names_values_and_the_model_fn(trained):
 @pytest.mark.slow
 @pytest.mark.parametrize("runtime", TWO_RUNTIMES)
 def test_a_warm_start_takes_values_and_no_slots_and_happens_once(runtime, trained, tmp_path):
-    before = variables(trained.directory)
+    before = saved_variables(trained.directory)
     runs = ours(tmp_path, runtime=runtime, warm_start_from=trained.directory)
     start = runs.evaluate(digits.input_fn, steps=2)
     assert start["global_step"] == 0
@@ -69,7 +70,7 @@ def test_a_warm_start_takes_values_and_no_slots_and_happens_once(runtime, traine
     np.testing.assert_allclose(start["loss"], expected, rtol=100 * np.finfo(np.float32).eps)
     (first,) = train(runs, 1)
     np.testing.assert_allclose(first, trained_loss(trained), rtol=100 * np.finfo(np.float32).eps)
-    begun = variables(tmp_path / "model.ckpt-0")
+    begun = saved_variables(tmp_path / "model.ckpt-0")
     for name in VARIABLES:
         np.testing.assert_array_equal(begun[name], before[name])
         assert not begun[f"{name}/adam_m"].any()
@@ -82,10 +83,10 @@ def test_a_warm_start_takes_values_and_no_slots_and_happens_once(runtime, traine
 @pytest.mark.slow
 @pytest.mark.parametrize("runtime", TWO_RUNTIMES)
 def test_averages_begin_with_the_values_of_a_warm_start(runtime, trained, tmp_path):
-    before = variables(trained.directory)
+    before = saved_variables(trained.directory)
     runs = ours(tmp_path, "average", runtime, warm_start_from=trained.directory)
     train(runs, 1)
-    begun, after = variables(tmp_path / "model.ckpt-0"), variables(tmp_path)
+    begun, after = saved_variables(tmp_path / "model.ckpt-0"), saved_variables(tmp_path)
     for name in VARIABLES:
         average = f"{name}/ExponentialMovingAverage"
         np.testing.assert_array_equal(begun[average], before[name])
@@ -104,7 +105,7 @@ def test_settings_choose_what_is_warm(trained, tmp_path):
     chosen = tf.estimator.WarmStartSettings(str(trained.directory), vars_to_warm_start="hidden")
     runs = ours(tmp_path, warm_start_from=chosen)
     train(runs, 1)
-    begun, before = variables(tmp_path / "model.ckpt-0"), variables(trained.directory)
+    begun, before = saved_variables(tmp_path / "model.ckpt-0"), saved_variables(trained.directory)
     same = {name for name in VARIABLES if np.array_equal(begun[name], before[name])}
     assert same == {"hidden/kernel", "hidden/bias"}
     none = tf.estimator.WarmStartSettings(str(trained.directory), vars_to_warm_start="encoder")

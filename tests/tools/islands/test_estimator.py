@@ -8,9 +8,10 @@ from mtf_gradsync._private.libraries import tf
 from mtf_gradsync.islands import Island, IslandHook
 from mtf_gradsync.tools.islands.folder import Folder
 from mtf_gradsync.tools.islands.journal import read_status
+from tests.sessions import saved_variables
 from tests.tools.estimator import digits
 from tests.tools.estimator.conftest import trained  # noqa: F401
-from tests.tools.estimator.runs import RUNTIMES, TOLERANCE, VARIABLES, variables
+from tests.tools.estimator.runs import RUNTIMES, TOLERANCE, VARIABLES
 from tests.tools.islands.conftest import merging
 from tests.tools.islands.toy import PLAIN
 
@@ -40,6 +41,6 @@ def test_one_island_alone_trains_as_without(runtime, folder, tmp_path, trained):
     merged = [(c.steps, c.weight) for d in status.decisions[1:] for c in d.contributions]
     assert merged == [(2, 14.0)] * 3
     assert [row.state for row in status.rows] == ["left"]
-    found, expected = variables(tmp_path / "run"), variables(trained.directory)
+    found, expected = saved_variables(tmp_path / "run"), saved_variables(trained.directory)
     for name in VARIABLES:
         np.testing.assert_allclose(found[name], expected[name], rtol=0, atol=TOLERANCE)

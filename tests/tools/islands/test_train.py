@@ -19,6 +19,7 @@ from mtf_gradsync.tools.train.cli import main as cli
 from mtf_gradsync.tools.train.data.batches import TrainingBatches
 from mtf_gradsync.tools.train.metrics import read_metrics
 from mtf_gradsync.tools.train.run_files import METRICS_FILE
+from tests.sessions import saved_variables
 from tests.tools.islands.conftest import merging
 from tests.tools.islands.toy import begun
 from tests.tools.train.conftest import NO_EVAL, train_tiny
@@ -35,9 +36,7 @@ def bindings(folder, *more):
 
 def values_of(directory):
     """All variables of the newest checkpoint of a run."""
-    path = choose_checkpoint(str(directory), False, pytest.fail).path
-    reader = tf.train.load_checkpoint(path)
-    return {name: reader.get_tensor(name) for name in reader.get_variable_to_shape_map()}
+    return saved_variables(choose_checkpoint(str(directory), False, pytest.fail).path)
 
 
 @gin.configurable(module="tests.islands")

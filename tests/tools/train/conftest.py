@@ -36,6 +36,13 @@ NO_EVAL = "train.run.eval_dataset_fn = None"
 REPORTS = "train.run.reports = True"
 
 
+def accumulates(passes=4, opt="AdafactorOptimizer", **more):
+    """Bindings of a run that accumulates gradients around an optimizer; `more` in gin's words."""
+    name = "GradientAccumulationOptimizer"
+    given = {"opt": f"@{opt}", "backward_passes_per_step": passes, **more}
+    return [f"train.run.optimizer = @{name}", *(f"{name}.{k} = {v}" for k, v in given.items())]
+
+
 def run_quietly(directory, with_plots=False):
     """Runs what gin says; returns the result and what was said. To draw takes longer than steps."""
     said = []

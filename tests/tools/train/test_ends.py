@@ -16,16 +16,10 @@ from mtf_gradsync.tools.train.held_out import Improvement
 from mtf_gradsync.tools.train.metrics import read_metrics
 from mtf_gradsync.tools.train.run_files import REPORT_FILE
 from mtf_gradsync.tools.train.runner import Runner, SimdProgramRunner
-from tests.tools.train.conftest import NO_EVAL
+from tests.sessions import assert_same_bits, saved_variables
+from tests.tools.train.conftest import NO_EVAL, accumulates
 
 OFTEN = "train.run.save_checkpoints_steps = 2"
-ACCUMULATION = (
-    "train.run.optimizer = @GradientAccumulationOptimizer",
-    "GradientAccumulationOptimizer.opt = @AdafactorOptimizer",
-    "GradientAccumulationOptimizer.backward_passes_per_step = 4",
-    "GradientAccumulationOptimizer.average_aggregated_gradients = True",
-    "train.run.train_steps = 10",
-)
 
 
 def rows_of(directory, name):
@@ -103,7 +97,9 @@ def test_what_goes_by_the_held_out_loss_needs_one(train):
 @pytest.mark.parametrize("runtime", ["placement_mesh", "xla"])
 def test_the_last_step_flushes_or_says_what_is_left(train, runtime, capfd):
     """Ten steps of four for an update: the last two are in the sums, or are an update of two."""
-    bindings = NO_EVAL, *ACCUMULATION, f"train.run.runtime = '{runtime}'"
+    accumulation = accumulates(average_aggregated_gradients=True)
+    steps = "train.run.train_steps = 10"
+    bindings = NO_EVAL, *accumulation, steps, f"train.run.runtime = '{runtime}'"
     _, left, _ = train(*bindings, model_dir="left")
     told = "the last 2 steps are in the accumulated gradients and in no update"
     assert told in capfd.readouterr().err
@@ -112,14 +108,9 @@ def test_the_last_step_flushes_or_says_what_is_left(train, runtime, capfd):
     assert told not in capfd.readouterr().err
 
     def counts(directory):
-        reader = tf.train.load_checkpoint(str(directory))
-        names = reader.get_variable_to_shape_map()
-        return {
-            one: int(reader.get_tensor(name))
-            for name in names
-            for one in ("mini_step", "update_step")
-            if name.endswith(f"/{one}")
-        }
+        found = saved_variables(directory)
+        name = "GradientAccumulationOptimizer"
+        return {one: int(found[f"{name}/{one}"]) for one in ("mini_step", "update_step")}
 
     assert counts(left) == {"mini_step": 2, "update_step": 2}
     assert counts(flushed) == {"mini_step": 0, "update_step": 3}
@@ -172,11 +163,8 @@ def test_a_checkpoint_is_of_its_step_though_steps_go_on(train, monkeypatch, runt
     given = NO_EVAL, f"train.run.runtime = '{runtime}'", "train.run.train_steps = 6"
     _, beside, _ = train(*given, "train.run.save_checkpoints_steps = 3", model_dir="beside")
     _, alone, _ = train(*given, "train.run.train_steps = 3", model_dir="alone")
-    paths = [str(directory / "model.ckpt-3") for directory in (beside, alone)]
-    found, expected = map(tf.train.load_checkpoint, paths)
-    assert found.get_variable_to_shape_map() == expected.get_variable_to_shape_map()
-    for name in expected.get_variable_to_shape_map():
-        np.testing.assert_array_equal(found.get_tensor(name), expected.get_tensor(name), name)
+    found, expected = (saved_variables(path / "model.ckpt-3") for path in (beside, alone))
+    assert_same_bits(found, expected)
 
 
 def padded(sequence_length, vocabulary, dataset_split):

@@ -15,6 +15,7 @@ from mtf_gradsync.tools.train.evaluation import build_eval_graph
 from mtf_gradsync.tools.train.model import resolve_job
 from mtf_gradsync.tools.train.run import run
 from mtf_gradsync.tools.train.sampling import Sampling, sample_after
+from tests.sessions import saved_variables
 from tests.tools.train.conftest import NO_EVAL, QUICK, TINY
 
 pytestmark = pytest.mark.slow
@@ -26,11 +27,6 @@ AVERAGED = [
     "train.run.train_steps = 3",
 ]
 SETTING = "train.run.evaluate_with_averages = True"
-
-
-def saved(directory):
-    reader = tf.train.load_checkpoint(str(directory))
-    return {name: reader.get_tensor(name) for name in reader.get_variable_to_shape_map()}
 
 
 def held_out_nats(directory):
@@ -77,7 +73,7 @@ def test_held_out_loss_is_of_the_averages(train, runtime):
     # Training goes on with the variables.
     without, other, _ = train(*AVERAGED, "train.run.evaluate_with_averages = False", model_dir="b")
     assert without.held_out != result.held_out
-    one, two = saved(directory), saved(other)
+    one, two = saved_variables(directory), saved_variables(other)
     assert one.keys() == two.keys()
     for name, value in one.items():
         np.testing.assert_array_equal(value, two[name], err_msg=name)
@@ -105,7 +101,7 @@ def test_without_averages_it_is_an_error(train, capsys):
 def test_samples_are_of_the_averages(train, tmp_path):
     _, directory, _ = train(*AVERAGED, NO_EVAL, SETTING)
     path = tf.train.latest_checkpoint(str(directory))
-    values = saved(directory)
+    values = saved_variables(directory)
     copy = str(tmp_path / "copy")
     with tf.Graph().as_default(), tf.Session() as session:
         made = [

@@ -22,6 +22,7 @@ from mtf_gradsync.tools.train.metrics import read_metrics
 from mtf_gradsync.tools.train.model import resolve_job
 from mtf_gradsync.tools.train.run_files import REPORT_FILE
 from tests import grappler, ordering
+from tests.sessions import saved_variables
 from tests.tools.train.conftest import (
     ATTENTION,
     FASTEST,
@@ -29,6 +30,7 @@ from tests.tools.train.conftest import (
     NO_EVAL,
     REPORTS,
     TINY,
+    accumulates,
     train_tiny,
 )
 from tests.tools.train.events import events_shown
@@ -47,11 +49,6 @@ def losses(directory):
 def applied_norms(directory):
     rows = read_metrics(directory / run_files.METRICS_FILE)
     return {row["step"]: row["gradient_norm/applied"] for row in rows}
-
-
-def variables(directory):
-    reader = tf.train.load_checkpoint(str(directory))
-    return {name: reader.get_tensor(name) for name in reader.get_variable_to_shape_map()}
 
 
 @pytest.fixture(scope="module")
@@ -178,7 +175,7 @@ def test_resumed_run_is_bitwise_the_uninterrupted_one(train, plain_on, stop_afte
     shown = events_shown(parts)["loss"]
     assert [step for step, _ in shown] == list(range(1, 13))
     np.testing.assert_array_equal([x for _, x in shown], np.float32([*losses(plain).values()]))
-    expected, actual = variables(plain), variables(parts)
+    expected, actual = saved_variables(plain), saved_variables(parts)
     assert sorted(expected) == sorted(actual)
     for name, value in expected.items():
         np.testing.assert_array_equal(actual[name], value, err_msg=name)
@@ -228,9 +225,9 @@ def test_a_run_with_another_batch_size_goes_on_with_the_next_examples(
     assert examples_seen == [[16, 17, 18, 19]]
     go_on(6, 5)
     assert examples_seen == [list(range(20, 26)), list(range(26, 32))]
-    assert variables(tmp_path / "run")[train_graph.EXAMPLES] == 32
+    assert saved_variables(tmp_path / "run")[train_graph.EXAMPLES] == 32
     # One that does not count them, as other programs write it.
-    older = {name: value for name, value in variables(tmp_path / "run").items()}
+    older = saved_variables(tmp_path / "run")
     del older[train_graph.EXAMPLES]
     with tf.Graph().as_default(), tf.Session() as session:
         made = [tf.get_variable(name, initializer=value) for name, value in older.items()]
@@ -241,7 +238,7 @@ def test_a_run_with_another_batch_size_goes_on_with_the_next_examples(
     said = go_on(8, 6)
     assert examples_seen == [list(range(40, 48))]
     assert any("does not say how many examples its steps have used" in line for line in said)
-    assert variables(tmp_path / "run")[train_graph.EXAMPLES] == 48
+    assert saved_variables(tmp_path / "run")[train_graph.EXAMPLES] == 48
 
 
 @pytest.mark.slow
@@ -254,8 +251,8 @@ def test_optimizer_is_chosen_by_gin_alone(train, plain):
         model_dir="adam",
     )
     np.testing.assert_allclose(list(losses(plain).values()), list(losses(bare).values()), rtol=1e-2)
-    assert any("adam_m" in name for name in variables(adam))
-    assert not any("adam_m" in name for name in variables(plain))
+    assert any("adam_m" in name for name in saved_variables(adam))
+    assert not any("adam_m" in name for name in saved_variables(plain))
 
 
 @pytest.mark.slow
@@ -382,7 +379,7 @@ def test_initial_values_come_from_another_run(train, plain):
         model_dir="second",
     )
     (line,) = [line for line in said if "variables begin as in" in line]
-    before, after = variables(plain), variables(second)
+    before, after = saved_variables(plain), saved_variables(second)
     counters = {"global_step", train_graph.EXAMPLES}
     first, *groups = line.splitlines()
     taken = (before.keys() & after.keys()) - counters
@@ -412,10 +409,10 @@ ACCUMULATES = [
 @pytest.mark.slow
 def test_a_new_run_counts_its_own_microbatch_steps(train):
     _, first, _ = train(*ACCUMULATES, "train.run.train_steps = 6", model_dir="first")
-    before, end = variables(first), "train.run.train_steps"
+    before, end = saved_variables(first), "train.run.train_steps"
     taken = [f"train.run.init_checkpoint = '{first}'"]
     _, second, said = train(*ACCUMULATES, *taken, f"{end} = 3", model_dir="second")
-    after = variables(second)
+    after = saved_variables(second)
     counters = [f"GradientAccumulationOptimizer/{x}" for x in ("mini_step", "update_step")]
     assert [(before[x], after[x]) for x in counters] == [(2, 3), (1, 0)]
     trained = [x for x in before if f"{x}/adam_m" in before]
@@ -446,7 +443,7 @@ def test_a_new_run_counts_its_own_microbatch_steps(train):
     # Both go on as they would have without a stop, and the second updates after its fourth step.
     _, _, said = train(*ACCUMULATES, *taken, f"{end} = 4", model_dir="second")
     assert not [line for line in said if "variables begin as in" in line]
-    assert [variables(second)[x] for x in counters] == [0, 1]
+    assert [saved_variables(second)[x] for x in counters] == [0, 1]
 
 
 @pytest.mark.slow
@@ -457,7 +454,7 @@ def test_counts_of_slots_that_another_run_has_are_its_steps(train):
     own = ["CrossShardOptimizer.opt = @AdamWOptimizer", "AdamWOptimizer.learning_rate = 0.01"]
     taken = [f"train.run.init_checkpoint = '{first}'", "train.run.train_steps = 1"]
     _, second, said = train(NO_EVAL, *own, *taken, model_dir="second")
-    counts = {int(x) for name, x in variables(second).items() if name.endswith("/adam_t")}
+    counts = {int(x) for name, x in saved_variables(second).items() if name.endswith("/adam_t")}
     assert counts == {4}
     (text,) = [line for line in said if "variables begin as in" in line]
     assert (
@@ -473,7 +470,7 @@ def test_initial_values_that_another_run_does_not_have_are_named(train, plain):
     _, second, said = train(NO_EVAL, *more, *other, model_dir="second")
     (text,) = [line for line in said if "variables begin as in" in line]
     first, *lines = text.splitlines()
-    before, after = variables(plain), variables(second)
+    before, after = saved_variables(plain), saved_variables(second)
     counters = {"global_step", train_graph.EXAMPLES}
     alike = {n for n in after if n in before and after[n].shape == before[n].shape} - counters
     assert first == f"{len(alike)} variables begin as in {plain}"
@@ -591,24 +588,21 @@ def test_schedules_follow_updates_by_one_binding(train, runtime, optimizer, repe
 
 @pytest.mark.slow
 def test_adafactor_s_default_decay_follows_the_schedules_step(train):
-    def variables(model_dir, *bound):
+    def statistics(model_dir, *bound):
         _, directory, _ = train(
             NO_EVAL,
+            *accumulates(3),
             "train.run.train_steps = 6",
             "train.run.runtime = 'cpu_replicas'",
-            "train.run.optimizer = @GradientAccumulationOptimizer",
-            "GradientAccumulationOptimizer.opt = @AdafactorOptimizer",
-            "GradientAccumulationOptimizer.backward_passes_per_step = 3",
             "adafactor_decay_rate_pow.exponent = 0.5",
             *bound,
             model_dir=model_dir,
         )
-        reader = tf.train.load_checkpoint(latest_checkpoint(str(directory)))
-        names = [n for n in reader.get_variable_to_shape_map() if "_slot_v" in n]
-        return {name: reader.get_tensor(name) for name in names}
+        newest = saved_variables(latest_checkpoint(str(directory)))
+        return {name: value for name, value in newest.items() if "_slot_v" in name}
 
-    found = variables("found", "train.run.schedule_step = @get_update_step")
-    right = variables(
+    found = statistics("found", "train.run.schedule_step = @get_update_step")
+    right = statistics(
         "right",
         "AdafactorOptimizer.decay_rate = @adafactor_decay_rate_per_update()",
         "adafactor_decay_rate_per_update.backward_passes_per_step = 3",

@@ -14,7 +14,7 @@ from mtf_gradsync.tools.train import train_graph
 from mtf_gradsync.tools.train.cli import main as cli
 from mtf_gradsync.tools.train.metrics import EventFile
 from tests.soak.injected import install
-from tests.tools.train.conftest import NO_EVAL, QUICK, TINY
+from tests.tools.train.conftest import NO_EVAL, QUICK, TINY, accumulates
 
 
 def no_space(*unused_args, **unused_kwargs):
@@ -77,14 +77,9 @@ def test_no_checkpoint_is_written_of_what_is_not_finite(train, tmp_path, monkeyp
 def test_no_checkpoint_is_written_of_sums_that_are_not_finite(train, tmp_path, monkeypatch):
     """They would be in the next update, and in that of each run that goes on from there."""
     install(json.dumps(["nan_in_shard", {"step": 5, "shard": 1}]), monkeypatch.setattr)
-    accumulation = [
-        "train.run.optimizer = @GradientAccumulationOptimizer",
-        "GradientAccumulationOptimizer.opt = @AdafactorOptimizer",
-        "GradientAccumulationOptimizer.backward_passes_per_step = 4",
-        "GradientAccumulationOptimizer.accumulate = 'local'",
-        "GradientAccumulationOptimizer.mesh_shape = 'batch:2;model:1'",
-        "GradientAccumulationOptimizer.layout = 'batch:batch'",
-    ]
+    accumulation = accumulates(
+        accumulate="'local'", mesh_shape="'batch:2;model:1'", layout="'batch:batch'"
+    )
     with pytest.raises(TrainingError, match=r"hold numbers that are not finite, after step 6; no"):
         train(NO_EVAL, *accumulation)
     assert choose_checkpoint(str(tmp_path / "run"), False, pytest.fail).path is None

@@ -3,7 +3,6 @@
 import functools
 import os
 import signal
-from pathlib import Path
 
 import gin
 import pytest
@@ -24,8 +23,8 @@ from mtf_gradsync.tools.train.model import MeshModel, placeholders, resolve_job
 from mtf_gradsync.tools.train.train_graph import model_and_optimizer
 from mtf_gradsync.tools.verification.verdicts import DivisionResult, Verification
 from tests.tools.planning.machines import Counting
+from tests.tools.train.conftest import TINY, accumulates
 
-TINY = str(Path(__file__).parents[1] / "tiny.gin")
 LAYOUT = "batch:batch;d_ff:model;heads:model;vocab:model"
 missing = xla.why_no_tpu_compiler()
 
@@ -117,13 +116,7 @@ def test_lengths_of_the_run_count_microbatch_steps():
     assert not any("train_steps" in line for line in best.gin_lines(choice_of(Stack())))
 
 
-ACCUMULATES = [
-    "train.run.optimizer = @GradientAccumulationOptimizer",
-    "GradientAccumulationOptimizer.opt = @AdafactorOptimizer",
-    "GradientAccumulationOptimizer.backward_passes_per_step = 4",
-]
-
-
+ACCUMULATES = accumulates()
 AVERAGE = "GradientAccumulationOptimizer.average_aggregated_gradients = True"
 COUNTS = "train.run.schedule_step = @get_update_step"
 SGD = "GradientAccumulationOptimizer.opt = @SgdOptimizer"

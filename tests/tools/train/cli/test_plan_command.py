@@ -2,7 +2,6 @@
 
 import json
 import signal
-from pathlib import Path
 
 import gin
 import pytest
@@ -10,7 +9,6 @@ import pytest
 import mtf_gradsync as gs
 from mtf_gradsync import xla
 from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync.runtimes._common import install_extra
 from mtf_gradsync.runtimes.simd.program import compiled_only
 from mtf_gradsync.tools import planning
 from mtf_gradsync.tools._private.gin import bindings, bound
@@ -19,20 +17,9 @@ from mtf_gradsync.tools.train.cli import main as cli
 from mtf_gradsync.tools.train.cli import plan as command
 from mtf_gradsync.tools.train.train_graph import steps_per_update
 from tests.tools.planning.machines import interrupted_and_dropped
-
-TINY = str(Path(__file__).parents[1] / "tiny.gin")
+from tests.tools.train.conftest import TINY, accumulates
 
 missing = xla.why_no_tpu_compiler()
-
-
-def test_help_names_every_flag(capsys):
-    with pytest.raises(SystemExit) as ended:
-        cli.main(["plan", "--help"])
-    assert ended.value.code == 0
-    text = capsys.readouterr().out
-    for flag in ("gin_file", "topologies", "mesh_shape", "layout", "jobs", "json", "png"):
-        assert f"--{flag}" in text
-    assert max(map(len, text.splitlines())) <= 100
 
 
 @pytest.mark.parametrize(
@@ -81,13 +68,8 @@ def test_parameters_and_the_steps_of_an_update_are_those_of_the_config(monkeypat
         return planning.Plan(())
 
     monkeypatch.setattr(planning, "plan", plan)
-    accumulates = [
-        "train.run.optimizer = @GradientAccumulationOptimizer",
-        "GradientAccumulationOptimizer.opt = @AdafactorOptimizer",
-        "GradientAccumulationOptimizer.backward_passes_per_step = 4",
-    ]
     recomputes = ["transformer.LayerStack.recompute_grads = True"]
-    for bindings_ in ([], accumulates, recomputes):
+    for bindings_ in ([], accumulates(), recomputes):
         cli.main(["plan", f"--gin_file={TINY}", *(f"--gin_param={one}" for one in bindings_)])
     # Embeddings of 260 bytes and 16 positions, four projections, two dense layers, three norms.
     by_hand = 260 * 16 + 16 * 16 + 4 * 16 * 16 + 2 * 16 * 32 + 3 * 16
@@ -154,12 +136,6 @@ def test_the_exit_code_of_a_partial_plan_has_the_signal(capsys, monkeypatch, num
     monkeypatch.setattr(command, "plan_config", lambda *unused, **unused_options: partial)
     assert cli.main(["plan", f"--gin_file={TINY}"]) == 128 + number
     assert "stopped: 4 not looked at" in capsys.readouterr().out
-
-
-@pytest.mark.skipif(not missing, reason="the TPU compiler is installed")
-def test_without_the_compiler_the_error_says_what_to_install(capsys):
-    assert cli.main(["plan", f"--gin_file={TINY}"]) == cli.EXIT_FAILED
-    assert install_extra("tpu") in capsys.readouterr().err
 
 
 def test_optimizers_that_are_given_the_mesh_get_the_one_that_is_planned():

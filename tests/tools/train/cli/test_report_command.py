@@ -4,16 +4,10 @@ import re
 import pytest
 
 from mtf_gradsync.tools.train.cli import main as cli
-from tests.tools.train.conftest import NO_ATTENTION, TINY
+from tests.tools.train.conftest import NO_ATTENTION, TINY, accumulates
 
-ACCUMULATION = [
-    "train.run.optimizer = @GradientAccumulationOptimizer",
-    "GradientAccumulationOptimizer.opt = @AdafactorOptimizer",
-    "GradientAccumulationOptimizer.backward_passes_per_step = 4",
-    "GradientAccumulationOptimizer.mesh_shape = 'batch:2;model:2'",
-    "GradientAccumulationOptimizer.layout = "
-    "'batch:batch,d_ff:model,heads:model,vocab:model'",
-]  # fmt: skip
+LAYOUT = "'batch:batch,d_ff:model,heads:model,vocab:model'"
+ACCUMULATION = accumulates(mesh_shape="'batch:2;model:2'", layout=LAYOUT)
 
 
 @pytest.fixture
@@ -173,13 +167,3 @@ def test_missing_bindings_are_named(capsys):
     error = capsys.readouterr().err
     assert "Missing in the config: train.run." in error
     assert "train.run.mesh_shape" in error
-
-
-def test_help(capsys):
-    with pytest.raises(SystemExit) as ended:
-        cli.main(["report", "--help"])
-    assert ended.value.code == 0
-    text = capsys.readouterr().out
-    for flag in ("gin_file", "gin_param", "rows", "json", "png", "no_placement"):
-        assert f"--{flag}" in text
-    assert max(map(len, text.splitlines())) <= 100

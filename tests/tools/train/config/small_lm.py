@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-from mtf_gradsync._private.libraries import tf
 from mtf_gradsync.tools.train import gin_files, run_files
 from mtf_gradsync.tools.train.metrics import read_metrics
 from tests.tools.train.conftest import NO_ATTENTION, NO_EVAL, run_quietly
@@ -48,9 +47,3 @@ def losses(directory):
     """The loss of each step."""
     rows = read_metrics(directory / run_files.METRICS_FILE)
     return [row["loss"] for row in rows if "loss" in row]
-
-
-def variables(checkpoint):
-    """The variables of a checkpoint, or of the newest in a directory."""
-    reader = tf.train.load_checkpoint(str(checkpoint))
-    return {name: reader.get_tensor(name) for name in reader.get_variable_to_shape_map()}

@@ -5,8 +5,9 @@ import re
 import numpy as np
 import pytest
 
+from tests.sessions import saved_variables
 from tests.tools.train.config import small_lm
-from tests.tools.train.config.small_lm import losses, variables
+from tests.tools.train.config.small_lm import losses
 from tests.tools.train.conftest import REPORTS
 
 K = 4  # as in the config
@@ -31,14 +32,14 @@ def test_shows_micro_and_update_step_and_moves_variables_with_updates_only(train
     error = capsys.readouterr().err
     shown = re.findall(r"^step (\d+)/10 .*micro step (\d+)  update step (\d+)$", error, re.M)
     assert shown, error
-    values = variables(directory)
+    values = saved_variables(directory)
     assert values["global_step"] == 2 * K + 2
     assert values["GradientAccumulationOptimizer/mini_step"] == 2
     assert values["GradientAccumulationOptimizer/update_step"] == 2
     # The counters with the step that is shown.
     assert shown[-1] == ("10", "2", "2")
 
-    steps = [variables(f"{directory}/model.ckpt-{step}") for step in range(1, 2 * K + 1)]
+    steps = [saved_variables(f"{directory}/model.ckpt-{step}") for step in range(1, 2 * K + 1)]
     weights = [
         name for name in steps[0]
         if name.startswith("transformer") and "slot" not in name and "accumulator" not in name

@@ -8,6 +8,7 @@ import pytest
 
 from mtf_gradsync.tools.train import run_files
 from mtf_gradsync.tools.train.metrics import read_metrics
+from tests.sessions import saved_variables
 from tests.tools.train.config import small_lm
 from tests.tools.train.conftest import ATTENTION
 
@@ -23,7 +24,7 @@ EPS = 2.0**-11
 
 def way(directory):
     """How far all weights, as one vector, have moved from a run's first checkpoint to its last."""
-    first, last = (small_lm.variables(directory / f"model.ckpt-{step}") for step in (1, STEPS))
+    first, last = (saved_variables(directory / f"model.ckpt-{step}") for step in (1, STEPS))
     weights = [name for name in sorted(first) if re.match("transformer/(?!.*slot)", name)]
     return np.concatenate([(last[name] - first[name]).ravel() for name in weights])
 

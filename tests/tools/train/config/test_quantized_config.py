@@ -5,6 +5,7 @@ import pytest
 
 from mtf_gradsync.tools.train import run_files
 from mtf_gradsync.tools.train.metrics import read_metrics
+from tests.sessions import saved_variables
 from tests.tools.train.config import small_lm
 from tests.tools.train.conftest import REPORTS
 
@@ -19,7 +20,7 @@ def test_trains_with_less_and_shows_the_rate(bindings, most, tmp_path):
     assert len(rows) == 4
     assert np.isfinite([row["loss"] for row in rows]).all()
     assert all(2 < row["compression/rate"] < most for row in rows)
-    variables = small_lm.variables(tmp_path / "model.ckpt-4")
+    variables = saved_variables(tmp_path / "model.ckpt-4")
     kind = "low_rank_error" if bindings else "quantization_error"
     errors = [value for name, value in variables.items() if name.endswith(f"/{kind}")]
     assert len(errors) > 3

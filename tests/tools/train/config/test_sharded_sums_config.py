@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from tests.sessions import saved_variables
 from tests.tools.train.config import small_lm
 from tests.tools.train.conftest import REPORTS
 
@@ -22,7 +23,7 @@ def test_trains_as_with_synced_sums_and_whole_updates(tmp_path):
             "lm_sharded_sums.gin", tmp_path / name, "batch:2;model:1", 8, REPORTS, MESH, *bindings
         )
         runs[name] = small_lm.losses(tmp_path / name)
-        found = small_lm.variables(tmp_path / name)
+        found = saved_variables(tmp_path / name)
         assert found["GradientAccumulationOptimizer/update_step"] == 2
     assert len(runs["parts"]) == 8
     # Sums over two shards have the same bits; losses of 5, after two updates.

@@ -8,6 +8,7 @@ import pytest
 
 from mtf_gradsync._private.libraries import tf
 from mtf_gradsync.runtimes._common import TrainingError
+from tests.sessions import saved_variables
 from tests.tools.train.config import small_lm
 from tests.tools.train.conftest import REPORTS
 
@@ -33,7 +34,7 @@ def train(tmp_path):
         ]
         mesh_shape = "batch:4;model:1"
         small_lm.train("lm_sync_replicas.gin", tmp_path, mesh_shape, steps, *skipped, *bindings)
-        return small_lm.variables(tmp_path)
+        return saved_variables(tmp_path)
 
     return call
 
@@ -48,7 +49,7 @@ def test_one_of_four_may_be_missing_and_two_make_an_update_of_two_steps(train, t
     assert shown, error
     # The counts with the step that is shown.
     assert shown[-1] == ("9", "7", "5 6 9 5", "4 3 0 4")
-    before = small_lm.variables(tmp_path / "model.ckpt-5")
+    before = saved_variables(tmp_path / "model.ckpt-5")
     # An update in each step.
     assert before["global_step"] == before["sync_replicas/update_step"] == 5
     np.testing.assert_array_equal(before["sync_replicas/made"].ravel(), [5, 2, 5, 5])
