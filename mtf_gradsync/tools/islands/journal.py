@@ -83,7 +83,8 @@ class Journal:
         added to the newest object until it has 200 events.
         """
         try:
-            self._folder.write(self._name(), b"".join(map(_line, self._lines)))
+            lines = msgspec.json.Encoder(order="sorted").encode_lines(self._lines)
+            self._folder.write(self._name(), lines)
         except FolderError as error:
             what = f"Island {self._island}: {error}; it is written with a later line"
             self._reminders.remind("journal", what)
@@ -101,10 +102,6 @@ class Journal:
             with contextlib.suppress(FolderError):
                 for name in self._folder.names(self._place)[:-_PARTS_KEPT]:
                     self._folder.remove(f"{self._place}/{name}")
-
-
-def _line(event: dict[str, Any]) -> bytes:
-    return msgspec.json.encode(event, order="sorted") + b"\n"
 
 
 class JournalEvent(msgspec.Struct, frozen=True):

@@ -6,7 +6,6 @@ Here a division is a mesh, a layout, and the settings of the wrappers around the
 from __future__ import annotations
 
 import collections
-import itertools
 import math
 from typing import Any, Iterator, Mapping, NamedTuple, Sequence
 
@@ -295,7 +294,8 @@ class Predictor:
           ValueError: when this mesh and layout cannot split the model.
         """
         self._costs, self._machine = costs, machine
-        dims = mtf.convert_to_shape(mesh_shape).dims
+        self._shape = mtf.convert_to_shape(mesh_shape)
+        dims = self._shape.dims
         self._sizes = {dim.name: dim.size for dim in dims}
         rules = [(rule[0], rule[-1]) for rule in rules_of(layout)]
         self._axis = {name: axis for name, axis in rules if self._sizes.get(axis, 1) > 1}
@@ -380,12 +380,8 @@ class Predictor:
 
         Each group lists the numbers of cores whose places on the mesh differ only along these axes.
         """
-        names = list(self._sizes)
-        groups: dict[Any, list[int]] = {}
-        for core, place in enumerate(itertools.product(*map(range, self._sizes.values()))):
-            others = tuple(x for name, x in zip(names, place) if name not in axes)
-            groups.setdefault(others, []).append(core)
-        return [tuple(group) for group in groups.values()]
+        dims = [number for number, name in enumerate(self._sizes) if name in axes]
+        return [tuple(group) for group in mtf.processor_groups(self._shape, dims)]
 
     def predict(self, stack: Stack) -> Predicted:
         """Returns the predicted cost of an update of the whole batch.

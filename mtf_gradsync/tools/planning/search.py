@@ -193,10 +193,13 @@ class _Search:
         self._lock, self._stopped = threading.Lock(), False
 
     def run(self, candidates: Sequence[Candidate]) -> Plan:
+        by_program: dict[Any, list[Candidate]] = collections.defaultdict(list)
+        for candidate in candidates:
+            by_program[candidate.mesh_shape, candidate.layout].append(candidate)
         stopped_by = None
         pool = concurrent.futures.ThreadPoolExecutor(self._jobs, "plan")
         try:
-            for group in _by_program(candidates):
+            for group in by_program.values():
                 self._stop.check()
                 for work in self._build_programs(group):
                     # Programs that wait to be compiled take memory, so only a few may wait.
@@ -315,13 +318,6 @@ class _Search:
                 if process.poll() is None:
                     process.kill()
         pool.shutdown(wait=True)
-
-
-def _by_program(candidates: Sequence[Candidate]) -> list[list[Candidate]]:
-    groups: dict[tuple[str, str], list[Candidate]] = collections.defaultdict(list)
-    for candidate in candidates:
-        groups[candidate.mesh_shape, candidate.layout].append(candidate)
-    return list(groups.values())
 
 
 def _row(work: _LoweredCandidate, compiled: Compiled, is_repeated: bool) -> PlanRow:

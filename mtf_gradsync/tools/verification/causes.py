@@ -339,8 +339,8 @@ def _causes(facts: DifferenceFacts) -> Iterator[str]:
     )
 
 
-def other_mesh_shape(recorded: Any, mesh_shape: str) -> str:
-    """Returns the shape of a mesh on which the program was lowered, if it is not `mesh_shape`.
+def why_on_another_mesh(recorded: Any, mesh_shape: str) -> str:
+    """Returns in words that a program was lowered on a mesh of another shape than `mesh_shape`.
 
     `verify` asks a program to use a mesh, but the program may make a mesh of its own.
 
@@ -349,13 +349,16 @@ def other_mesh_shape(recorded: Any, mesh_shape: str) -> str:
       mesh_shape: the mesh shape that the program was asked to use, such as "batch:4;model:2".
 
     Returns:
-      The other mesh shape, in the same form, or "no axis" if it has no axes; "" if the program was
-      lowered on `mesh_shape`.
+      The error in words, with both mesh shapes; "" if the program was lowered on `mesh_shape`.
     """
     asked = mtf.convert_to_shape(mesh_shape)
     found = {v.mesh: v for v in recorded.variables.values()}
     for lowering in recorded.lowerings:
         for mesh, mesh_impl in lowering.mesh_to_impl.items():
             if mesh in found and mesh_impl.shape != asked:
-                return ";".join(f"{d.name}:{d.size}" for d in mesh_impl.shape.dims) or "no axis"
+                shape = ";".join(f"{d.name}:{d.size}" for d in mesh_impl.shape.dims) or "no axis"
+                return (
+                    f"the program was lowered on a mesh of {shape}, and not on {mesh_shape}: it "
+                    'makes a mesh of its own; let it read params["mesh_shape"] and params["layout"]'
+                )
     return ""

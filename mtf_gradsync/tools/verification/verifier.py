@@ -15,9 +15,9 @@ from mtf_gradsync.tools.verification.causes import (
     DifferenceFacts,
     cause_of,
     name_of_factor,
-    other_mesh_shape,
     products_of_means,
     statistics_of,
+    why_on_another_mesh,
 )
 from mtf_gradsync.tools.verification.comparing import Difference
 from mtf_gradsync.tools.verification.divisions import Division
@@ -123,9 +123,9 @@ class Verifier:
         if one_core.key not in self._references:
             try:
                 made = make_reference(self._engine, one_core, self._outcome)
-                elsewhere = other_mesh_shape(made.outcome.recorded, one_core.mesh_shape)
-                if elsewhere:
-                    raise CannotBeDivided(_other_mesh_error(elsewhere, one_core.mesh_shape))
+                why = why_on_another_mesh(made.outcome.recorded, one_core.mesh_shape)
+                if why:
+                    raise CannotBeDivided(why)
                 self._references[one_core.key] = made
             except CannotBeDivided as error:
                 self._references[one_core.key] = error
@@ -154,9 +154,8 @@ class Verifier:
             outcome = self._engine.run(division)
         except CannotBeDivided as error:
             return dataclasses.replace(found, cause=str(error))
-        elsewhere = other_mesh_shape(outcome.recorded, division.mesh_shape)
-        if elsewhere:
-            why = _other_mesh_error(elsewhere, division.mesh_shape)
+        why = why_on_another_mesh(outcome.recorded, division.mesh_shape)
+        if why:
             return dataclasses.replace(found, verdict=NOT_SHOWN, cause=why)
         try:
             reference = self.reference(division)
@@ -510,10 +509,3 @@ class Verifier:
             if isinstance(value, (int, float)) and not isinstance(value, bool):
                 numbers[f"params {name}"] = value
         return {name: value for name, value in numbers.items() if value != 1}
-
-
-def _other_mesh_error(found: str, asked: str) -> str:
-    return (
-        f"the program was lowered on a mesh of {found}, and not on {asked}: it makes a mesh of its "
-        'own; let it read params["mesh_shape"] and params["layout"]'
-    )
