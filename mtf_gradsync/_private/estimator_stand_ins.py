@@ -266,27 +266,11 @@ def _estimator_stand_in() -> types.ModuleType:
     name = "tensorflow.compat.v1.estimator"
     members: dict[str, Any] = {"ModeKeys": ModeKeys}
     # In TensorFlow 2.15 these names of tf.estimator are the very objects of tf.train.
-    hooks = (
-        "CheckpointSaverHook",
-        "CheckpointSaverListener",
-        "FeedFnHook",
-        "FinalOpsHook",
-        "GlobalStepWaiterHook",
-        "LoggingTensorHook",
-        "NanLossDuringTrainingError",
-        "NanTensorHook",
-        "ProfilerHook",
-        "SecondOrStepTimer",
-        "SessionRunArgs",
-        "SessionRunContext",
-        "SessionRunHook",
-        "SessionRunValues",
-        "StepCounterHook",
-        "StopAtStepHook",
-        "SummarySaverHook",
-        "VocabInfo",
-    )
-    members.update({hook: getattr(tf.train, hook) for hook in hooks if hasattr(tf.train, hook)})
+    of_hooks = ("CheckpointSaverListener", "NanLossDuringTrainingError", "SecondOrStepTimer")
+    for shared in dir(tf.train):
+        is_hook = shared.endswith("Hook") or shared.startswith("SessionRun") or shared in of_hooks
+        if is_hook or shared == "VocabInfo":
+            members[shared] = getattr(tf.train, shared)
     members.update({cls: _removed_class(cls, name) for cls in _ESTIMATOR_CLASSES})
     export = {
         "PredictOutput": PredictOutput,

@@ -252,27 +252,6 @@ def _flow(grads: Sequence[mtf.Tensor], axes: ReplicaAxes) -> Flow:
     return Flow(grads[0].graph, grads, Layout.of(axes, grads[0].mesh))
 
 
-def check_recoverable(
-    grads: MaybeGradients,
-    axes: ReplicaAxes,
-    names: Sequence[str] | None = None,
-    recomputes: bool = False,
-    within: ReplicaAxes | None = None,
-) -> None:
-    """Raises ValueError unless each shard's own gradients are recoverable from `grads`.
-
-    Args:
-      grads: gradients that are not split by shard; None is passed over.
-      axes: the replica axes whose shards' gradients are to be recovered.
-      names: a name for each of `grads`, for the error; None takes the names of their variables.
-      recomputes: whether the caller computes each shard's part by itself for gradients that follow
-        from sums over the shards or from no shard's data. If true, they raise no error.
-      within: all mesh axes that split the batch, if these are more than `axes`; None if the batch
-        is split over `axes` alone.
-    """
-    Recoverability(grads, axes, within).check(names, recomputes)
-
-
 def check_addable(grads: MaybeGradients, axes: ReplicaAxes, names: Sequence[str]) -> None:
     """Raises ValueError unless all gradients are sums of one term per shard.
 
@@ -468,9 +447,8 @@ def per_shard(
     accept_summed = check_flag("accept_summed", accept_summed)
     strategy = check_strategy(FusedAllReduce() if reducer is None else reducer)
     if not accept_summed:
-        check_recoverable(
-            [None if g is None or shard_dims_in(g.shape, axes) else g for g in grads], axes
-        )
+        own = [None if g is None or shard_dims_in(g.shape, axes) else g for g in grads]
+        Recoverability(own, axes).check()
     return split_into_shards(grads, axes, strategy, accept_summed)
 
 

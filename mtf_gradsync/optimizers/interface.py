@@ -446,7 +446,7 @@ class _DeferredPairs(DeferredUpdate):
             self.build()
 
     def _here(self) -> tuple[Any, ...]:
-        return tf.get_default_graph(), *self.plan.build_conditions
+        return tf.get_default_graph(), self.plan.open_branch, self.plan.needs_no_gate
 
     def make(self) -> list[mtf.Operation]:
         args, kwargs = self._inner_arguments

@@ -18,7 +18,7 @@ from mtf_gradsync._common import check_flag, check_number, check_whole_number
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.compat_v1 import NOT_GIVEN, MeshOptimizerLike
 from mtf_gradsync.gradients.arguments import PassedOnArguments
-from mtf_gradsync.gradients.shards import check_addable, check_recoverable
+from mtf_gradsync.gradients.shards import Recoverability, check_addable
 from mtf_gradsync.mesh.axes import LayoutLike, MeshShapeLike, ReplicaAxes, as_dim_names
 from mtf_gradsync.optimizers.outer_steps import StepsOfIslands, TrainsIslands
 from mtf_gradsync.optimizers.outer_values import Agreed, IslandVariables
@@ -116,7 +116,7 @@ class OuterSteps(Stage):
         ]
         names = [f"variable {v.name!r}" for v in variables]
         check_addable(own, all_axes, names)
-        check_recoverable(own, islands, names, within=all_axes)
+        Recoverability(own, islands, within=all_axes).check(names)
 
     def describe(self, about: About) -> list[Line]:
         wrapper, islands = self.wrapper, self.wrapper.islands

@@ -16,7 +16,7 @@ from mtf_gradsync.gradients import arguments
 from mtf_gradsync.gradients.arguments import PassedOnArguments
 from mtf_gradsync.gradients.measures import NotFinite
 from mtf_gradsync.gradients.reduce_gradients import GradientFromSums
-from mtf_gradsync.gradients.shards import SumGradients, check_recoverable, split_into_shards
+from mtf_gradsync.gradients.shards import Recoverability, SumGradients, split_into_shards
 from mtf_gradsync.mesh.axes import LayoutLike, MeshShapeLike, ReplicaAxes
 from mtf_gradsync.optimizers import replicas
 from mtf_gradsync.optimizers.average import KeepsAverages, MoveAverages, check_averages
@@ -326,7 +326,7 @@ class _AggregateReplicas(Stage):
         if self._needs_shards:
             own = [None if g is None or wrapper._shard_dims(g.shape) else g for g in grads]
             names = [f"variable {v.name!r}" for v in variables]
-            check_recoverable(own, self.axes, names, recomputes=True)
+            Recoverability(own, self.axes).check(names, recomputes=True)
         mesh = variables[0].mesh
         replicas.check_tensor_mesh("contributes", wrapper._contributes, mesh)
         replicas.check_tensor_mesh("local_steps", wrapper._local_steps, mesh)

@@ -7,7 +7,7 @@ import logging
 import re
 from typing import Any, Callable, Hashable, NamedTuple, Sequence
 
-from mtf_gradsync._common import grouped, walk, warn_once
+from mtf_gradsync._common import grouped, log_once, walk, warn_once
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._private.patches import late_configurable
 from mtf_gradsync._private.tensorflow import local_devices
@@ -215,9 +215,6 @@ class BestAllReduce(Strategy):
     the gradients, and makes all other sums by the strategy that is picked.
     """
 
-    def __init__(self):
-        self._logged: set[str] = set()
-
     def all_reduce(
         self, mesh_impl: Any, values: Sequence[Any], groups: ProcessorGroups
     ) -> list[Any]:
@@ -245,9 +242,7 @@ class BestAllReduce(Strategy):
                 "is made when a step is built, and BestAllReduce picks a strategy when the graph "
                 f"is lowered. Give {name}(reducer=BestAllReduce()) in its place."
             )
-        if text not in self._logged:
-            self._logged.add(text)
-            _logger.info(text)
+        log_once(text, logging.INFO, "%s", text)
         return choice.strategy
 
     def wire_dtype(self, mesh_impl: Any, dtype: tf.DType, groups: ProcessorGroups) -> tf.DType:

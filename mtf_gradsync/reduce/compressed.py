@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import numbers
 import sys
-from typing import Any, Literal, Protocol, Sequence, Union, get_args
+from typing import Any, Callable, Literal, Protocol, Sequence, Union, get_args
 
 import gin
 
@@ -214,9 +214,8 @@ class CompressedAllReduce(Strategy):
     def all_reduce(
         self, mesh_impl: Any, values: Sequence[Any], groups: ProcessorGroups
     ) -> list[Any]:
-        narrow = self._compress(mesh_impl, values, groups)
-        sums = self.reducer.all_reduce(mesh_impl, narrow, groups)
-        return self._restore(mesh_impl, values, narrow, sums, groups)
+        narrow, restore = self._compress(mesh_impl, values, groups)
+        return restore(self.reducer.all_reduce(mesh_impl, narrow, groups))
 
     def reduce_scatter(
         self,
@@ -231,9 +230,8 @@ class CompressedAllReduce(Strategy):
         are the processors that sum with each other. `cuts` has, for each value, the axes of its
         slices that are split into parts, and the mesh axes over which they are split.
         """
-        narrow = self._compress(mesh_impl, values, groups)
-        parts = reduce_scatter_by(self.reducer, mesh_impl, narrow, groups, cuts)
-        return self._restore(mesh_impl, values, narrow, parts, groups, in_parts=True)
+        narrow, restore = self._compress(mesh_impl, values, groups, in_parts=True)
+        return restore(reduce_scatter_by(self.reducer, mesh_impl, narrow, groups, cuts))
 
     @property
     def has_gradient_reduction(self) -> bool:
@@ -253,22 +251,25 @@ class CompressedAllReduce(Strategy):
         strategy's state. `groups` are the processors that sum with each other. The sums have the
         dtypes of `values`.
         """
-        narrow = self._compress(mesh_impl, values, groups)
+        narrow, restore = self._compress(mesh_impl, values, groups)
         sums, state = self.reducer.reduce_gradients(mesh_impl, narrow, groups, state)
-        return self._restore(mesh_impl, values, narrow, sums, groups), state
+        return restore(sums), state
 
     def _compress(
-        self, mesh_impl: Any, values: Sequence[Any], groups: ProcessorGroups
-    ) -> list[Any]:
-        """Returns `values` (`LaidOutTensor`s) as they are sent: scaled, and cast to the wire dtype.
+        self, mesh_impl: Any, values: Sequence[Any], groups: ProcessorGroups, in_parts: bool = False
+    ) -> tuple[list[Any], Callable[[Sequence[Any]], list[Any]]]:
+        """Returns values as they are sent, and a function that restores their sums over `groups`.
 
-        A value that would not become smaller is returned as the same object, by which the caller
-        can tell which values are compressed. Not compressed are values of other dtypes than float32
-        and float64, and values without elements. No value is compressed if groups have one
-        processor, or if `reducer` would not send the wire dtype.
+        Values (`LaidOutTensor`s) are sent scaled, and cast to the wire dtype. Not compressed are
+        values of other dtypes than float32 and float64, and values without elements. No value is
+        compressed if groups have one processor, or if `reducer` would not send the wire dtype.
+
+        The function that restores sums casts them back to the dtypes of `values`, and divides them
+        by `prescale`. Sums of values that were not compressed stay as they are. If `in_parts` is
+        true, each processor has only its part of every sum. If sums are in float16, a check for
+        overflows is added.
         """
         self.check(mesh_impl, groups)
-        values = list(values)
         check_values(values)
         wide = [
             i
@@ -277,53 +278,31 @@ class CompressedAllReduce(Strategy):
             and mtf.list_product(value.slice_shape) > 0
         ]
         if groups.group_size == 1 or not wide or not self._narrows(mesh_impl, groups):
-            return values
+            return list(values), list
 
         def compress(x: tf.Tensor) -> tf.Tensor:
             return tf.cast(x if self.prescale == 1 else x * self.prescale, self.compressed_dtype)
 
-        for index in wide:
-            values[index] = mesh_impl.slicewise(compress, values[index])
-        return values
+        def restore(sums: Sequence[Any]) -> list[Any]:
+            results = {}
+            for i in wide:
+                dtype = values[i].tensor_list[0].dtype.base_dtype
 
-    def _restore(
-        self,
-        mesh_impl: Any,
-        values: Sequence[Any],
-        narrow: Sequence[Any],
-        sums: Sequence[Any],
-        groups: ProcessorGroups,
-        in_parts: bool = False,
-    ) -> list[Any]:
-        """Returns `sums` cast back to the dtypes of `values` and divided by `prescale`.
+                def widen(x: tf.Tensor, dtype: tf.DType = dtype) -> tf.Tensor:
+                    x = tf.cast(x, dtype)
+                    return x if self.prescale == 1 else x / self.prescale
 
-        `narrow` is the result of `_compress(values)`, and `sums` are the sums of `narrow` over
-        `groups`. Sums of values that were not compressed stay as they are. If `in_parts` is true,
-        each processor has only its part of every sum. If sums are in float16, a check for overflows
-        is added.
-        """
-        results = list(sums)
-        compressed = [i for i, (x, y) in enumerate(zip(values, narrow)) if x is not y]
-        for index in compressed:
-            dtype = values[index].tensor_list[0].dtype.base_dtype
+                results[i] = mesh_impl.slicewise(widen, sums[i])
+            if self.compressed_dtype == tf.float16:
+                given, narrow = ([some[i] for i in wide] for some in (values, sums))
+                said = say_where_sums_overflow(
+                    mesh_impl, given, narrow, list(results.values()), groups, in_parts
+                )
+                results = dict(zip(wide, said))
+            return [results.get(i, x) for i, x in enumerate(sums)]
 
-            def restore(x: tf.Tensor, dtype: tf.DType = dtype) -> tf.Tensor:
-                x = tf.cast(x, dtype)
-                return x if self.prescale == 1 else x / self.prescale
-
-            results[index] = mesh_impl.slicewise(restore, results[index])
-        if compressed and self.compressed_dtype == tf.float16:
-            restored = say_where_sums_overflow(
-                mesh_impl,
-                [values[i] for i in compressed],
-                [sums[i] for i in compressed],
-                [results[i] for i in compressed],
-                groups,
-                in_parts,
-            )
-            for index, value in zip(compressed, restored):
-                results[index] = value
-        return results
+        narrow = {i: mesh_impl.slicewise(compress, values[i]) for i in wide}
+        return [narrow.get(i, x) for i, x in enumerate(values)], restore
 
     def check(self, mesh_impl: Any, groups: ProcessorGroups) -> None:
         """Raises an error if this strategy or `reducer` cannot sum over `groups` on this mesh."""

@@ -177,26 +177,17 @@ def placement_two_levels(
             partial = [s[root] for s, root in zip(sums, roots)]
             devices = [mesh_impl.devices[inner[root]] for inner, root in zip(inners, roots)]
             totals = outer_sum(partial, devices, turn % len(inners))
-            sums = [
-                _copy_to_members(total, device, len(inner))
-                for total, device, inner in zip(totals, devices, inners)
-            ]
+            sums = []
+            for total, device, inner in zip(totals, devices, inners):
+                if len(inner) > 1:
+                    # All members of the inner group read this copy: one message on the slow link.
+                    with tf.device(device):
+                        total = tf.identity(total)
+                sums.append([total] * len(inner))
         total_of = {p: x for inner, xs in zip(inners, sums) for p, x in zip(inner, xs)}
         return [total_of[p] for p in group]
 
     return placement_sum_fn(mesh_impl, sum_group)
-
-
-def _copy_to_members(total: tf.Tensor, device: str, size: int) -> list[tf.Tensor]:
-    """Copies a sum to a device; returns the copy once for each of the `size` members of a group.
-
-    The members are those of an inner group. All of them read this copy of `total`, so that `total`
-    crosses the slow link once. If `size` is 1, `total` itself is returned, in a list.
-    """
-    if size > 1:
-        with tf.device(device):
-            total = tf.identity(total)
-    return [total] * size
 
 
 def simd_two_levels(

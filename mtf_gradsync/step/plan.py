@@ -301,16 +301,6 @@ class StepPlan:
         self._before_branches = known.union(made)
         self._branch_of.update(dict.fromkeys(made))
 
-    @property
-    def build_conditions(self) -> tuple[Any, bool]:
-        """The conditions of operations built now: the open branch, and whether they need no gate.
-
-        The first value is None if no branch is open. The second is true inside of the context
-        `gating`. Operations that were built while this property had equal values run in the same
-        steps, and wait for the same gate.
-        """
-        return self.open_branch, self._is_gating
-
     def waits_for_nothing(self, operation: mtf.Operation) -> bool:
         """Returns whether an operation is in no branch, and waits for no other operations.
 
