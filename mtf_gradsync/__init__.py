@@ -51,6 +51,16 @@ from mtf_gradsync.reduce import (
 from mtf_gradsync.step.plan import StandIn
 from mtf_gradsync.step.writes import complete_graph, finish_lowering
 
+# Names that are loaded when they are first used, by a program or in a configuration of gin.
+_CONFIGURABLE = {
+    "AdamWOptimizer": "mtf_gradsync.optimizers.adamw",
+    "ByVariable": "mtf_gradsync.optimizers.by_variable",
+    "LowRankAllReduce": "mtf_gradsync.reduce.low_rank",
+    "MuonOptimizer": "mtf_gradsync.optimizers.muon",
+    "QuantizedAllReduce": "mtf_gradsync.reduce.quantized",
+    "is_hidden_matrix": "mtf_gradsync.optimizers.muon",
+    "session_config": "mtf_gradsync.runtimes.settings",
+}
 # Where programs run, and what people do with them, by the names that these rooms have always had.
 _ROOMS = {
     "simd": "mtf_gradsync.runtimes.simd",
@@ -92,13 +102,7 @@ else:  # a type checker that saw `__getattr__` would take any name
     __getattr__, __dir__ = lazy_names(
         __name__,
         {
-            "AdamWOptimizer": "mtf_gradsync.optimizers.adamw",
-            "ByVariable": "mtf_gradsync.optimizers.by_variable",
-            "MuonOptimizer": "mtf_gradsync.optimizers.muon",
             "describe": "mtf_gradsync.optimizers.description",
-            "is_hidden_matrix": "mtf_gradsync.optimizers.muon",
-            "LowRankAllReduce": "mtf_gradsync.reduce.low_rank",
-            "QuantizedAllReduce": "mtf_gradsync.reduce.quantized",
             "ReshardingSaver": "mtf_gradsync.runtimes.savers",
             "adapt_checkpoint": "mtf_gradsync.runtimes.checkpoints",
             "Cluster": "mtf_gradsync.runtimes.cluster",
@@ -107,12 +111,12 @@ else:  # a type checker that saw `__getattr__` would take any name
             "watch_copies": "mtf_gradsync.runtimes.copy_checks",
             "LOST_PROCESS_EXIT_CODE": "mtf_gradsync.runtimes.processes.members",
             "ProcessesError": "mtf_gradsync.runtimes.processes.members",
-            "session_config": "mtf_gradsync.runtimes.settings",
             "plan": "mtf_gradsync.tools.planning",
             "Timeline": "mtf_gradsync.tools.timelines",
             "TimelineError": "mtf_gradsync.tools.timelines",
             "timeline": "mtf_gradsync.tools.timelines",
             "verify": "mtf_gradsync.tools.verification",
+            **_CONFIGURABLE,
             **_ROOMS,
         },
     )
@@ -133,16 +137,10 @@ for _module in checkpoint_initializers():
 
 configurable_when_named(
     {
-        "AdamWOptimizer": "mtf_gradsync.optimizers.adamw",
+        **_CONFIGURABLE,
         "BestAllReduce": "mtf_gradsync.reduce.choice",
-        "ByVariable": "mtf_gradsync.optimizers.by_variable",
         "CollectiveAllReduce": "mtf_gradsync.reduce.collective",
         "HierarchicalAllReduce": "mtf_gradsync.reduce.hierarchical",
-        "is_hidden_matrix": "mtf_gradsync.optimizers.muon",
-        "LowRankAllReduce": "mtf_gradsync.reduce.low_rank",
-        "MuonOptimizer": "mtf_gradsync.optimizers.muon",
-        "QuantizedAllReduce": "mtf_gradsync.reduce.quantized",
-        "session_config": "mtf_gradsync.runtimes.settings",
         "SpecBuilder": "mtf_gradsync.tools.estimator.spec_builder",
     }
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import (
     Any,
     Callable,
@@ -168,6 +169,13 @@ def dims_to_sum(
     return [[d for d in g.shape.dims if d not in v.shape.dims] for g, v in zip(grads, variables)]
 
 
+def current_context() -> Any:
+    """Returns a value that is equal for operations of the same graph, loop and branch."""
+    graph = tf.get_default_graph()
+    return graph, control_flow_context(graph)
+
+
+@dataclasses.dataclass(eq=False, repr=False)
 class PendingSum(mtf.LazyAllreduceSum):
     """A lowered tensor that is a sum over processors, each of which holds one term (its part).
 
@@ -176,55 +184,33 @@ class PendingSum(mtf.LazyAllreduceSum):
     Attributes:
       mesh_impl: the mesh of the tensor.
       mesh_axes: numbers of the mesh axes to sum over.
-      add_counter_fn: a function of Mesh-TF that counts all-reduces; called when the sum is made.
+      make_part: a function that returns the `LaidOutTensor` of the parts.
+      make_reduced: a function that is called with this object, makes the sum, and calls
+        `set_reduced`.
+      slice_shape: the shape of a processor's part, and of a slice of the sum.
+      add_counter_fn: a function of Mesh-TF that counts all-reduces; it is called when the sum is
+        made.
+      sources: the lowered tensors that the sum is computed from, if it is computed from reduced
+        tensors and not by a reduction of the parts.
       context: the graph, loop or branch in which this object was made; see `current_context`.
     """
 
-    def __init__(
-        self,
-        mesh_impl: mtf.MeshImpl,
-        mesh_axes: list[int],
-        slice_shape: list[int],
-        make_part: Callable[[], Any],
-        make_reduced: Callable[[PendingSum], None],
-        add_counter_fn: Callable[[], None] | None = None,
-        sources: Sequence[Any] = (),
-    ):
-        """Records how the sum can be made, and adds no operation to the graph.
-
-        Args:
-          mesh_impl: the mesh of the tensor.
-          mesh_axes: numbers of the mesh axes to sum over.
-          slice_shape: the shape of a processor's part, and of a slice of the sum.
-          make_part: a function that returns the `LaidOutTensor` of the parts.
-          make_reduced: a function that is called with this object, makes the sum, and calls
-            `set_reduced`.
-          add_counter_fn: a function of Mesh-TF that counts all-reduces; it is called when the sum
-            is made.
-          sources: the lowered tensors that the sum is computed from, if it is computed from reduced
-            tensors and not by a reduction of the parts.
-        """
-        self.mesh_impl = mesh_impl
-        self.mesh_axes = list(mesh_axes)
-        self.add_counter_fn = add_counter_fn
-        self.context = current_context()
-        self._slice_shape = list(slice_shape)
-        self._make_part = make_part
-        self._make_reduced = make_reduced
-        self._part: Any = None
-        self._reduced_value: Any = None
-        self._sources = tuple(sources)
-
-    @property
-    def slice_shape(self) -> list[int]:
-        """The shape of a processor's part, and of a slice of the sum."""
-        return self._slice_shape
+    mesh_impl: mtf.MeshImpl
+    mesh_axes: list[int]
+    make_part: Callable[[], Any]
+    make_reduced: Callable[[PendingSum], None]
+    slice_shape: Sequence[int] = ()
+    add_counter_fn: Callable[[], None] | None = None
+    sources: Sequence[Any] = ()
+    context: Any = dataclasses.field(default_factory=current_context)
+    _part: Any = None
+    _reduced_value: Any = None
 
     @property
     def laid_out_input(self) -> Any:
         """The `LaidOutTensor` of the parts."""
         if self._part is None:
-            self._part = self._make_part()
+            self._part = self.make_part()
         return self._part
 
     @property
@@ -240,7 +226,7 @@ class PendingSum(mtf.LazyAllreduceSum):
     @property
     def sends_nothing(self) -> bool:
         """Whether reading the sum now would send nothing, because all communication is done."""
-        return self.is_reduced or (bool(self._sources) and all(map(_sends_nothing, self._sources)))
+        return self.is_reduced or (bool(self.sources) and all(map(_sends_nothing, self.sources)))
 
     def set_reduced(self, value: Any) -> None:
         """Stores the sum, a `LaidOutTensor`; called by the function that has made the sum."""
@@ -251,7 +237,7 @@ class PendingSum(mtf.LazyAllreduceSum):
     def to_laid_out_tensor(self) -> Any:
         """Returns the `LaidOutTensor` of the sum; the first call makes the sum."""
         if self._reduced_value is None:
-            self._make_reduced(self)
+            self.make_reduced(self)
         return self._reduced_value
 
     @property
@@ -264,12 +250,6 @@ def _sends_nothing(lowered: Any) -> bool:
     if isinstance(lowered, PendingSum):
         return lowered.sends_nothing
     return not isinstance(lowered, mtf.LazyAllreduceSum) or reduced_value(lowered) is not None
-
-
-def current_context() -> Any:
-    """Returns a value that is equal for operations of the same graph, loop and branch."""
-    graph = tf.get_default_graph()
-    return graph, control_flow_context(graph)
 
 
 class PartialSum(NamedTuple):

@@ -161,7 +161,10 @@ class PendingLowering(ExtensionLowering):
         if isinstance(operation, mtf.WhileLoopOperation):
             self._reduce_captured(operation)
         if operation not in self.flow.operations:
-            return self._lower_unfollowed(operation)
+            needed = [self._must_be_reduced(operation, t) for t in self._pending_inputs(operation)]
+            if any(needed):
+                self._lower(operation, None)
+            return any(needed)
         shape = sums_before_broadcast(operation)
         found = self._missing.get(operation)
         watch = _warning_of_missing_sum(operation, self._lowering, *found) if found else None
@@ -192,12 +195,6 @@ class PendingLowering(ExtensionLowering):
             if self._differs.get(operation, Axes()).intersection(mesh_axes):
                 return operation
         return None
-
-    def _lower_unfollowed(self, operation: mtf.Operation) -> bool:
-        if not any(self._must_be_reduced(operation, t) for t in self._pending_inputs(operation)):
-            return False
-        self._lower(operation, None)
-        return True
 
     def _must_be_reduced(self, operation: mtf.Operation, tensor: mtf.Tensor) -> bool:
         """Returns whether the pending input `tensor` is reduced before Mesh-TF lowers `operation`.
@@ -251,9 +248,9 @@ class PendingLowering(ExtensionLowering):
         self._tensors[output] = PendingSum(
             mesh_impl,
             sorted(self._pending_axes(small)),
-            mesh_impl.slice_shape(output.shape),
             lambda: broadcast(self._tensors[small].laid_out_input),
             lambda x: x.set_reduced(broadcast(self._tensors[small])),
+            mesh_impl.slice_shape(output.shape),
             sources=[self._tensors[small]],
         )
 
@@ -311,9 +308,9 @@ class PendingLowering(ExtensionLowering):
         return PendingSum(
             lazy.mesh_impl,
             sorted(lazy.mesh_axes),  # Mesh-TF adds pending sums only if their axes are in one order
-            parts.slice_shape,
             lambda: parts,
             self._sum_function(tensor),
+            parts.slice_shape,
             lazy.add_counter_fn,
         )
 
@@ -401,9 +398,9 @@ class PendingLowering(ExtensionLowering):
             self._tensors[tensor] = PendingSum(
                 mesh_impl,
                 sorted(use.axes | use.summed_axes),
-                mesh_impl.slice_shape(tensor.shape),
                 functools.partial(parts, number),
                 make,
+                mesh_impl.slice_shape(tensor.shape),
                 sources=sources,
             )
 

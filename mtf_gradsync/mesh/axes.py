@@ -60,14 +60,13 @@ def as_mesh_shape(mesh_shape: MeshShapeLike) -> mtf.Shape:
     Raises ValueError if `mesh_shape` is in none of the forms of `MeshShapeLike`, if a dimension has
     no size or a size below 1, or if a name is given twice.
     """
-    cause: Exception | None = None
+    shape, cause = None, None
     try:
         is_given = isinstance(mesh_shape, (str, mtf.Shape))
         shape = mtf.convert_to_shape(mesh_shape if is_given else elements(mesh_shape))
     except (ValueError, TypeError, AttributeError) as error:
-        shape, cause = None, error
-    dims = [] if shape is None else shape.dims
-    if shape is None or not all(dim and isinstance(dim.name, str) for dim in dims):
+        cause = error
+    if shape is None or not all(dim and isinstance(dim.name, str) for dim in shape.dims):
         raise ValueError(
             "mesh_shape must be a mesh shape such as 'batch:4;model:2' or an mtf.Shape, got "
             f"{mesh_shape!r}."

@@ -84,15 +84,14 @@ def topology_of(mesh_impl: Any, device_attributes: Sequence[Any] | None = None) 
     devices = [str(device) for device in mesh_impl.devices]
     kinds = [kind_of(device) for device in devices]
     processes = [_or_itself(process_of, device) for device in devices]
-    chips: list[Hashable] = [_or_itself(full_name, device) for device in devices]
-    linked: bool | None = None
-    models: list[str] = []
-    if "GPU" in kinds:
-        if device_attributes is None:
-            here = any(p == process_of("") for p, kind in zip(processes, kinds) if kind == "GPU")
-            device_attributes = _devices_here() if here else ()
-        linked, models = _gpu_facts(devices, kinds, processes, chips, device_attributes)
-    return Topology(len(devices), False, kinds, processes, chips, linked, models)
+    chips = [_or_itself(full_name, device) for device in devices]
+    topology = Topology(len(devices), False, kinds, processes, chips)
+    if "GPU" not in kinds:
+        return topology
+    if device_attributes is None:
+        here = any(p == process_of("") for p, kind in zip(processes, kinds) if kind == "GPU")
+        device_attributes = _devices_here() if here else ()
+    return _with_gpus(topology, devices, device_attributes)
 
 
 # Cached: BestAllReduce asks at each sum, and TensorFlow would make its devices anew each time.
@@ -108,25 +107,20 @@ def _or_itself(fn: Callable[[str], Hashable], device: str) -> Hashable:
         return device
 
 
-def _gpu_facts(
-    devices: Sequence[str],
-    kinds: Sequence[str],
-    processes: Sequence[Hashable],
-    chips: list[Hashable],
-    device_attributes: Sequence[Any],
-) -> tuple[bool | None, list[str]]:
-    """Returns the fields `linked` and `models` of `Topology`: links of GPUs, and GPUs' names.
+def _with_gpus(
+    topology: Topology, devices: Sequence[str], device_attributes: Sequence[Any]
+) -> Topology:
+    """Returns a topology with the links and names of its GPUs; parts of one GPU get equal `chips`.
 
-    `devices`, `kinds`, `processes` and `chips` have one entry for each processor, as in `Topology`.
-    `device_attributes` are TensorFlow's `DeviceAttributes`; some GPUs may be missing in them. The
-    list `chips` is changed in place: devices that are parts of one GPU get equal keys.
+    `devices` has the name of each processor's device. `device_attributes` are TensorFlow's
+    `DeviceAttributes`; some GPUs may be missing in them.
     """
     attributes = {place_of(a.name): a for a in device_attributes if kind_of(a.name) == "GPU"}
-    gpus = [p for p, kind in enumerate(kinds) if kind == "GPU"]
+    gpus = [p for p, kind in enumerate(topology.kinds) if kind == "GPU"]
     found = {
         p: attributes[place_of(devices[p])] for p in gpus if place_of(devices[p]) in attributes
     }
-    models = []
+    chips, models = list(topology.chips), []
     for p, attribute in found.items():
         # For example "device: 0, name: Tesla V100, pci bus id: 0000:00:04.0, compute ...".
         description = dict(re.findall(r"([\w ]+): ([^,]+)", attribute.physical_device_desc))
@@ -134,11 +128,12 @@ def _gpu_facts(
         if "name" in description:
             models.append(description["name"])
         if "pci bus id" in description:
-            chips[p] = (processes[p], description["pci bus id"])
-    if len(found) < len(gpus):
-        return None, models
-    by_process = grouped(gpus, lambda p: processes[p]).values()
-    return all(_are_linked([found[p] for p in members]) for members in by_process), models
+            chips[p] = (topology.processes[p], description["pci bus id"])
+    linked = None
+    if len(found) == len(gpus):
+        by_process = grouped(gpus, lambda p: topology.processes[p]).values()
+        linked = all(_are_linked([found[p] for p in members]) for members in by_process)
+    return topology._replace(chips=chips, linked=linked, models=models)
 
 
 def _are_linked(gpus: Sequence[Any]) -> bool:
