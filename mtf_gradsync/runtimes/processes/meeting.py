@@ -349,7 +349,11 @@ def _join(
             time.sleep(_PAUSE_S)
             continue
         try:
-            theirs = _receive_challenge(connection, min(end, time.monotonic() + ANSWER_S))
+            # Process 0 first sends random text, to get a proof of the secret.
+            answers = _messages_of_host(connection, min(end, time.monotonic() + ANSWER_S))
+            theirs = next(answers, {}).get("challenge")
+            if not isinstance(theirs, str):
+                raise ConnectionBroken("it asks nothing")
             mine = new_challenge()
             proof = secret_proof("process", theirs, mine)
             said = Introduction(me, dict(facts), mine, proof)
@@ -396,20 +400,6 @@ def _messages_of_host(connection: Connection, end: float) -> Iterator[dict[str, 
             if not messages:
                 selector.select(_PAUSE_S)
             yield from messages
-
-
-def _receive_challenge(connection: Connection, end: float) -> str:
-    """Waits for the random text that process 0 sends first, to get a proof of the secret.
-
-    Returns the random text. `connection` is this process's connection to process 0, and `end` is
-    the time, by `time.monotonic`, at which the wait ends. Raises ConnectionBroken if no random text
-    has come by this time.
-    """
-    for message in _messages_of_host(connection, end):
-        if isinstance(message.get("challenge"), str):
-            return message["challenge"]
-        break
-    raise ConnectionBroken("it asks nothing")
 
 
 def _wait_for_welcome(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import faulthandler
 import os
@@ -60,39 +61,29 @@ def alarm_before_abort() -> tuple[Alarm | None, Callable[[], None]]:
     # An instruction that faulted runs again when the handler returns, so the handler may be called
     # only once. If C's library has no such handlers, only `abort` waits.
     set_once = getattr(library, "sysv_signal", None)
-    for setter in (set_handler, set_once):
-        if setter is not None:
-            setter.restype, setter.argtypes = ctypes.c_void_p, (ctypes.c_int, ctypes.c_void_p)
     is_taken = faulthandler.is_enabled()
     # The handler's argument is the signal's number: the C function sleeps as many seconds, 4 to 11.
     # Unlike Python code, it may be called whatever the thread was doing.
     handler = ctypes.cast(sleep, ctypes.c_void_p)
-    before: dict[int, Any] = {}
+    undo = contextlib.ExitStack()
     for name in _FATAL.values():
         number = getattr(signal, name)
-        if number == signal.SIGABRT:
-            before[number] = set_handler(number, handler)
-        elif set_once is not None and not is_taken:  # faulthandler keeps what it found
-            before[number] = set_once(number, handler)
-
-    def restore() -> None:
-        for number, handler_before in before.items():
-            set_handler(number, handler_before)
-
+        setter = set_handler if number == signal.SIGABRT else set_once
+        if setter is None or (is_taken and setter is set_once):  # faulthandler keeps what it found
+            continue
+        undo.enter_context(preserve_handler(number))
+        setter.restype, setter.argtypes = ctypes.c_void_p, (ctypes.c_int, ctypes.c_void_p)
+        setter(number, handler)
     if is_taken:
-        return None, restore
+        return None, undo.close
     reading, writing = os.pipe()
     os.set_blocking(reading, False)
     os.set_blocking(writing, False)
     # faulthandler's handlers then call the previous handlers, which sleep.
     faulthandler.enable(writing)
-
-    def undo() -> None:
-        faulthandler.disable()
-        restore()
-        os.close(writing)
-
-    return Alarm(reading, _describe_crash), undo
+    undo.callback(os.close, writing)
+    undo.callback(faulthandler.disable)
+    return Alarm(reading, _describe_crash), undo.close
 
 
 def _describe_crash(traceback: str) -> str:

@@ -93,20 +93,8 @@ def _instruction_class() -> Any:
     return message_factory.MessageFactory(pool).GetPrototype(found)  # protobuf before 4.22
 
 
-# Bits of an element -> XLA's names of the types of that size.
-_TYPES = {
-    0: ("TOKEN", "OPAQUE_TYPE"),
-    1: ("S1", "U1"),
-    2: ("S2", "U2"),
-    4: ("S4", "U4", "F4E2M1FN"),
-    8: ("PRED", "S8", "U8", "F8E3M4", "F8E4M3", "F8E4M3B11FNUZ", "F8E4M3FN", "F8E4M3FNUZ")
-    + ("F8E5M2", "F8E5M2FNUZ", "F8E8M0FNU"),
-    16: ("S16", "U16", "F16", "BF16"),
-    32: ("S32", "U32", "F32"),
-    64: ("S64", "U64", "F64", "C64"),
-    128: ("C128",),
-}
-_BITS = {name: bits for bits, names in _TYPES.items() for name in names}
+# The bits of an element for those of XLA's types whose names do not say it, as "BF16" does.
+_BITS = {"TOKEN": 0, "OPAQUE_TYPE": 0, "PRED": 8}
 
 
 class Instruction:
@@ -266,12 +254,14 @@ def stored_bytes(shape: Any) -> int:
 
 def _bits_of(shape: Any) -> int:
     name = _type_name(shape)
-    if name not in _BITS:
+    number = re.match(r"[A-Z]+(\d+)", name)
+    bits = int(number[1]) if number else _BITS.get(name)
+    if bits is None:
         raise ValueError(
             f"XLA's element type {name or shape.element_type} is of unknown size to this version "
             f"of mtf_gradsync with TensorFlow {tf.__version__}."
         )
-    return _BITS[name]
+    return bits
 
 
 def _type_name(shape: Any) -> str:

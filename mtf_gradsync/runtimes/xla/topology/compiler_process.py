@@ -77,14 +77,11 @@ def compile_in_process(
         "chip_config": named.config,
         "slices": named.slices,
         "num_cores": num_cores,
-        "compile": module is not None,
-        "estimate": list(estimate),
+        "module": module,
+        "estimate": dict(estimate),
         "update_not_split": update_not_split,
     }
-    for name, text in estimate.items():
-        (place / f"{name}.mlir").write_text(text)
     (place / "request.json").write_text(json.dumps(request))
-    (place / "module.mlir").write_text(module or "")
     process = subprocess.Popen(
         [sys.executable, compiler_script.__file__, private.__file__, folder],
         env=environment,

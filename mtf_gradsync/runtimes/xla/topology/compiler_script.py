@@ -8,9 +8,9 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
-import os
 import sys
 import time
+from pathlib import Path
 from typing import Any, Mapping
 
 # Keeps each all-reduce of a large weight update one operation, so that bytes can be compared.
@@ -20,25 +20,20 @@ _UPDATE_NOT_SPLIT = {"xla_jf_auto_cross_replica_sharding": False}
 _CHIPS_PER_HOST = 4
 
 
-def main(private: Any, folder: str) -> dict[str, Any]:
+def main(private: Any, folder: Path) -> dict[str, Any]:
     """Compiles the program in a folder for a TPU; returns the compiler's answer as a dict.
 
-    `compiler_process.compile_in_process` has written the files of `folder`: ``module.mlir``, the
-    program, and ``request.json``, which says how to compile it and names further programs, whose
-    files lie beside it. The HLO of each compiled program is written into `folder`. The result
-    describes the TPU (its kind and its cores), and has the time, memory and estimates of the
-    compilation, or the compiler's error.
+    `compiler_process.compile_in_process` has written the file ``request.json`` of `folder`. The
+    file has the program, further programs by name, and how to compile them. The HLO of each
+    compiled program is written into `folder`. The result describes the TPU (its kind and its
+    cores), and has the time, memory and estimates of the compilation, or the compiler's error.
     `private` is the module `mtf_gradsync.runtimes._private.jax`.
     """
     # `private` is the module `mtf_gradsync.runtimes._private.jax`, which cannot be imported here.
     from jax.experimental import topologies
     from runner.loaded_program import compile_options  # type: ignore[import-not-found]  # by its path
 
-    def path(name: str) -> str:
-        return os.path.join(folder, name)
-
-    with open(path("request.json")) as file:
-        request = json.load(file)
+    request = json.loads((folder / "request.json").read_text())
     name, config = request["topology"], request["chip_config"]
     options = {**_host_options(name), **({"chip_config_name": config} if config else {})}
     if request["slices"] > 1:
@@ -52,16 +47,13 @@ def main(private: Any, folder: str) -> dict[str, Any]:
         "num_cores": len(found.devices),
         "places": [(*device.coords, device.core_on_chip) for device in found.devices],
     }
-    if not request["compile"] or len(found.devices) != request["num_cores"]:
+    module = request["module"]
+    if module is None or len(found.devices) != request["num_cores"]:
         return answer
-    with open(path("module.mlir")) as file:
-        module = file.read()
 
     def keep(stage: str, hlo: bytes) -> None:
-        with open(path(f"{stage}.hlo.pb"), "wb") as file:
-            file.write(hlo)
-        with open(path(f"{stage}.hlo.txt"), "w") as file:
-            file.write(private.hlo_text(hlo))
+        (folder / f"{stage}.hlo.pb").write_bytes(hlo)
+        (folder / f"{stage}.hlo.txt").write_text(private.hlo_text(hlo))
 
     def compiled(text: str, options: Mapping[str, Any]) -> Any:
         chosen = compile_options(found.devices, options)
@@ -78,11 +70,9 @@ def main(private: Any, folder: str) -> dict[str, Any]:
     keep("after", private.compiled_hlo(executable))
     answer["cost"] = {"step": private.cost_numbers(executable)}
     answer["memory_of"], answer["not_estimated"] = {}, {}
-    for name in request["estimate"]:
-        with open(path(f"{name}.mlir")) as file:
-            other_text = file.read()
+    for name, text in request["estimate"].items():
         try:
-            other = compiled(other_text, {})
+            other = compiled(text, {})
         except RuntimeError as error:
             answer["not_estimated"][name] = str(error)
             continue
@@ -108,15 +98,14 @@ def _host_options(topology: str) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
     spec = importlib.util.spec_from_file_location("private_jax", sys.argv[1])
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules["private_jax"] = module
     spec.loader.exec_module(module)
-    result = json.dumps(main(module, sys.argv[2]))
-    unfinished = os.path.join(sys.argv[2], "answer.json.unfinished")
-    with open(unfinished, "w") as answer_file:
-        answer_file.write(result)
-    os.replace(unfinished, os.path.join(sys.argv[2], "answer.json"))
+    place = Path(sys.argv[2])
+    unfinished = place / "answer.json.unfinished"
+    unfinished.write_text(json.dumps(main(module, place)))
+    unfinished.replace(place / "answer.json")
