@@ -277,9 +277,9 @@ class CompiledCore(NamedTuple):
 class PreparedProgram:
     """A program for devices, which is compiled once for each set of fetches.
 
-    `host` is the part of the user's graph outside the program. `version` is the attribute
-    ``version`` that the user's graph had after `host` was made; TensorFlow raises this number with
-    each operation that is added to the graph.
+    `host` is the part of the user's graph outside the program, and `cores` are the cores that run
+    the program. `version` is the attribute ``version`` that the user's graph had after `host` was
+    made; TensorFlow raises this number with each operation that is added to the graph.
     """
 
     def __init__(
@@ -288,7 +288,7 @@ class PreparedProgram:
         self.host = HostGraph(program, lowerings)
         self.version = program.graph.version
         self._program = program
-        self._cores = cores
+        self.cores = cores
         self._cache = cache
         self._compiled: dict[tuple[str, ...], CompiledCore] = {}
 
@@ -307,10 +307,10 @@ class PreparedProgram:
             replica = replica_program(self._program, inside)
             with keep_heartbeats():  # TensorFlow's bridge keeps Python's lock
                 module = lowered(replica, self._cache)
-            self._cores.check_same("the programs", module.module.encode())
-            program = loaded(module, self._cores.devices, self._cache)
-            if not self._cores.is_alone:
-                self._cores.check_same("the orders of collectives", _collective_order(program))
+            self.cores.check_same("the programs", module.module.encode())
+            program = loaded(module, self.cores.devices, self._cache)
+            if not self.cores.is_alone:
+                self.cores.check_same("the orders of collectives", _collective_order(program))
             self._compiled[inside] = CompiledCore(replica, module, program)
         return self._compiled[inside]
 

@@ -86,33 +86,18 @@ class XlaSession(ReplicaSession):
         earlier runs made. In a program of several processes, errors name the step by this number.
     """
 
-    def __init__(
-        self,
-        program: Program,
-        lowering: Any = None,
-        devices: Sequence[Any] | None = None,
-        platform: str | None = None,
-        config: tf.ConfigProto | None = None,
-        cache_dir: str | None = "default",
-    ):
-        cores = Cores(devices_for(program.num_replicas, platform, devices))
-        lowerings = lowerings_in(lowering)
-        cache_dir = default_cache_dir() if cache_dir == "default" else cache_dir
-        ids = tuple(d.id for d in cores.devices)
-        prepared = program.prepared(
-            ("xla", ids, cache_dir, *map(id, lowerings)),
-            lambda: PreparedProgram(program, lowerings, cores, Cache(cache_dir)),
-        )
+    def __init__(self, program: Program, prepared: PreparedProgram, config: tf.ConfigProto | None):
+        """Opens a session of `program`; the function `session` prepares the program."""
         self.steps = 0
         self._program = program
         self._prepared = prepared
+        self._cores = cores = prepared.cores
         host = prepared.host
         self._facts, self._outside = host.facts, host
         self._watches, cluster = host.ops.watches, host.facts.cluster
         self._counts = [
             name for name in self._watches.counts if cluster[split_input(name)[0]] == program.name
         ]
-        self._cores = cores
         self._plans: dict[tuple[tuple[str, ...], bool], FetchPlan] = {}
         self._random_state: DeviceValues | None = None
         self._dispatched = 0  # `steps` belongs to the user
@@ -462,4 +447,11 @@ def session(
       UnsupportedProgramError: when an operation of the graph cannot run on XLA devices.
       TypeError: when `lowering` has another type, or is an EstimatorSpec without a lowering.
     """
-    return XlaSession(program, lowering, devices, platform, config, cache_dir)
+    cores = Cores(devices_for(program.num_replicas, platform, devices))
+    lowerings = lowerings_in(lowering)
+    cache_dir = default_cache_dir() if cache_dir == "default" else cache_dir
+    key = "xla", *cores.devices, cache_dir, *map(id, lowerings)
+    prepared = program.prepared(
+        key, lambda: PreparedProgram(program, lowerings, cores, Cache(cache_dir))
+    )
+    return XlaSession(program, prepared, config)

@@ -18,8 +18,6 @@ _SUMS = (
 _NEVER_KNOWN = frozenset({"ConcatBitcast", "X64Combine", "X64SplitHigh", "X64SplitLow"})
 # TensorFlow's conditionals become this operation; its first branch is for true.
 _IF, _NOT = "stablehlo.if", "stablehlo.not"
-# Marks a conditional whose condition is the opposite of another conditional's.
-_OPPOSITE = "mtf_gradsync.opposite"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,23 +137,17 @@ def with_conditions(module: str, value: bool) -> str | None:
         parsed = ir.Module.parse(module)
         conditionals = [op for op in nested_operations(parsed.operation) if op.name == _IF]
         conditions = [op.operands[0] for op in conditionals]
-        for conditional, condition in zip(conditionals, conditions):
+        branches = []
+        for condition in conditions:
             # The owner may be a view of the operation, or the block that has the value as argument.
             made_by = getattr(condition.owner, "operation", None)
-            if made_by is None or made_by.name != _NOT:
-                continue
-            if made_by.operands[0] in conditions:
-                conditional.attributes[_OPPOSITE] = ir.UnitAttr.get()
-        found = 0
-        while True:
-            conditional = next(
-                (op for op in nested_operations(parsed.operation) if op.name == _IF), None
-            )
-            if conditional is None:
-                return str(parsed) if found else None
-            is_true = value is not (_OPPOSITE in conditional.attributes)
-            _replace_by_branch(conditional, 0 if is_true else 1)
-            found += 1
+            is_negation = made_by is not None and made_by.name == _NOT
+            is_opposite = is_negation and made_by.operands[0] in conditions
+            branches.append(0 if value is not is_opposite else 1)
+        # Inner conditionals first, because a branch that does not stay is erased.
+        for conditional, branch in reversed(list(zip(conditionals, branches))):
+            _replace_by_branch(conditional, branch)
+        return str(parsed) if conditionals else None
 
 
 def _replace_by_branch(conditional: Any, branch: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import math
 from typing import Any, Iterator, NamedTuple, Sequence
 
@@ -232,11 +233,9 @@ def _multiplications_along(numbers: int, kernel: int, results: int, window: Any)
                 break
         else:
             continue
-        # Every period-th result from r on; those are in order.
+        # Every period-th result from r on meets a number.
         step = period * window.stride // window.base_dilation
         start = (first + r * window.stride) // window.base_dilation
-        count = (results - r + period - 1) // period
-        low = max(0, -(start // step)) if start < 0 else 0
-        high = min(count, max(0, (numbers - 1 - start) // step + 1)) if start < numbers else 0
-        found += max(0, high - low)
+        met = range(start, start + step * len(range(r, results, period)), step)
+        found += bisect.bisect_left(met, numbers) - bisect.bisect_left(met, 0)
     return found
