@@ -72,39 +72,32 @@ def write_page(
     """
     check_pages_installed()
     import jinja2
-    import markupsafe
 
     environment = jinja2.Environment(
-        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+        autoescape=True,
+        finalize=_printable,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
     )
     environment.filters["kB"] = plots.kilobytes
     template = Path(__file__).with_name("page.html.jinja").read_text(encoding="utf-8")
-
-    def as_markup(plot: plots.Plot) -> plots.Plot:
-        # The only text that is not escaped here: matplotlib has escaped it.
-        return plot._replace(svg=markupsafe.Markup(plot.svg), wide=markupsafe.Markup(plot.wide))
-
     traffic = facts.traffic if facts else None
-    bars = plots.draw_traffic(traffic) if traffic else None
     rows_of_islands = plots.draw_islands(islands) if islands else None
     text = environment.from_string(template).render(
-        name=printable(directory.resolve().name),
-        ended=ended._replace(how=printable(ended.how)),
+        name=directory.resolve().name,
+        ended=ended,
         tiles=_main_numbers(rows, ended, facts),
-        plots=[
-            as_markup(plot)
-            for plot in (*plots.draw_plots(rows, unigram_nats), rows_of_islands)
-            if plot
-        ],
+        plots=list(filter(None, (*plots.draw_plots(rows, unigram_nats), rows_of_islands))),
         replicas=_contributions_by_replica(rows),
         traffic=traffic,
-        bars=as_markup(bars) if bars else None,
-        recorded=recorded._replace(mesh=printable(recorded.mesh)) if recorded else None,
+        bars=plots.draw_traffic(traffic) if traffic else None,
+        recorded=recorded,
         timeline=recorded.table if recorded else None,
-        mesh_now=printable(facts.mesh) if facts else None,
+        mesh_now=facts.mesh if facts else None,
         facts=_facts(facts),
-        samples=printable(samples),
-        config=printable(config),
+        samples=samples,
+        config=config,
         written=datetime.datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z"),
     )
     path = directory / REPORT_FILE
@@ -112,9 +105,10 @@ def write_page(
     return path
 
 
-def printable(text: str) -> str:
-    """Returns `text` with U+FFFD in place of characters that a page may not have."""
-    return _UNPRINTABLE.sub("\ufffd", text.replace("\r\n", "\n"))
+def _printable(value: Any) -> Any:
+    """Replaces characters that a page may not have by U+FFFD, if `value` is text and no markup."""
+    is_text = isinstance(value, str) and not hasattr(value, "__html__")
+    return _UNPRINTABLE.sub("\ufffd", value.replace("\r\n", "\n")) if is_text else value
 
 
 def _main_numbers(
@@ -180,7 +174,7 @@ def _contributions_by_replica(rows: Sequence[dict[str, Any]]) -> list[tuple[int,
 def _facts(facts: RunFacts | None) -> list[tuple[str, str]]:
     if facts is None:
         return []
-    shown = [
+    return [
         ("mesh", facts.mesh),
         ("layout", facts.layout),
         ("runtime", facts.runtime),
@@ -189,4 +183,3 @@ def _facts(facts: RunFacts | None) -> list[tuple[str, str]]:
         ("tokens per step", f"{facts.tokens_per_step:,}"),
         *facts.versions.items(),
     ]
-    return [(name, printable(str(value))) for name, value in shown]
