@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import tempfile
-from typing import Any, Callable, Mapping
+from typing import Any, Callable, Iterator, Mapping
 
-from mtf_gradsync.extension import tf
+from mtf_gradsync.extension import mtf, tf
 from mtf_gradsync.runtimes import xla
 from mtf_gradsync.runtimes._common import ConfigError, TrainingError, mesh_text
 from mtf_gradsync.runtimes._signals import Interruption
@@ -14,6 +15,7 @@ from mtf_gradsync.runtimes.cluster import Task, join_cluster
 from mtf_gradsync.runtimes.processes.members import MissingProcessesError, ProcessesError
 from mtf_gradsync.runtimes.starting import Start
 from mtf_gradsync.tools.train.config import RunConfig, check_positive, check_schedule
+from mtf_gradsync.tools.train.errors import raised_as
 from mtf_gradsync.tools.train.mesh_settings import resolve_mesh
 from mtf_gradsync.tools.train.run import RunRole, run
 from mtf_gradsync.tools.train.runner import choose_runtime
@@ -74,17 +76,11 @@ def run_on_processes(
             'processes (--coordinator); "xla" does'
         )
     shape = resolve_mesh(config.mesh_shape, config.layout_rules, None).shape
-    each, left = divmod(shape.size, num_processes)
-    if left:
-        raise ConfigError(
-            f'train.run.mesh_shape = "{mesh_text(shape)}" has {shape.size} processors, which '
-            f"{num_processes} processes cannot share evenly. Take a mesh whose size is a multiple "
-            f"of {num_processes}."
-        )
+    each = _share_of_each(shape, num_processes, "processes")
     check_schedule(config)
     check_positive("train_steps", config.train_steps)
     schedule = {f"train.run.{name}": int(getattr(config, name)) for name in _SCHEDULE}
-    try:
+    with raised_as(ConfigError, ValueError), _errors_of_meeting():
         with xla.start_processes(
             coordinator,
             num_processes,
@@ -102,11 +98,6 @@ def run_on_processes(
             # Process 0 writes the same files to model_dir; those of this process are deleted.
             with tempfile.TemporaryDirectory() as own:
                 return work(config, own, lambda line: None, role=role)
-    except MissingProcessesError:
-        raise
-    except (ProcessesError, ValueError) as error:
-        wrong = TrainingError if isinstance(error, ProcessesError) else ConfigError
-        raise wrong(str(error)) from error
 
 
 def _choose_on_all_processes(processes: xla.Processes, choose: Callable[[], Start]) -> Start:
@@ -160,14 +151,10 @@ def run_on_cluster(
     """
     choose_runtime(config, "grpc://localhost")  # an error on all tasks, before they meet
     config, num_cpu_devices = _with_cluster_devices(config, task)
-    try:
+    with _errors_of_meeting():
         cluster = join_cluster(
             task.jobs, task.job, task.index, num_cpu_devices=num_cpu_devices, **meeting
         )
-    except MissingProcessesError:
-        raise
-    except ProcessesError as error:
-        raise TrainingError(str(error)) from error
     with cluster:
         if cluster.is_chief:
             return work(config, model_dir, say, role=RunRole(target=cluster.target))
@@ -195,11 +182,33 @@ def _with_cluster_devices(config: RunConfig, task: Task) -> tuple[RunConfig, int
             )
     if config.mesh_devices is not None:
         return config, mesh.num_cpu_devices
-    if mesh.shape.size % len(tasks):
-        raise ConfigError(
-            f'train.run.mesh_shape = "{mesh_text(mesh.shape)}" has {mesh.shape.size} processors, '
-            f"which {len(tasks)} tasks cannot share evenly. Take a mesh whose size is a multiple "
-            f"of {len(tasks)}, or name its devices by train.run.mesh_devices."
-        )
-    each = mesh.shape.size // len(tasks)
+    devices = ", or name its devices by train.run.mesh_devices"
+    each = _share_of_each(mesh.shape, len(tasks), "tasks", devices)
     return dataclasses.replace(config, mesh_devices=task.devices(each)), each
+
+
+def _share_of_each(shape: mtf.Shape, number: int, who: str, remedy: str = "") -> int:
+    """Returns how many of a mesh's processors each of `number` tasks or processes has.
+
+    Raises ConfigError if they cannot share the mesh evenly. Its text says `who` cannot, "tasks" or
+    "processes", and ends with one more `remedy`.
+    """
+    each, left = divmod(shape.size, number)
+    if left:
+        raise ConfigError(
+            f'train.run.mesh_shape = "{mesh_text(shape)}" has {shape.size} processors, which '
+            f"{number} {who} cannot share evenly. Take a mesh whose size is a multiple of "
+            f"{number}{remedy}."
+        )
+    return each
+
+
+@contextlib.contextmanager
+def _errors_of_meeting() -> Iterator[None]:
+    """Turns a ProcessesError of the block into a TrainingError, except a MissingProcessesError."""
+    try:
+        yield
+    except MissingProcessesError:
+        raise
+    except ProcessesError as error:
+        raise TrainingError(str(error)) from error

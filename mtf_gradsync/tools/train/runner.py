@@ -133,6 +133,10 @@ def skips_islands(opt: Any) -> bool:
     return isinstance(opt, OuterOptimizer) and opt.leave_out_not_finite
 
 
+# Attributes of a `TrainGraph` whose values a step gives.
+_FETCHED = ("step", "loss", "fields", "reported", "update_step", "in_sums")
+
+
 class Runner(ContextManager["Runner"]):
     """A context manager that makes training steps and checkpoints in a session of a runtime.
 
@@ -180,14 +184,8 @@ class Runner(ContextManager["Runner"]):
         self._saver.recover_last_checkpoints(list(start.kept))
         skips = [x.steps_without_update for x in graph.optimizers if isinstance(x, ReportsSkips)]
         self._watches = [one.watch() for one in skips if one]
-        self._fetches: dict[str, Any] = {
-            "step": graph.step,
-            "loss": graph.loss,
-            "fields": graph.fields,
-            "reported": graph.reported,
-        }
-        counts = {"update_step": graph.update_step, "in_sums": graph.in_sums}
-        self._fetches.update((name, x) for name, x in counts.items() if x is not None)
+        values = {name: getattr(graph, name) for name in _FETCHED}
+        self._fetches = {name: x for name, x in values.items() if x is not None}
         self._batches = batches
         self._made = [tf.train.get_global_step(), graph.examples]
         self._session: Any = None
