@@ -8,7 +8,7 @@ from typing import Callable, Mapping, Sequence
 
 import gin
 
-from mtf_gradsync.extension import some_lines, tf
+from mtf_gradsync.extension import some_lines, tf, walk
 from mtf_gradsync.runtimes._common import ACCEPT_FLAG, CONFIG_FILE, ConfigError
 from mtf_gradsync.runtimes.saving import check_configuration, describe_differences
 from mtf_gradsync.runtimes.starting import Start
@@ -137,20 +137,14 @@ def _data_binding_names(bindings: Mapping[str, str]) -> set[str]:
     has the names of the bindings of other functions and of macros, if the bindings of the data set
     function or of the vocabulary refer to them.
     """
-    found, todo = set[str](), [name for name in bindings if name.endswith(_OF_DATA)]
-    while todo:
-        name = todo.pop()
-        if name in found:
-            continue
-        found.add(name)
-        references = {
-            one.split(".")[-1] for one in re.findall(r"@(?:\w+/)*([\w.]+)", bindings[name])
-        }
-        todo += [one for one in bindings if _configurable_of(one) in references]
-        todo += [
-            one for one in re.findall(r"%(?:\w+/)*([\w.]+)", bindings[name]) if one in bindings
-        ]
-    return found
+
+    def referred(name: str) -> list[str]:
+        functions = re.findall(r"@(?:\w+/)*([\w.]+)", bindings[name])
+        names = {one.split(".")[-1] for one in functions}
+        macros = re.findall(r"%(?:\w+/)*([\w.]+)", bindings[name])
+        return [one for one in bindings if one in macros or _configurable_of(one) in names]
+
+    return set(walk([name for name in bindings if name.endswith(_OF_DATA)], referred))
 
 
 def _configurable_of(name: str) -> str:

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import Any, Callable, ContextManager, Iterator, NamedTuple
 
-from mtf_gradsync.extension import counted, tf
+from mtf_gradsync.extension import counted, some_of, tf
 from mtf_gradsync.runtimes import starting
 from mtf_gradsync.runtimes._common import (
     CONFIG_FILE,
@@ -462,8 +462,5 @@ def _unread_bindings() -> str:
     The line does not name bindings of ``utils.run`` and macros, as the command has a message of its
     own for those that have no effect.
     """
-    most_names = 12
     names = [name for name in unread_bindings() if not name.startswith("utils.run.")]
-    shown, more = ", ".join(names[:most_names]), len(names) - most_names
-    also = f" and {more} more" if more > 0 else ""
-    return f"nothing of this run reads the bindings of {shown}{also}" if names else ""
+    return f"nothing of this run reads the bindings of {some_of(names, 12)}" if names else ""

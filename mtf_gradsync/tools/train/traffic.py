@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Callable, Iterable, NamedTuple
 
-from mtf_gradsync.extension import mtf, schedules_updates, stages_of, tf
+from mtf_gradsync.extension import mtf, schedules_updates, stages_of, tf, walk
 from mtf_gradsync.runtimes import simd
 from mtf_gradsync.runtimes.simd import CommunicationReport
 from mtf_gradsync.runtimes.simd.communication import has_calls
@@ -24,6 +24,7 @@ _PASSES_HANDLES = frozenset({"Enter", "Identity", "Switch"})
 # Operations that scale, clip or skip gradients before they are summed. No reduction is here, so
 # that a norm or a mean of a gradient counts as the optimizer's.
 _CHANGES = _MOVES | {"Mul", "Neg", "RealDiv", "Select", "SelectV2"}
+_ACCUMULATES = "AssignAddVariableOp"
 
 
 def part_of_each_collective(graph: TrainGraph, report: CommunicationReport) -> dict[str, str]:
@@ -62,18 +63,16 @@ def _reducing_operations(tensors: Iterable[tf.Tensor], names: set[str]) -> set[s
     or skip values, or accumulate them in a variable. The result has the names of the collectives
     that it reaches, and of the operations on the way.
     """
-    seen: set[str] = set()
-    pending = list(tensors)
-    while pending:
-        for op in pending.pop().consumers():
-            if op.name not in seen and (op.type in _CHANGES or op.name in names):
-                seen.add(op.name)
-                pending += op.outputs
-            elif op.name not in seen and op.type == "AssignAddVariableOp":
-                # An accumulator, which is read where the sum is made.
-                seen.add(op.name)
-                pending += _values_read(op.inputs[0])
-    return seen
+
+    def users(tensors: Iterable[tf.Tensor]) -> list[tf.Operation]:
+        found = [op for tensor in tensors for op in tensor.consumers()]
+        return [op for op in found if op.type in (*_CHANGES, _ACCUMULATES) or op.name in names]
+
+    def users_of_results(op: tf.Operation) -> list[tf.Operation]:
+        # What an accumulator holds is read where the sum is made.
+        return users(_values_read(op.inputs[0]) if op.type == _ACCUMULATES else op.outputs)
+
+    return {op.name for op in walk(users(tensors), users_of_results)}
 
 
 def _values_read(handle: tf.Tensor) -> list[tf.Tensor]:
@@ -83,14 +82,15 @@ def _values_read(handle: tf.Tensor) -> list[tf.Tensor]:
     """
     while handle.op.type in _PASSES_HANDLES:
         handle = handle.op.inputs[0]
-    handles, values = [handle], []
-    while handles:
-        for op in handles.pop().consumers():
-            if op.type == "ReadVariableOp":
-                values += op.outputs
-            elif op.type in _PASSES_HANDLES:
-                handles += op.outputs
-    return values
+
+    def readers(op: tf.Operation) -> list[tf.Operation]:
+        if op.type == "ReadVariableOp":
+            return []
+        found = [user for tensor in op.outputs for user in tensor.consumers()]
+        return [x for x in found if x.type == "ReadVariableOp" or x.type in _PASSES_HANDLES]
+
+    reads = [op for op in walk([handle.op], readers) if op.type == "ReadVariableOp"]
+    return [value for op in reads for value in op.outputs]
 
 
 def _operations_behind(
@@ -101,15 +101,11 @@ def _operations_behind(
     `passes` is called with each operation that is found. It returns whether the search goes on to
     the operations that make this operation's inputs.
     """
-    seen: set[str] = set()
-    pending = [tensor.op for tensor in tensors]
-    while pending:
-        op = pending.pop()
-        if op.name not in seen:
-            seen.add(op.name)
-            if passes(op):
-                pending += [tensor.op for tensor in op.inputs]
-    return seen
+
+    def makers(op: tf.Operation) -> list[tf.Operation]:
+        return [tensor.op for tensor in op.inputs] if passes(op) else []
+
+    return {op.name for op in walk((tensor.op for tensor in tensors), makers)}
 
 
 _PART_LABELS = dict(zip(PARTS, ("forward and backward", "gradients", "optimizer")))
