@@ -341,15 +341,12 @@ class RecordedProgram:
         `opt` is an optimizer that is not an instance of `mtf.optimize.Optimizer`. The gradients of
         instances of this class are recorded by the patches of module `program_patches`.
         """
-        method = opt.apply_grads
-        signature = inspect.signature(method, follow_wrapped=False)
+        own = opt.apply_grads
 
-        def apply_grads(grads: Any, variables: Any, *args: Any, **kwargs: Any) -> Any:
-            make = functools.partial(method, grads, variables, *args, **kwargs)
-            operations = self._after_reads(make, grads, variables)
-            self.innermost = opt
-            return [*operations, *self._recording_operations(grads, variables)]
+        def apply_grads(*args: Any, **kwargs: Any) -> Any:
+            return self.apply_gradients(lambda opt, *a, **k: own(*a, **k), opt, *args, **kwargs)
 
+        signature = inspect.signature(own, follow_wrapped=False)
         apply_grads.__signature__ = signature  # type: ignore[attr-defined]
         opt.apply_grads = apply_grads
         self._undo.append(lambda: delattr(opt, "apply_grads"))
