@@ -37,7 +37,7 @@ from mtf_gradsync.tools.islands.tensor_files import (
     Specs,
     tensor_object,
 )
-from mtf_gradsync.tools.islands.versions import most_bytes, read_version
+from mtf_gradsync.tools.islands.versions import ReadVersion, most_bytes, read_version
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -201,9 +201,7 @@ class Exchange:
         self._next_look = now + max(self._poll, 20.0 * (time.monotonic() - began - 0.05))
         return found
 
-    def read_values(
-        self, newest: int, fragments: int, since: int
-    ) -> tuple[dict[str, np.ndarray], Decision] | None:
+    def read_values(self, newest: int, fragments: int, since: int) -> ReadVersion | None:
         """Reads the variables that versions from `since` to `newest` changed.
 
         Args:
@@ -212,9 +210,8 @@ class Exchange:
           since: the number of the first version whose variables are read; 0 reads all variables.
 
         Returns:
-          A pair: a dictionary from the names of these variables to their values as of `newest`, and
-          the decision that made `newest`. None if the folder fails, or if `newest` is damaged;
-          a damaged version is ignored from then on.
+          The values of these variables as of `newest`, and the decision that made `newest`. None if
+          the folder fails, or if `newest` is damaged; a damaged version is ignored from then on.
 
         Raises:
           OtherTensorsError: the versions are of another model's variables.

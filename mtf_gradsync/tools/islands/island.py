@@ -19,6 +19,7 @@ from mtf_gradsync.tools.islands.merger import Merger, MergerThread, Waiting, pol
 from mtf_gradsync.tools.islands.objects import ISLAND_NAME, ContributionFacts, Decision, IslandTotal
 from mtf_gradsync.tools.islands.session_values import StepCounts, Values
 from mtf_gradsync.tools.islands.tensor_files import Arrays, OtherTensorsError, TensorSpec, dtype_of
+from mtf_gradsync.tools.islands.versions import ReadVersion
 
 logger = logging.getLogger(__name__)
 
@@ -218,8 +219,8 @@ class Island:
         self._merger = self._merger or self._make_merger()
         if self._merger:
             self._merger.start()
-        values, decision = self._await_version(session)
-        version = decision.version
+        found = self._await_version(session)
+        decision, version = found.decision, found.decision.version
         # The merger may still merge a contribution of an earlier run of this island's process.
         unmerged = self._exchange.find_unmerged(decision, self._learning.specs_after(version))
         self._exchange.journal.keeps_all = decision.keeps_all
@@ -227,8 +228,8 @@ class Island:
         last = decision.totals.get(self.name, IslandTotal()).last
         life, fragments = self._exchange.journal.life, self._learning.fragments
         if saved and saved.is_uncontributed([last, sent], life, version, fragments):
-            return self._continue_restored(session, saved, values, decision)
-        self._join(session, values, decision, unmerged)
+            return self._continue_restored(session, saved, found)
+        self._join(session, found, unmerged)
         self._write_event("joined", bytes=_bytes(self._learning.base), sent=sent)
         # It is normal that a new run takes a version's values. If an older run's values are
         # overwritten, or the step jumps, a warning says so.
@@ -262,9 +263,7 @@ class Island:
         except FolderError as error:
             logger.warning("Island %s: %s", self.name, error)
 
-    def _continue_restored(
-        self, session: Any, saved: SavedIsland, values: Arrays, decision: Decision
-    ) -> None:
+    def _continue_restored(self, session: Any, saved: SavedIsland, found: ReadVersion) -> None:
         """Continues from a checkpoint: takes a version, and adds what the island had learned.
 
         What the island had learned by the checkpoint and not contributed is in `saved`, the content
@@ -273,17 +272,15 @@ class Island:
         Args:
           session: the session that trains; its variables are restored from the checkpoint.
           saved: the content of the file beside the checkpoint.
-          values: a dictionary from the names of variables to their values in the folder's newest
-            version.
-          decision: the decision that made this version.
+          found: the folder's newest version.
         """
         self._restore(session, saved)
-        learned, version = saved.learned, decision.version
+        learned, version = saved.learned, found.decision.version
         sent = self._learning.sent
         waiting = sent.tokens if sent else 0.0
         self._write_event("joined", restored=[learned.life, learned.events])
         if version > learned.version:
-            self._take_version(session, version, (values, decision))
+            self._take_version(session, version, found)
         logger.warning(
             "The island %s goes on from version %d, with what its checkpoint of step %d has "
             "learned from %g tokens since version %d, as step %d", self.name, version, self._at,
@@ -317,15 +314,11 @@ class Island:
         found = {key: int(values[name]) for key, name in self._follows.items()}
         return {"step": self.step, **found}
 
-    def _await_version(self, session: Any) -> tuple[Arrays, Decision]:
-        """Waits until the folder has a version, and reads its values.
+    def _await_version(self, session: Any) -> ReadVersion:
+        """Waits until the folder has a version, and reads the values of all variables in it.
 
         Until the folder has a version, the island offers the values of `session`: it writes them
         into the folder, so that the merger can make the first version of them.
-
-        Returns:
-          A dictionary from the names of variables to their values in the version, and the decision
-          that made it.
 
         Raises:
           IslandError: there was no version within `begin_seconds`, or the version is of another
@@ -366,7 +359,7 @@ class Island:
                 f"in {self.folder.url} are made with fragments={fragments}."
             )
 
-    def _read_values(self, newest: int, since: int) -> tuple[Arrays, Decision] | None:
+    def _read_values(self, newest: int, since: int) -> ReadVersion | None:
         """Reads the variables that versions from `since` to `newest` changed.
 
         The number of bytes that are read is added to the attribute `traffic`.
@@ -376,17 +369,15 @@ class Island:
           since: the number of the first version whose variables are read; 0 reads all variables.
 
         Returns:
-          A pair: a dictionary from the names of these variables to their values as of `newest`, and
-          the decision that made `newest`. None if `newest` cannot be read.
+          The values of these variables as of `newest`, and the decision that made `newest`. None if
+          `newest` cannot be read.
         """
         found = self._exchange.read_values(newest, self._learning.fragments, since)
         if found:
-            self.traffic = self.traffic._replace(read=self.traffic.read + _bytes(found[0]))
+            self.traffic = self.traffic._replace(read=self.traffic.read + _bytes(found.values))
         return found
 
-    def _join(
-        self, session: Any, merged: Arrays, decision: Decision, unmerged: Unmerged | None
-    ) -> None:
+    def _join(self, session: Any, found: ReadVersion, unmerged: Unmerged | None) -> None:
         """Sets the session's variables to a version's values; from these the island learns.
 
         If an earlier run of this island's process has made a contribution that is not merged yet,
@@ -394,17 +385,16 @@ class Island:
 
         Args:
           session: the session that trains.
-          merged: a dictionary from the names of variables to their values in the version.
-          decision: the decision that made the version.
+          found: the version.
           unmerged: the contribution of the earlier run; None if there is no such contribution.
         """
         counts, learning = self._schedule_counters(self._values.read(session)), self._learning
         learning.base = {}
-        learning.start_from(decision.version, counts)
+        learning.start_from(found.decision.version, counts)
         name, facts, change = unmerged or ("", None, {})
         learned = {key: -value for key, value in change.items()}
-        followed = self._follow_version(decision, counts, counts)
-        self._write_values(session, merged, learned, followed)
+        followed = self._follow_version(found.decision, counts, counts)
+        self._write_values(session, found.values, learned, followed)
         if facts and facts.version is not None:
             now = self._values.read(session)
             values = {key: now[key] for key in change}
@@ -669,7 +659,7 @@ class Island:
         self,
         session: Any,
         newest: int,
-        found: tuple[Arrays, Decision] | None = None,
+        found: ReadVersion | None = None,
         merged_as: str | None = "?",
     ) -> None:
         """Takes a newer version's values, and adds to them what only the island has learned.
@@ -765,7 +755,7 @@ class Island:
                     raise self._lack_of_version(event)
                 specs, name = self._learning.specs_after(event["version"]), event.get("sent", "")
                 unmerged = self._exchange.read_contribution(name, specs) if name else None
-                self._join(session, *found, unmerged)
+                self._join(session, found, unmerged)
             elif kind == "took":
                 self._take_version(session, event["version"], merged_as=event.get("merged"))
                 if self.version != event["version"]:

@@ -105,13 +105,23 @@ def versions_that_make(version: int, fragments: int) -> list[int]:
     return list(range(max(version - fragments + 1, 0), version + 1))
 
 
+class ReadVersion(NamedTuple):
+    """Variables that were read from a folder's versions.
+
+    Attributes:
+      values: a dictionary from the names of the variables to their values as of the newest of these
+        versions.
+      decision: the decision that made the newest of these versions.
+    """
+
+    values: dict[str, np.ndarray]
+    decision: Decision
+
+
 def read_version(
     folder: Folder, version: int, fragments: int, specs: Specs | None = None, since: int = 0
-) -> tuple[dict[str, np.ndarray], Decision]:
+) -> ReadVersion:
     """Reads the variables that versions from `since` to `version` changed, and the decision.
-
-    The result is a pair: a dictionary from the names of the variables to their values as of
-    `version`, and the decision that made `version`.
 
     Args:
       folder: the folder of the islands.
@@ -142,7 +152,7 @@ def read_version(
                 f"{name} in {folder.url} holds another version: {decision.version}."
             )
     assert decision is not None
-    return values, decision
+    return ReadVersion(values, decision)
 
 
 def read_values(folder: Folder, version: int, fragments: int) -> dict[str, np.ndarray]:
@@ -156,7 +166,7 @@ def read_values(folder: Folder, version: int, fragments: int) -> dict[str, np.nd
     Raises:
       DamagedObjectError: an object is damaged, gone, or not written by a merger.
     """
-    return read_version(folder, version, fragments)[0]
+    return read_version(folder, version, fragments).values
 
 
 class MergedState(NamedTuple):
