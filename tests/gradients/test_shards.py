@@ -22,98 +22,127 @@ def data(*shape, seed=0, dtype="f"):
     return np.random.RandomState(seed).randn(*shape).astype(dtype)
 
 
-def per_shard_reference(x, shards=4):
+def parts(x):
     """Sums of the batch's contiguous parts."""
-    return np.asarray(x, np.float64).reshape(shards, -1, *x.shape[1:]).sum(1)
+    return np.asarray(x, np.float64).reshape(4, len(x) // 4, *x.shape[1:]).sum(1)
 
 
-def stages(kind, make_grads, x, axes=AXES, mesh=(MESH, LAYOUT), accept_summed=False, **kwargs):
-    """Fetches the gradients that make_grads(mesh, x) returns, per shard and summed."""
-
-    def build(mtf_mesh, inputs):
-        grads = make_grads(mtf_mesh, inputs["x"])
-        shards = gs.per_shard(grads, axes, accept_summed=accept_summed)
-        fetches = {}
-        for i, (a, b, c) in enumerate(
-            zip(shards, gs.sum_shards(shards, axes), gs.sum_shards(grads, axes))
-        ):
-            assert a.shape.dims[: len(axes.shard_dims)] == list(axes.shard_dims)
-            assert b.shape == c.shape == grads[i].shape
-            fetches.update({f"shard{i}": a, f"sum{i}": b, f"direct{i}": c})
-        return [], fetches
-
-    return harness.run(kind, *mesh, build, [{"x": x}], **kwargs).fetched[0]
+def imported(mesh, x, *dims):
+    return mtf.import_tf_tensor(mesh, x, mtf.Shape(list(dims)))
 
 
 def pending(mesh, x, dims=(batch, features)):
-    return mtf.reduce_sum(mtf.import_tf_tensor(mesh, x, mtf.Shape(list(dims))), reduced_dim=batch)
+    return mtf.reduce_sum(imported(mesh, x, *dims), reduced_dim=batch)
 
 
-def close(actual, expected, ulps=8):
-    scale = np.max(np.abs(expected), initial=1.0)
-    np.testing.assert_allclose(np.asarray(actual, np.float64), expected, atol=ulps * EPS * scale)
+def microbatched(mesh, t):
+    w = mtf.get_variable(mesh, "w", mtf.Shape([features]), initializer=tf.ones_initializer())
+    x = {"x": imported(mesh, t, batch, features)}
+    (got,), _ = mtf.serialize_training_step(
+        x, lambda f: {"loss": mtf.reduce_sum(f["x"] * w)}, batch, 2
+    )
+    return got
 
 
-def test_pending_gradient(mesh_kind):
-    x = data(B, D)
-    out = stages(mesh_kind, lambda mesh, t: [pending(mesh, t)], x)
-    close(out["shard0"], per_shard_reference(x))
-    close(out["sum0"], x.astype(float).sum(0))
-    close(out["direct0"], x.astype(float).sum(0))
+def case(grad, expected=parts, shape=(B, D)):
+    return shape, grad, expected
 
 
-@pytest.mark.parametrize("order", ["pad", "slice", "both"])
-def test_gradient_of_a_slice_stays_pending(mesh_kind, order):
-    """A shard's gradient is its own part, not a share of a sum that was made before."""
-    x = data(B, D)
-
-    def grads(mesh, t):
-        grad = pending(mesh, t)
-        if order != "pad":
-            grad = mtf.slice(grad, 1, 2, "d")
-        if order != "slice":
-            grad = mtf.pad(grad, [2, 1], "d")
-        return [grad]
-
-    kept = x[:, 1:] if order != "pad" else x
-    padded = np.pad(kept, [[0, 0], [2, 1]]) if order != "slice" else kept
-    out = stages(mesh_kind, grads, x)
-    close(out["shard0"], per_shard_reference(padded))
-    close(out["sum0"], padded.astype(float).sum(0))
-    close(out["direct0"], padded.astype(float).sum(0))
+def of_shape(*rest):
+    dims = [batch, *(mtf.Dimension(f"d{i}", n) for i, n in enumerate(rest))]
+    return case(lambda mesh, t: pending(mesh, t, dims), shape=(B, *rest))
 
 
-@pytest.mark.mostly_slow(keep="simd")
-def test_gradient_split_over_a_model_axis(mesh_kind):
-    x = data(B, H)
-    out = stages(mesh_kind, lambda mesh, t: [pending(mesh, t, (batch, hidden))], x)
-    close(out["shard0"], per_shard_reference(x))
-    close(out["sum0"], x.astype(float).sum(0))
+def kept(mesh, t):
+    return mtf.slice(pending(mesh, t), 1, 2, "d")
 
 
-def test_gradient_pending_over_axes_beyond_the_replica_axes(mesh_kind):
-    x = data(B, H, D)
+def everywhere(mesh, t):
+    total = mtf.reduce_sum(imported(mesh, t, batch, features))
+    return mtf.broadcast(total, mtf.Shape([hidden, features]))
 
-    def grads(mesh, t):
-        t = mtf.import_tf_tensor(mesh, t, mtf.Shape([batch, hidden, features]))
-        return [mtf.reduce_sum(t, output_shape=mtf.Shape([features]))]
 
-    out = stages(mesh_kind, grads, x)
-    close(out["shard0"], per_shard_reference(x.sum(1, dtype=float)))
-    close(out["direct0"], x.sum((0, 1), dtype=float))
+def over_both_axes(mesh, t):
+    t = imported(mesh, t, batch, hidden, features)
+    return mtf.reduce_sum(t, output_shape=mtf.Shape([features]))
+
+
+PADDING = [[0, 0], [2, 1]]
+
+# The shape of the data, the gradient that is made of them, and what shards have of it.
+GRADIENTS = {
+    "pending": case(pending),
+    # A shard's gradient is its own part, not a share of a sum that was made before.
+    "pad": case(
+        lambda mesh, t: mtf.pad(pending(mesh, t), PADDING[1], "d"),
+        lambda x: parts(np.pad(x, PADDING)),
+    ),
+    "slice": case(kept, lambda x: parts(x[:, 1:])),
+    "slice and pad": case(
+        lambda mesh, t: mtf.pad(kept(mesh, t), PADDING[1], "d"),
+        lambda x: parts(np.pad(x[:, 1:], PADDING)),
+    ),
+    "split over a model axis": case(
+        lambda mesh, t: pending(mesh, t, (batch, hidden)), shape=(B, H)
+    ),
+    "pending over axes beyond the replica axes": case(
+        over_both_axes, lambda x: parts(x).sum(1), (B, H, D)
+    ),
+    "what has no batch is shared equally": case(
+        lambda mesh, t: mtf.constant(mesh, 3.0, mtf.Shape([features])) * 2.0 + pending(mesh, t),
+        lambda x: parts(x) + 6 / 4,
+    ),
+    "a tied variable adds up before it is reduced": case(
+        lambda mesh, t: pending(mesh, t) + pending(mesh, 2 * t), lambda x: 3 * parts(x)
+    ),
+    "broadcast": case(
+        everywhere, lambda x: np.broadcast_to(parts(x).sum(1)[:, None, None], (4, H, D))
+    ),
+    "microbatches": case(microbatched),
+    "scalar": of_shape(),
+    "size one": of_shape(1),
+    "size zero": of_shape(0),
+    "size zero in the middle": of_shape(0, 3),
+}
+
+
+def check(kind, gradients, axes=AXES, mesh=(MESH, LAYOUT), accept_summed=False):
+    """Compares gradients per shard, their sums and the sums of what was given, in one program."""
+    feed = {str(i): data(*shape) for i, (shape, *_) in enumerate(gradients.values())}
+
+    def build(mtf_mesh, inputs):
+        grads = [
+            make(mtf_mesh, inputs[str(i)]) for i, (_, make, _) in enumerate(gradients.values())
+        ]
+        shards = gs.per_shard(grads, axes, accept_summed=accept_summed)
+        fetches = {}
+        stages = zip(grads, shards, gs.sum_shards(shards, axes), gs.sum_shards(grads, axes))
+        for name, (grad, a, b, c) in zip(gradients, stages):
+            assert a.shape.dims[: len(axes.shard_dims)] == list(axes.shard_dims)
+            assert b.shape == c.shape == grad.shape
+            fetches.update({(name, "shard"): a, (name, "sum"): b, (name, "direct"): c})
+        return [], fetches
+
+    found = harness.run(kind, *mesh, build, [feed]).fetched[0]
+    for (name, (_, _, expected)), x in zip(gradients.items(), feed.values()):
+        shards = expected(x)
+        total = shards.sum(tuple(range(len(axes.shard_dims))))
+        for stage, value in (("shard", shards), ("sum", total), ("direct", total)):
+            actual = np.asarray(found[name, stage], np.float64)
+            atol = 8 * EPS * np.max(np.abs(value), initial=1.0)
+            np.testing.assert_allclose(actual, value, atol=atol, err_msg=f"{name}, {stage}")
+
+
+def test_gradients_per_shard_and_summed(mesh_kind):
+    check(mesh_kind, GRADIENTS)
 
 
 def test_gradient_that_needs_the_sum_is_shared_equally_if_that_is_accepted(mesh_kind):
-    x = data(B, D)
+    def shares(x):
+        return np.stack([x.sum(0, dtype=float) / 4] * 4)
 
-    def grads(mesh, t):
-        return [mtf.maximum(pending(mesh, t), -1e9)]
-
-    out = stages(mesh_kind, grads, x, accept_summed=True)
-    total = x.sum(0, dtype=float)
-    close(out["shard0"], np.stack([total / 4] * 4))
-    close(out["sum0"], total)
-    close(out["direct0"], total)
+    summed = case(lambda mesh, t: mtf.maximum(pending(mesh, t), -1e9), shares)
+    check(mesh_kind, {"summed": summed}, accept_summed=True)
 
 
 def test_gradient_that_needs_the_sum_is_refused_by_name():
@@ -125,49 +154,17 @@ def test_gradient_that_needs_the_sum_is_refused_by_name():
         gs.per_shard([grad], AXES)
 
 
-def test_gradient_without_the_batch_is_shared_equally(mesh_kind):
-    x = data(B, D)
-
-    def grads(mesh, t):
-        return [mtf.constant(mesh, 3.0, mtf.Shape([features])) * 2.0 + pending(mesh, t)]
-
-    out = stages(mesh_kind, grads, x)
-    close(out["shard0"], per_shard_reference(x) + 6 / 4)
-    close(out["direct0"], x.sum(0, dtype=float) + 6)
-
-
 def test_gradient_that_is_scaled_between_two_replica_axes(mesh_kind):
     mesh = ("a:2;b:4", "outer:a;batch:b")
     axes = gs.ReplicaAxes(*mesh, batch_dims=("outer", "batch"))
     outer = mtf.Dimension("outer", 2)
-    x = data(2, B, D)
 
-    def grads(mesh, t):
-        t = mtf.import_tf_tensor(mesh, t, mtf.Shape([outer, batch, features]))
-        reduced = mtf.reduce_sum(t, reduced_dim=outer) * 0.5
-        return [mtf.reduce_sum(reduced, reduced_dim=batch)]
+    def grad(mesh, t):
+        reduced = mtf.reduce_sum(imported(mesh, t, outer, batch, features), reduced_dim=outer)
+        return mtf.reduce_sum(reduced * 0.5, reduced_dim=batch)
 
-    out = stages(mesh_kind, grads, x, axes, mesh)
-    close(out["shard0"], np.stack([per_shard_reference(part) for part in x]) / 2)
-    close(out["sum0"], x.sum((0, 1), dtype=float) / 2)
-
-
-def test_tied_variable_adds_up_before_it_is_reduced(mesh_kind):
-    x = data(B, D)
-    out = stages(mesh_kind, lambda mesh, t: [pending(mesh, t) + pending(mesh, 2 * t)], x)
-    close(out["shard0"], 3 * per_shard_reference(x))
-    close(out["sum0"], 3 * x.sum(0, dtype=float))
-
-
-def test_broadcast_gradient(mesh_kind):
-    x = data(B, D)
-
-    def grads(mesh, t):
-        total = mtf.reduce_sum(mtf.import_tf_tensor(mesh, t, mtf.Shape([batch, features])))
-        return [mtf.broadcast(total, mtf.Shape([hidden, features]))]
-
-    out = stages(mesh_kind, grads, x)
-    close(out["sum0"], np.full((H, D), x.sum(dtype=float)))
+    halves = case(grad, lambda x: np.stack([parts(part) for part in x]) / 2, (2, B, D))
+    check(mesh_kind, {"halves": halves}, axes, mesh)
 
 
 def test_gradient_of_an_experts_variable_keeps_its_split(mesh_kind):
@@ -187,53 +184,27 @@ def test_gradient_of_an_experts_variable_keeps_its_split(mesh_kind):
     np.testing.assert_array_equal(out["sum"], x)
 
 
-@pytest.mark.parametrize(
-    "dtype", [tf.bfloat16, tf.float64, tf.float32], ids=lambda dtype: dtype.name
-)
-def test_dtypes(mesh_kind, dtype):
+DTYPES = {tf.bfloat16: 2**-8, tf.float64: 2**-52, tf.float32: EPS}
+
+
+def test_dtypes(mesh_kind):
     x = data(B, D)
 
-    def grads(mesh, t):
-        return [pending(mesh, tf.cast(t, dtype))]
+    def build(mesh, inputs):
+        grads = [pending(mesh, tf.cast(inputs["x"], dtype)) for dtype in DTYPES]
+        shards = gs.per_shard(grads, AXES)
+        return [], {x.dtype.name: x for x in gs.sum_shards(shards, AXES)}
 
-    out = stages(mesh_kind, grads, x)
-    expected = np.asarray(x, dtype.as_numpy_dtype).astype(float).sum(0)
-    # Mesh-TF adds each processor's part in the tensor's dtype; float64 crosses a SIMD mesh as
-    # float32.
-    eps = {tf.bfloat16: 2**-8, tf.float64: 2**-52, tf.float32: EPS}[dtype]
-    if dtype == tf.float64 and mesh_kind == "simd":
-        eps = EPS
-    assert out["sum0"].dtype == dtype.as_numpy_dtype
-    np.testing.assert_allclose(out["sum0"].astype(float), expected, atol=8 * eps * 4)
-
-
-@pytest.mark.parametrize("shape", [(B,), (B, 1), (B, 0), (B, 0, 3)])
-def test_scalars_size_one_and_zero_size(mesh_kind, shape):
-    x = data(*shape)
-
-    def grads(mesh, t):
-        dims = [batch] + [mtf.Dimension(f"d{i}", n) for i, n in enumerate(shape[1:])]
-        return [pending(mesh, t, dims)]
-
-    out = stages(mesh_kind, grads, x)
-    close(out["shard0"], per_shard_reference(x) if x.size else np.zeros((4, *shape[1:])))
-    close(out["sum0"], x.sum(0, dtype=float))
-
-
-def test_microbatched_gradients(mesh_kind):
-    x = data(B, D)
-
-    def grads(mesh, t):
-        w = mtf.get_variable(mesh, "w", mtf.Shape([features]), initializer=tf.ones_initializer())
-        t = mtf.import_tf_tensor(mesh, t, mtf.Shape([batch, features]))
-        got, _ = mtf.serialize_training_step(
-            {"x": t}, lambda f: {"loss": mtf.reduce_sum(f["x"] * w)}, batch, 2
-        )
-        return got
-
-    out = stages(mesh_kind, grads, x)
-    close(out["shard0"], per_shard_reference(x))
-    close(out["direct0"], x.sum(0, dtype=float))
+    found = harness.run(mesh_kind, MESH, LAYOUT, build, [{"x": x}]).fetched[0]
+    for dtype, eps in DTYPES.items():
+        expected = np.asarray(x, dtype.as_numpy_dtype).astype(float).sum(0)
+        # Mesh-TF adds each processor's part in the tensor's dtype; float64 crosses a SIMD mesh as
+        # float32.
+        if dtype == tf.float64 and mesh_kind == "simd":
+            eps = EPS
+        actual = found[dtype.name]
+        assert actual.dtype == dtype.as_numpy_dtype
+        np.testing.assert_allclose(actual.astype(float), expected, atol=8 * eps * 4)
 
 
 def test_none_passes_through_and_the_list_stays_as_it_was(fresh_graph):

@@ -87,7 +87,7 @@ def test_an_outer_axis_that_the_mesh_has_not_is_refused_before_anything_is_built
         strategy = reduce.CompressedAllReduce(strategy)
     with on_mesh.graph_of(MESH, [(3,), ()]) as (impl, values, _):
         with harness.unchanged(), pytest.raises(ValueError, match="outer_axes"):
-            strategy.all_reduce(impl, values, reduce.ProcessorGroups.along(impl, [0]))
+            on_mesh.sums(strategy)(impl, values)
 
 
 def test_slices_that_differ_are_refused_before_anything_is_built():

@@ -52,11 +52,8 @@ def test_sums(target, strategy, unit, mesh_shape):
     data = [np.random.RandomState(i).randn(8, *s).astype("f") for i, s in enumerate([(), (33, 5)])]
 
     def make(impl, values):
-        return [
-            y
-            for axes in on_mesh.subsets(mesh_shape)
-            for y in strategy.all_reduce(impl, values, reduce.ProcessorGroups.along(impl, axes))
-        ]
+        each = [on_mesh.sums(strategy, axes) for axes in on_mesh.subsets(mesh_shape)]
+        return [y for sums in each for y in sums(impl, values)]
 
     first, second = on_mesh.run(
         "placement", mesh_shape, data, make, runs=2, devices=DEVICES, target=target
@@ -78,10 +75,8 @@ def test_sums(target, strategy, unit, mesh_shape):
 def test_overflow_is_warned_of_once_for_both_tasks(target, capfd):
     x = np.full([8, 3], 3e4, "f")
 
-    def make(impl, values):
-        strategy = reduce.CompressedAllReduce(reduce.HierarchicalAllReduce(), "float16")
-        return strategy.all_reduce(impl, values, reduce.ProcessorGroups.along(impl, [0]))
-
-    (out,) = on_mesh.run("placement", "all:8", [x], make, devices=DEVICES, target=target)
+    strategy = reduce.CompressedAllReduce(reduce.HierarchicalAllReduce(), "float16")
+    sums = on_mesh.sums(strategy)
+    (out,) = on_mesh.run("placement", "all:8", [x], sums, devices=DEVICES, target=target)
     assert np.isinf(out).all()
     assert capfd.readouterr().err.count("overflow: 1 of 1 sums") == 1

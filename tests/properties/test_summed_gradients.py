@@ -1,11 +1,13 @@
 """Gradients in which shards are not recoverable are an error, or accepted by who says so."""
 
+import types
+
 import numpy as np
 import pytest
 
 import mtf_gradsync as gs
 from mtf_gradsync._private.libraries import mtf, tf
-from tests import harness
+from tests import harness, reference
 from tests.properties.models import small_models, training, uses
 
 MESH, LAYOUT, BATCH_DIMS = harness.MESHES["2x2"]
@@ -18,67 +20,50 @@ NAMES = list(MODEL.variables)
 RATE = 0.1
 
 
-def by_norm(grads, norm_of):
+# What of Mesh-TF the changes below take, for arrays.
+NUMPY = types.SimpleNamespace(
+    add_n=sum,
+    maximum=np.maximum,
+    minimum=np.minimum,
+    reciprocal=np.reciprocal,
+    reduce_sum=np.sum,
+    relu=lambda x: np.maximum(x, 0),
+    sqrt=np.sqrt,
+    square=np.square,
+)
+
+
+def by_norm(m, grads, norm_of):
     """Clipped by a norm, as programs do themselves."""
-    norm = mtf.sqrt(mtf.add_n([mtf.reduce_sum(mtf.square(g)) for g in norm_of]))
-    return [g * mtf.reciprocal(mtf.maximum(norm, 0.01)) * 0.01 for g in grads]
+    norm = m.sqrt(m.add_n([m.reduce_sum(m.square(g)) for g in norm_of]))
+    return [g * m.reciprocal(m.maximum(norm, 0.01)) * 0.01 for g in grads]
 
 
-def in_numpy_by_norm(grads, norm_of):
-    norm = np.sqrt(sum(np.sum(g**2) for g in norm_of))
-    return [g / max(norm, 0.01) * 0.01 for g in grads]
+def of_package(m, grads):
+    return gs.clip_by_global_norm(grads, 0.01)[0] if m is mtf else by_norm(m, grads, grads)
 
 
 def first(change):
-    """A change of the first gradient alone."""
-    return lambda grads: [change(*grads), *grads[1:]]
+    """A change of the first gradient alone, which then no longer tells shards apart."""
+    return lambda m, grads: [change(m, *grads), *grads[1:]], NAMES[:1]
 
 
-# What is done with gradients of the weights, the gain and the offset before they are applied: in
-# Mesh-TF, in numpy, and which of the three no longer tell shards apart.
+# What is done with gradients of the weights, the gain and the offset before they are applied, by
+# `mtf` or `NUMPY`, and which of the three no longer tell shards apart.
 MIXED = {
-    "square": (first(lambda w, s, b: mtf.square(w)), first(lambda w, s, b: w**2), NAMES[:1]),
-    "product": (first(lambda w, s, b: w * b), first(lambda w, s, b: w * b), NAMES[:1]),
-    "product with a scalar": (
-        first(lambda w, s, b: w * s),
-        first(lambda w, s, b: w * s),
-        NAMES[:1],
-    ),
-    "quotient": (
-        first(lambda w, s, b: w * mtf.reciprocal(s)),
-        first(lambda w, s, b: w / s),
-        NAMES[:1],
-    ),
-    "minimum": (
-        first(lambda w, s, b: mtf.minimum(w, 0.05)),
-        first(lambda w, s, b: np.minimum(w, 0.05)),
-        NAMES[:1],
-    ),
-    "square behind linear operations": (
-        first(lambda w, s, b: -(mtf.square(2.0 * w) + b)),
-        first(lambda w, s, b: -((2 * w) ** 2 + b)),
-        NAMES[:1],
-    ),
-    "relu": (
-        first(lambda w, s, b: mtf.relu(w)),
-        first(lambda w, s, b: np.maximum(w, 0)),
-        NAMES[:1],
-    ),
-    "clipped by the norm of all": (
-        lambda grads: by_norm(grads, grads),
-        lambda grads: in_numpy_by_norm(grads, grads),
-        NAMES,
-    ),
+    "square": first(lambda m, w, s, b: m.square(w)),
+    "product": first(lambda m, w, s, b: w * b),
+    "product with a scalar": first(lambda m, w, s, b: w * s),
+    "quotient": first(lambda m, w, s, b: w * m.reciprocal(s)),
+    "minimum": first(lambda m, w, s, b: m.minimum(w, 0.05)),
+    "square behind linear operations": first(lambda m, w, s, b: -(m.square(2.0 * w) + b)),
+    "relu": first(lambda m, w, s, b: m.relu(w)),
+    "clipped by the norm of all": (lambda m, grads: by_norm(m, grads, grads), NAMES),
     "clipped by the norm of another": (
-        lambda grads: [*by_norm(grads[:1], grads[1:]), *grads[1:]],
-        lambda grads: [*in_numpy_by_norm(grads[:1], grads[1:]), *grads[1:]],
+        lambda m, grads: [*by_norm(m, grads[:1], grads[1:]), *grads[1:]],
         NAMES[:1],
     ),
-    "gs.clip_by_global_norm": (
-        lambda grads: gs.clip_by_global_norm(grads, 0.01)[0],
-        lambda grads: in_numpy_by_norm(grads, grads),
-        NAMES,
-    ),
+    "gs.clip_by_global_norm": (of_package, NAMES),
 }
 
 
@@ -86,7 +71,7 @@ def changed(mesh, inputs, change):
     """Changed gradients, their variables, and the operations that changed them."""
     grads, variables = training.gradients_on(MODEL, mesh, inputs, BATCH_DIMS)
     before = len(mesh.graph.operations)
-    grads = change(grads)
+    grads = change(mtf, grads)
     return grads, variables, mesh.graph.operations[before:]
 
 
@@ -115,7 +100,7 @@ def names_operation(text, operations):
 
 @pytest.mark.parametrize("what", list(MIXED))
 def test_synchronous_replicas_name_variables_and_operations(what):
-    change, _, mixed = MIXED[what]
+    change, mixed = MIXED[what]
     text, operations = refused(change, lambda *given: sync_replicas().apply_grads(*given))
     for name in NAMES:
         assert (name in text) == (name in mixed), text
@@ -134,7 +119,7 @@ STAGES = {
 @pytest.mark.parametrize("stage", list(STAGES))
 @pytest.mark.parametrize("what", list(MIXED))
 def test_stages_name_gradients_and_operations(what, stage):
-    change, _, mixed = MIXED[what]
+    change, mixed = MIXED[what]
     text, operations = refused(change, lambda grads, variables: STAGES[stage](grads))
     for number, name in enumerate(NAMES):
         assert (f"gradient {number}" in text) == (name in mixed), text
@@ -164,7 +149,7 @@ def test_what_is_accepted_adds_up(kind, names):
         grads, variables = training.gradients_on(MODEL, mesh, inputs, BATCH_DIMS)
         fetches = {}
         for what, stage in harness.pairs(names, STAGES):
-            made = STAGES[stage](MIXED[what][0](grads), accept_summed=True)
+            made = STAGES[stage](MIXED[what][0](mtf, grads), accept_summed=True)
             for variable, total in zip(variables, gs.sum_shards(made, AXES)):
                 fetches[what, variable.name] = total
         return [], fetches
@@ -172,7 +157,7 @@ def test_what_is_accepted_adds_up(kind, names):
     (found,) = harness.run(kind, MESH, LAYOUT, build, [feed]).fetched
     whole = whole_gradients(feed)
     for what in names:
-        for name, expected in zip(NAMES, MIXED[what][1](whole)):
+        for name, expected in zip(NAMES, MIXED[what][0](NUMPY, whole)):
             np.testing.assert_allclose(
                 found[what, name], expected, atol=rounding_of(expected), err_msg=f"{what}, {name}"
             )
@@ -184,7 +169,7 @@ def test_what_is_accepted_adds_up(kind, names):
 )
 @pytest.mark.mostly_slow
 def test_what_is_accepted_makes_the_update(kind, what):
-    change, in_numpy, _ = MIXED[what]
+    change = MIXED[what][0]
     (feed,) = small_models.batches(1)
 
     def build(mesh, inputs):
@@ -192,7 +177,7 @@ def test_what_is_accepted_makes_the_update(kind, what):
         return sync_replicas(accept_summed=True).apply_grads(grads, variables), {}
 
     found = harness.run(kind, MESH, LAYOUT, build, [feed]).variables
-    for name, expected in zip(NAMES, in_numpy(whole_gradients(feed))):
+    for name, expected in zip(NAMES, change(NUMPY, whole_gradients(feed))):
         updated = MODEL.values()[name] - RATE * expected
         np.testing.assert_allclose(found[name], updated, atol=rounding_of(expected), err_msg=name)
     assert list(found["sync_replicas/made"]) == [1, 1]
@@ -202,7 +187,7 @@ def test_what_is_accepted_makes_the_update(kind, what):
 @pytest.mark.parametrize("kind", ["simd", "placement"])
 def test_reduced_gradients_are_added_up_as_they_are(kind):
     """Each counts as often as replicas contribute, also where they wait for a second step."""
-    change, in_numpy, _ = MIXED["clipped by the norm of all"]
+    change = MIXED["clipped by the norm of all"][0]
     feeds = small_models.batches(3)
     contribute = [[False, True], [True, True], [True, True]]
     for feed, mask in zip(feeds, contribute):
@@ -215,7 +200,7 @@ def test_reduced_gradients_are_added_up_as_they_are(kind):
 
     def made(values, feed):
         grads = training.numpy_gradients(MODEL, values, feed)
-        return dict(zip(NAMES, in_numpy([grads[name] for name in NAMES])))
+        return dict(zip(NAMES, change(NUMPY, [grads[name] for name in NAMES])))
 
     result = harness.run(kind, MESH, LAYOUT, build, feeds)
     values = MODEL.values()
@@ -274,27 +259,39 @@ def test_reduced_gradients_are_not_reduced_again(what):
 
 # What leaves the shards' parts apart, though it is more than a chain of linear operations.
 APART = {
-    "unscaled by a variable": (
-        lambda grads, v: [g * mtf.reciprocal(v["gain"]) for g in grads],
-        lambda grads, v: [g / v["gain"] for g in grads],
-    ),
-    "decayed": (
-        lambda grads, v: [g + 0.1 * v[k] for k, g in zip(NAMES, grads)],
-        lambda grads, v: [g + 0.1 * v[k] for k, g in zip(NAMES, grads)],
-    ),
-    "scaled by the weights' norm": (
-        lambda grads, v: [g * mtf.sqrt(mtf.reduce_sum(mtf.square(v["weights"]))) for g in grads],
-        lambda grads, v: [g * np.sqrt(np.sum(v["weights"] ** 2)) for g in grads],
-    ),
-    "mixed with each other": (
-        lambda grads, v: [grads[0] - grads[2] + grads[1], grads[1], -grads[2]],
-        lambda grads, v: [grads[0] - grads[2] + grads[1], grads[1], -grads[2]],
-    ),
-    "with a constant": (
-        lambda grads, v: [g * 0.5 + 1.0 for g in grads],
-        lambda grads, v: [g * 0.5 + 1.0 for g in grads],
-    ),
+    "unscaled by a variable": lambda m, grads, v: [g * m.reciprocal(v["gain"]) for g in grads],
+    "decayed": lambda m, grads, v: [g + 0.1 * v[k] for k, g in zip(NAMES, grads)],
+    "scaled by the weights' norm": lambda m, grads, v: [
+        g * m.sqrt(m.reduce_sum(m.square(v["weights"]))) for g in grads
+    ],
+    "mixed with each other": lambda m, grads, v: [
+        grads[0] - grads[2] + grads[1],
+        grads[1],
+        -grads[2],
+    ],
+    "with a constant": lambda m, grads, v: [g * 0.5 + 1.0 for g in grads],
 }
+
+
+def one_replica(inputs):
+    """Synchronous replicas that wait for one."""
+    sgd = mtf.optimize.SgdOptimizer(RATE)
+    return gs.SyncReplicasOptimizer(sgd, 1, axes=AXES, contributes=inputs["contributes"])
+
+
+def one_batch(*contributes):
+    (feed,) = small_models.batches(1)
+    return {**feed, "contributes": np.array(contributes)}
+
+
+def check_contributors(result, feed, grads_of=lambda grads: grads):
+    """Compares variables with an update by the mean of what contributors made of gradients."""
+    values = MODEL.values()
+    shards = training.shard_gradients(MODEL, values, feed, (2,))
+    made = [grads_of(grads) for grads, c in zip(shards, feed["contributes"]) if c]
+    means = {name: np.mean([grads[name] for grads in made], 0) for name in NAMES}
+    expected = {name: values[name] - RATE * mean for name, mean in means.items()}
+    reference.assert_close(result.variables, expected, atol=32 * small_models.FLOAT32)
 
 
 @pytest.mark.parametrize(
@@ -306,64 +303,40 @@ APART = {
 )
 @pytest.mark.mostly_slow
 def test_linear_changes_leave_the_mask_its_meaning(kind, what):
-    on_mesh, in_numpy = APART[what]
-    (feed,) = small_models.batches(1)
-    feed["contributes"] = np.array([False, True])
+    feed = one_batch(False, True)
 
     def build(mesh, inputs):
         grads, variables = training.gradients_on(MODEL, mesh, inputs, BATCH_DIMS)
-        grads = on_mesh(grads, {v.name: v.value for v in variables})
-        opt = gs.SyncReplicasOptimizer(
-            mtf.optimize.SgdOptimizer(RATE), 1, axes=AXES, contributes=inputs["contributes"]
-        )
-        return opt.apply_grads(grads, variables), {}
+        grads = APART[what](mtf, grads, {v.name: v.value for v in variables})
+        return one_replica(inputs).apply_grads(grads, variables), {}
 
     result = harness.run(kind, MESH, LAYOUT, build, [feed])
-    values = MODEL.values()
-    shards = training.shard_gradients(MODEL, values, feed, (2,))
-    made = [in_numpy([g[k] for k in NAMES], values) for g in shards]
-    for number, name in enumerate(NAMES):
-        grad = np.mean([g[number] for g, c in zip(made, feed["contributes"]) if c], 0)
-        np.testing.assert_allclose(
-            result.variables[name],
-            values[name] - RATE * grad,
-            atol=32 * small_models.FLOAT32,
-            err_msg=name,
-        )
+
+    def in_numpy(grads):
+        return dict(zip(NAMES, APART[what](NUMPY, [grads[k] for k in NAMES], MODEL.values())))
+
+    check_contributors(result, feed, in_numpy)
 
 
 @pytest.mark.mostly_slow
 def test_gradients_that_are_read_whole_too(mesh_kind):
     """A norm in a summary changes nothing."""
-    (feed,) = small_models.batches(1)
-    feed["contributes"] = np.array([True, False])
+    feed = one_batch(True, False)
 
     def build(mesh, inputs):
         grads, variables = training.gradients_on(MODEL, mesh, inputs, BATCH_DIMS)
-        opt = gs.SyncReplicasOptimizer(
-            mtf.optimize.SgdOptimizer(RATE), 1, axes=AXES, contributes=inputs["contributes"]
-        )
         before = mtf.reduce_sum(mtf.square(grads[0]))
-        updates = opt.apply_grads(grads, variables)
+        updates = one_replica(inputs).apply_grads(grads, variables)
         after = mtf.reduce_sum(mtf.square(grads[0]))
         return updates, {"before": before, "after": after, "gain": grads[1] * grads[1]}
 
     result = harness.run(mesh_kind, MESH, LAYOUT, build, [feed])
-    values = MODEL.values()
-    whole = training.numpy_gradients(MODEL, values, feed)
+    whole = training.numpy_gradients(MODEL, MODEL.values(), feed)
     size = np.sum(whole["weights"] ** 2)
     for when in ("before", "after"):
         np.testing.assert_allclose(result.fetched[0][when], size, rtol=32 * small_models.FLOAT32)
     np.testing.assert_allclose(result.fetched[0]["gain"], whole["gain"] ** 2, rtol=1e-5)
-    shards = training.shard_gradients(MODEL, values, feed, (2,))
-    for name in NAMES:
-        grad = np.mean([g[name] for g, c in zip(shards, feed["contributes"]) if c], 0)
-        np.testing.assert_allclose(
-            result.variables[name],
-            values[name] - RATE * grad,
-            atol=32 * small_models.FLOAT32,
-            err_msg=name,
-        )
+    check_contributors(result, feed)
 
 
 @pytest.mark.mostly_slow
@@ -374,25 +347,12 @@ def test_a_function_of_the_mean_loss_is_no_mixture(mesh_kind):
         return m.sqrt(MODEL.loss(m, v, d))
 
     model = MODEL._replace(loss=loss)
-    (feed,) = small_models.batches(1)
-    feed["contributes"] = np.array([True, False])
+    feed = one_batch(True, False)
 
     def apply(grads, variables, inputs):
-        opt = gs.SyncReplicasOptimizer(
-            mtf.optimize.SgdOptimizer(RATE), 1, axes=AXES, contributes=inputs["contributes"]
-        )
-        return opt.apply_grads(grads, variables)
+        return one_replica(inputs).apply_grads(grads, variables)
 
     build = training.step(model, BATCH_DIMS, apply)
     result = harness.run(mesh_kind, MESH, LAYOUT, build, [feed])
-    values = MODEL.values()
-    shards = training.shard_gradients(MODEL, values, feed, (2,))
-    root = np.sqrt(training.numpy_loss(MODEL, values, feed))
-    for name in NAMES:
-        grad = np.mean([g[name] for g, c in zip(shards, feed["contributes"]) if c], 0) / (2 * root)
-        np.testing.assert_allclose(
-            result.variables[name],
-            values[name] - RATE * grad,
-            atol=32 * small_models.FLOAT32,
-            err_msg=name,
-        )
+    root = np.sqrt(training.numpy_loss(MODEL, MODEL.values(), feed))
+    check_contributors(result, feed, lambda grads: {k: g / (2 * root) for k, g in grads.items()})

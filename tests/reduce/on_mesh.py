@@ -8,7 +8,7 @@ from typing import Any, Callable, Sequence
 
 import numpy as np
 
-from mtf_gradsync import session_config, simd
+from mtf_gradsync import reduce, session_config, simd
 from mtf_gradsync._private.libraries import mtf, tf
 from tests import harness
 
@@ -76,6 +76,21 @@ def run(
                 else:
                     results.append([np.stack(x) for x in session.run(slices)])
     return results[0] if runs == 1 else results
+
+
+def sums(
+    strategy: reduce.GradientReducer,
+    axes: Sequence[int] = (0,),
+    groups: Sequence[Sequence[int]] | None = None,
+) -> Callable[[Any, list], list]:
+    """For `run`: sums by a strategy, over mesh axes or over groups of processors."""
+
+    def make(impl: Any, values: list) -> list:
+        along = reduce.ProcessorGroups.along
+        chosen = reduce.ProcessorGroups(groups) if groups else along(impl, axes)
+        return strategy.all_reduce(impl, values, chosen)
+
+    return make
 
 
 @contextlib.contextmanager

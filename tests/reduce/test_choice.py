@@ -184,9 +184,8 @@ def test_sums_equal_numpy_and_the_choice_is_logged_once(mesh_kind, caplog):
     strategy = reduce.BestAllReduce()
 
     def make(impl, values):
-        groups = reduce.ProcessorGroups.along(impl, [0])
-        strategy.all_reduce(impl, values, groups)
-        return strategy.all_reduce(impl, values, groups)
+        on_mesh.sums(strategy)(impl, values)
+        return on_mesh.sums(strategy)(impl, values)
 
     for x, out in zip(data, on_mesh.run(mesh_kind, "all:8", data, make)):
         # Seven additions in float32 of partial sums no larger than the sum of magnitudes.
@@ -210,12 +209,8 @@ def test_a_strategy_with_state_is_refused_by_name(monkeypatch):
     monkeypatch.setattr(choice, "choose", lambda topology, groups: quantized)
     data = [np.ones([2, 3], "f")]
 
-    def make(impl, values):
-        groups = reduce.ProcessorGroups.along(impl, [0])
-        return reduce.BestAllReduce().all_reduce(impl, values, groups)
-
     with pytest.raises(TypeError, match=r"Give QuantizedAllReduce\(reducer=BestAllReduce\(\)\)"):
-        on_mesh.run("simd", "all:2", data, make)
+        on_mesh.run("simd", "all:2", data, on_mesh.sums(reduce.BestAllReduce()))
 
 
 def test_a_strategy_with_state_leaves_other_sums_to_it(mesh_kind, caplog):
@@ -223,10 +218,7 @@ def test_a_strategy_with_state_leaves_other_sums_to_it(mesh_kind, caplog):
     strategy = reduce.QuantizedAllReduce(reducer=reduce.BestAllReduce())
     data = [np.arange(6, dtype="f").reshape(2, 3)]
 
-    def make(impl, values):
-        return strategy.all_reduce(impl, values, reduce.ProcessorGroups.along(impl, [0]))
-
-    (out,) = on_mesh.run(mesh_kind, "all:2", data, make)
+    (out,) = on_mesh.run(mesh_kind, "all:2", data, on_mesh.sums(strategy))
     # Whole numbers below 2^24 are exact.
     np.testing.assert_array_equal(out, np.broadcast_to(data[0].sum(0), np.shape(out)))
     assert "FusedAllReduce" in messages(caplog, logging.INFO)[0]

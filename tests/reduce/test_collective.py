@@ -27,8 +27,7 @@ def collectives(graph):
 @pytest.mark.parametrize(("merge_scope", "number"), [(1, 7), (3, 3), (32, 1)])
 def test_merges_as_many_tensors_as_asked(merge_scope, number):
     with on_mesh.graph_of("all:8", SHAPES) as (impl, values, graph):
-        groups = reduce.ProcessorGroups.along(impl, [0])
-        reduce.CollectiveAllReduce(merge_scope).all_reduce(impl, values, groups)
+        on_mesh.sums(reduce.CollectiveAllReduce(merge_scope))(impl, values)
         ops = collectives(graph)
     assert len(ops) == 8 * number
     assert collections.Counter(op.device for op in ops) == dict.fromkeys(DEVICES, number)
@@ -40,8 +39,7 @@ def test_keys_are_one_for_each_group_and_one_for_each_collective():
 
     with on_mesh.graph_of("rows:4;cols:2", [(3,), (4,)]) as (impl, values, graph):
         for axes in ([0], [1], [0]):
-            groups = reduce.ProcessorGroups.along(impl, axes)
-            reduce.CollectiveAllReduce(1).all_reduce(impl, values, groups)
+            on_mesh.sums(reduce.CollectiveAllReduce(1), axes)(impl, values)
         ops = collectives(graph)
     members = collections.defaultdict(set)
     for op in ops:
@@ -66,8 +64,7 @@ def test_a_fetch_of_one_processors_sum_does_not_wait_for_ever():
     """A session leaves out what it need not run; a collective's other members are needed."""
 
     def make(impl, values):
-        groups = reduce.ProcessorGroups.along(impl, [0])
-        summed = reduce.CollectiveAllReduce(1, timeout_seconds=60).all_reduce(impl, values, groups)
+        summed = on_mesh.sums(reduce.CollectiveAllReduce(1, timeout_seconds=60))(impl, values)
         return [impl.LaidOutTensor([x.tensor_list[5]]) for x in summed[::-1]]
 
     data = [np.ones([8, 3], "f"), np.ones([8, 2], "f")]
@@ -89,8 +86,7 @@ def wait_chain(first, second):
 def test_collectives_of_a_device_have_one_order():
     with on_mesh.graph_of("rows:4;cols:2", [(3,), (4,)]) as (impl, values, graph):
         for axes in ([0], [1], [0, 1]):
-            groups = reduce.ProcessorGroups.along(impl, axes)
-            reduce.CollectiveAllReduce(1).all_reduce(impl, values, groups)
+            on_mesh.sums(reduce.CollectiveAllReduce(1), axes)(impl, values)
         by_device = collections.defaultdict(list)
         for op in collectives(graph):
             by_device[op.device].append(op)
@@ -122,8 +118,7 @@ def test_twenty_sessions_end_with_the_same_bits():
     )
     sums = []
     for axes in ([0], [1], [0, 1], [0]):
-        groups = reduce.ProcessorGroups.along(impl, axes)
-        sums += reduce.CollectiveAllReduce(1).all_reduce(impl, [value, value], groups)
+        sums += on_mesh.sums(reduce.CollectiveAllReduce(1), axes)(impl, [value, value])
     slices = [x.tensor_list for x in sums]
     seen = set()
     for _ in range(20):
@@ -138,8 +133,7 @@ def test_steps_leave_no_threads_behind():
     """With a timeout each step leaves two for each member, which sleep until it is over."""
     impl = harness.placement("all:8", "")
     value = impl.LaidOutTensor([tf.placeholder_with_default(np.ones(3, "f"), [3])] * 8)
-    groups = reduce.ProcessorGroups.along(impl, [0])
-    (out,) = reduce.CollectiveAllReduce().all_reduce(impl, [value], groups)
+    (out,) = on_mesh.sums(reduce.CollectiveAllReduce())(impl, [value])
     with tf.Session(config=gs.session_config(num_cpu_devices=8)) as session:
         for _ in range(5):
             session.run(out.tensor_list)
@@ -236,4 +230,4 @@ def test_groups_that_could_only_wait_are_refused(devices, message, compressed, f
     if compressed:
         strategy = reduce.CompressedAllReduce(strategy)
     with harness.unchanged(), pytest.raises(ValueError, match=message):
-        strategy.all_reduce(impl, [value], reduce.ProcessorGroups.along(impl, [0]))
+        on_mesh.sums(strategy)(impl, [value])

@@ -31,13 +31,6 @@ def bound(x, groups, wire, prescale=1.0, levels=1):
     return relative * size + (levels * n + 1) * TINY[wire] / prescale
 
 
-def reducing(strategy, axes=(0, 1)):
-    def make(impl, values):
-        return strategy.all_reduce(impl, values, reduce.ProcessorGroups.along(impl, axes))
-
-    return make
-
-
 def warnings_in(caplog):
     return [r.getMessage() for r in caplog.records if r.name == "mtf_gradsync"]
 
@@ -68,7 +61,7 @@ def test_adversarial_numbers_stay_within_the_bound(wire, prescale, strategy):
 
     def make(impl, values):
         compressed = reduce.CompressedAllReduce(make_reducer(), wire, prescale)
-        return [y for axes in subsets for y in reducing(compressed, axes)(impl, values)]
+        return [y for axes in subsets for y in on_mesh.sums(compressed, axes)(impl, values)]
 
     out = iter(on_mesh.run("placement", MESH, data, make))
     worst = 0.0
@@ -89,7 +82,9 @@ def test_adversarial_numbers_stay_within_the_bound(wire, prescale, strategy):
 
 def test_twenty_runs_give_the_same_bits():
     strategy = reduce.CompressedAllReduce(wire_dtype="float16", prescale=3.0)
-    first, *others = on_mesh.run("placement", MESH, adversarial(), reducing(strategy), runs=20)
+    first, *others = on_mesh.run(
+        "placement", MESH, adversarial(), on_mesh.sums(strategy, [0, 1]), runs=20
+    )
     for other in others:
         assert [x.tobytes() for x in other] == [x.tobytes() for x in first]
 
@@ -124,7 +119,7 @@ def test_gradients_of_a_language_model_stay_within_the_bound(
 ):
     groups = mtf.processor_groups(mtf.convert_to_shape(MESH), [0])
     compressed = reduce.CompressedAllReduce(STRATEGIES[strategy][0](), wire, prescale)
-    out = on_mesh.run("placement", MESH, lm_gradients, reducing(compressed, [0]))
+    out = on_mesh.run("placement", MESH, lm_gradients, on_mesh.sums(compressed))
     for x, y in zip(lm_gradients, out):
         error = np.abs(y - on_mesh.expected(MESH, x, groups))
         assert (error <= bound(x, groups, wire, prescale)).all()
@@ -139,7 +134,7 @@ def test_prescale_brings_small_gradients_into_float16_s_range(lm_gradients):
     errors = {}
     for prescale in (1.0, 4096.0):
         strategy = reduce.CompressedAllReduce(wire_dtype="float16", prescale=prescale)
-        out = on_mesh.run("placement", MESH, small, reducing(strategy, [0]))
+        out = on_mesh.run("placement", MESH, small, on_mesh.sums(strategy))
         errors[prescale] = np.mean(
             [np.abs(y - on_mesh.expected(MESH, x, groups)).mean() for x, y in zip(small, out)]
         )
@@ -157,7 +152,7 @@ def test_all_that_is_sent_is_narrow(wire, strategy):
                 with tf.device(device):
                     slices.append(tf.placeholder(tf.float32, shape))
             values.append(impl.LaidOutTensor(slices))
-        reducing(compressed)(impl, values)
+        on_mesh.sums(compressed, [0, 1])(impl, values)
         sent = {
             x.dtype.name
             for op in graph.get_operations()
@@ -172,7 +167,7 @@ def test_all_that_is_sent_is_narrow(wire, strategy):
 def test_simd_sends_bfloat16_where_mesh_tf_does():
     x = adversarial()[0]
     strategy = reduce.CompressedAllReduce()
-    (out,) = on_mesh.run("simd", MESH, [x], reducing(strategy))
+    (out,) = on_mesh.run("simd", MESH, [x], on_mesh.sums(strategy, [0, 1]))
     # Each of the 7 additions may round, as well as the way in.
     size = np.abs(x.astype(float)).sum(0)
     assert (np.abs(out - x.sum(0, dtype=float)) <= ((1 + U["bfloat16"]) ** 9 - 1) * size).all()
@@ -180,7 +175,7 @@ def test_simd_sends_bfloat16_where_mesh_tf_does():
     with tf.Graph().as_default() as graph:
         with simd.tpu_program(MESH, "") as program:
             impl = program.mesh_impl
-            reducing(strategy)(impl, [impl.LaidOutTensor([tf.ones([3])])])
+            on_mesh.sums(strategy, [0, 1])(impl, [impl.LaidOutTensor([tf.ones([3])])])
         dtypes = [
             op.inputs[0].dtype for op in graph.get_operations() if op.type == "CrossReplicaSum"
         ]
@@ -204,11 +199,9 @@ def test_where_nothing_is_saved_values_go_as_they_are_with_one_warning(
     kind, strategy, wire, groups, caplog
 ):
     def make(impl, values):
-        some = reduce.ProcessorGroups(groups) if groups else reduce.ProcessorGroups.along(impl, [0])
         plain, compressed = strategy(), reduce.CompressedAllReduce(strategy(), wire)
-        return [
-            y for s in (plain, compressed, compressed) for y in s.all_reduce(impl, values, some)
-        ]
+        every = (plain, compressed, compressed)
+        return [y for s in every for y in on_mesh.sums(s, groups=groups)(impl, values)]
 
     plain, once, twice = on_mesh.run(kind, "all:8", adversarial()[:1], make)
     assert plain.tobytes() == once.tobytes() == twice.tobytes()
@@ -244,8 +237,8 @@ def test_other_dtypes_and_groups_of_one_are_left_alone(wire):
     def make(impl, values):
         results = []
         for strategy in (reduce.FusedAllReduce(), reduce.CompressedAllReduce(None, wire, 2.0)):
-            results += reducing(strategy, [0])(impl, values[: 3 if wire else 4])
-            results += reducing(strategy, [1])(impl, values)
+            results += on_mesh.sums(strategy)(impl, values[: 3 if wire else 4])
+            results += on_mesh.sums(strategy, [1])(impl, values)
         return results
 
     out = on_mesh.run("placement", "all:8;one:1", [*data, x], make)
@@ -266,7 +259,7 @@ def test_float16_overflow_is_said_and_kept(strategy, capfd):
     compressed = reduce.CompressedAllReduce(STRATEGIES[strategy][0](), "float16")
 
     def run(*arrays):
-        out = on_mesh.run("placement", MESH, list(arrays), reducing(compressed))
+        out = on_mesh.run("placement", MESH, list(arrays), on_mesh.sums(compressed, [0, 1]))
         return out, capfd.readouterr().err.count("float16 overflow")
 
     assert run(fine)[1] == 0
@@ -309,14 +302,14 @@ def test_overflow_counts_sums_apart(capfd):
     x[0, 0] = np.inf  # in the group of column 0, which says nothing about column 1
     x[1, 0] = 1e5
     strategy = reduce.CompressedAllReduce(wire_dtype="float16")
-    on_mesh.run("placement", MESH, [x, np.ones([8], "f")], reducing(strategy, [0]))
+    on_mesh.run("placement", MESH, [x, np.ones([8], "f")], on_mesh.sums(strategy))
     assert "overflow: 1 of 4 sums" in capfd.readouterr().err
 
 
 def test_only_float16_is_looked_at():
     for wire, looked in (("bfloat16", False), ("float16", True)):
         with on_mesh.graph_of(MESH, [(3,)]) as (impl, values, graph):
-            reducing(reduce.CompressedAllReduce(wire_dtype=wire))(impl, values)
+            on_mesh.sums(reduce.CompressedAllReduce(wire_dtype=wire), [0, 1])(impl, values)
             types = {op.type for op in graph.get_operations()}
         assert ("IsFinite" in types) == looked
 
@@ -333,6 +326,6 @@ def test_what_is_not_finite_stays_so(wire, strategy):
     x[2, 0], x[3, 1], x[4, 2] = np.nan, np.inf, -np.inf
     x[0, 3], x[7, 3] = np.inf, -np.inf
     compressed = reduce.CompressedAllReduce(STRATEGIES[strategy][0](), wire, 0.5)
-    (out,) = on_mesh.run("placement", MESH, [x], reducing(compressed))
+    (out,) = on_mesh.run("placement", MESH, [x], on_mesh.sums(compressed, [0, 1]))
     want = np.array([np.nan, np.inf, -np.inf, np.nan, 8, 8], "f")
     np.testing.assert_array_equal(out, np.broadcast_to(want, [8, 6]))

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import mtf_gradsync as gs
-from mtf_gradsync import reduce, simd
+from mtf_gradsync import simd
 from mtf_gradsync._private.libraries import mtf, tf
 from tests import harness
 from tests.reduce import on_mesh
@@ -113,7 +113,7 @@ def test_placement_sums_take_turns_on_the_devices():
 )
 def test_large_tensors_share_no_bucket_by_default(args, sums):
     with on_mesh.graph_of("all:8", [(64,), (64,), (8192,)]) as (impl, values, graph):
-        gs.FusedAllReduce(*args).all_reduce(impl, values, reduce.ProcessorGroups.along(impl, [0]))
+        on_mesh.sums(gs.FusedAllReduce(*args))(impl, values)
         assert sum(op.type == "AddN" for op in graph.get_operations()) == sums
 
 

@@ -102,7 +102,7 @@ def test_levels():
 def test_sizes_choose_the_algorithm():
     strategy = reduce.HierarchicalAllReduce([("ring", 1, 40), ("add_n", 2, 400), ("add_n", 4, -1)])
     with on_mesh.graph_of("all:8", [(10,), (11,), (100,), (101,)]) as (impl, values, graph):
-        strategy.all_reduce(impl, values, reduce.ProcessorGroups.along(impl, [0]))
+        on_mesh.sums(strategy)(impl, values)
         ops = collections.Counter(
             (op.type, op.outputs[0].shape.num_elements())
             for op in graph.get_operations()
@@ -116,7 +116,7 @@ def test_sizes_choose_the_algorithm():
 def test_shards_are_summed_on_different_devices():
     with on_mesh.graph_of("all:8", [(800,)]) as (impl, values, graph):
         strategy = reduce.HierarchicalAllReduce(("add_n", 8))
-        strategy.all_reduce(impl, values, reduce.ProcessorGroups.along(impl, [0]))
+        on_mesh.sums(strategy)(impl, values)
         sums = [op for op in graph.get_operations() if op.type == "AddN"]
     assert {op.outputs[0].shape.num_elements() for op in sums} == {100}
     assert len({op.device for op in sums}) == 8
@@ -146,8 +146,7 @@ def simd_sums(spec, shape, axes=(0, 1), **kwargs):
         with simd.tpu_program("rows:4;cols:2", "") as program:
             impl = program.mesh_impl
             strategy = reduce.HierarchicalAllReduce(spec, **kwargs)
-            groups = reduce.ProcessorGroups.along(impl, axes)
-            strategy.all_reduce(impl, [impl.LaidOutTensor([tf.ones(shape)])], groups)
+            on_mesh.sums(strategy, axes)(impl, [impl.LaidOutTensor([tf.ones(shape)])])
         return [
             (op.inputs[0].shape.num_elements(), len(tf.get_static_value(op.inputs[1])[0]))
             for op in graph.get_operations()
@@ -190,7 +189,7 @@ def test_each_level_is_a_group_of_simd_sums_that_are_neighbours(settings, groups
             ]
             values = [impl.LaidOutTensor([tf.zeros(*one)]) for one in shapes]
             strategy = reduce.HierarchicalAllReduce(**settings)
-            strategy.all_reduce(impl, values, reduce.ProcessorGroups.along(impl, [0, 1]))
+            on_mesh.sums(strategy, [0, 1])(impl, values)
         rows = [r for r in simd.list_collectives(program).rows if r.together]
     size = {"rows": 4, "cols": 2, "rows+cols": 8}
     found = [
@@ -207,11 +206,8 @@ def test_simd_shared_sums_are_right_and_keep_infinities_where_they_are(order):
     x[3, 1, 1] = np.inf
     groups = [[0, 5, 6, 3], [7, 2, 1, 4]]
 
-    def make(impl, values):
-        strategy = reduce.HierarchicalAllReduce(("add_n/add_n", 2))
-        return strategy.all_reduce(impl, values, reduce.ProcessorGroups(groups))
-
-    (out,) = on_mesh.run("simd", "a:2;b:2;c:2", [x], make, logical_to_physical=order)
+    sums = on_mesh.sums(reduce.HierarchicalAllReduce(("add_n/add_n", 2)), groups=groups)
+    (out,) = on_mesh.run("simd", "a:2;b:2;c:2", [x], sums, logical_to_physical=order)
     assert np.isinf(out).sum() == 4
     np.testing.assert_allclose(out, on_mesh.expected("", x, groups), rtol=0, atol=4 * 2.0**-24 * 12)
 
@@ -260,7 +256,7 @@ def test_sums_of_what_devices_share_are_right():
     tensors = [tf.constant([10.0**i, 1.0]) for i in range(5)]
     value = impl.LaidOutTensor([tensors[i] for i in shares])
     strategy = reduce.HierarchicalAllReduce(outer_axes="rows")
-    (total,) = strategy.all_reduce(impl, [value], reduce.ProcessorGroups.along(impl, [0]))
+    (total,) = on_mesh.sums(strategy)(impl, [value])
     assert len(set(total.tensor_list)) == 3
     with tf.Session(config=session_config(num_cpu_devices=8)) as session:
         out = session.run(total.tensor_list)

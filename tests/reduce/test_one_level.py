@@ -73,16 +73,13 @@ def test_large_sums_are_right_and_not_shared_between_memories():
     # Strings of another process would not run here: only the graph is looked at.
     elsewhere = [*devices[:2], "/job:worker/task:1/device:CPU:0", "/job:worker/task:1/device:CPU:1"]
 
-    def make(impl, values):
-        groups = reduce.ProcessorGroups.along(impl, [0])
-        return reduce.AllReduce().all_reduce(impl, values, groups)
-
-    for x, out in zip(data, on_mesh.run("placement", "all:4", data, make, devices=devices)):
+    sums = on_mesh.sums(reduce.AllReduce())
+    for x, out in zip(data, on_mesh.run("placement", "all:4", data, sums, devices=devices)):
         # Three additions of numbers of up to about 5, each rounded.
         np.testing.assert_allclose(out, [x.sum(0, dtype=float)] * 4, atol=3 * 20 * 2.0**-24)
     with on_mesh.graph_of("all:4", [(40_000,)] * 2) as (impl, values, graph):
         impl.devices[:] = elsewhere
-        make(impl, values)
+        sums(impl, values)
         unpacked = [op.device for op in graph.get_operations() if op.type == "Unpack"]
     assert len(unpacked) == 2
     assert len({"worker" in device for device in unpacked}) == 2
@@ -91,8 +88,7 @@ def test_large_sums_are_right_and_not_shared_between_memories():
 def test_dtypes_are_not_mixed_in_a_pack():
     with on_mesh.graph_of("all:8", [(3,), (4,)]) as (impl, values, graph):
         values += [impl.LaidOutTensor([tf.placeholder(tf.float64, [2])] * 8)]
-        groups = reduce.ProcessorGroups.along(impl, [0])
-        reduce.AllReduce().all_reduce(impl, values, groups)
+        on_mesh.sums(reduce.AllReduce())(impl, values)
         assert sorted(n for n, _ in add_ns(graph)) == [2, 7]
 
 
@@ -115,7 +111,7 @@ def test_ring_is_mesh_tf_s_to_the_bit():
 def test_one_device_adds_up_for_all_groups(device):
     strategy = reduce.ReductionToOneDevice(device)
     with on_mesh.graph_of("rows:4;cols:2", [(3,), (4,)]) as (impl, values, graph):
-        strategy.all_reduce(impl, values, reduce.ProcessorGroups.along(impl, [0]))
+        on_mesh.sums(strategy)(impl, values)
         assert {device for _, device in add_ns(graph)} == {"/device:CPU:3"}
         assert len(add_ns(graph)) == 4
 
@@ -136,12 +132,8 @@ def test_accumulation_fn():
     # In this order alone, in float32, the ones are not lost.
     x = np.array([2.0**25, 1, 1, 1, 1, 1, 1, 2], "f")
 
-    def make(impl, values):
-        groups = reduce.ProcessorGroups.along(impl, [0])
-        mine = reduce.ReductionToOneDevice(accumulation_fn=from_the_end)
-        return mine.all_reduce(impl, values, groups)
-
-    (out,) = on_mesh.run("placement", "all:8", [x], make)
+    sums = on_mesh.sums(reduce.ReductionToOneDevice(accumulation_fn=from_the_end))
+    (out,) = on_mesh.run("placement", "all:8", [x], sums)
     assert (out == 2.0**25 + 8).all()
 
 
@@ -159,10 +151,7 @@ def test_simd_falls_back_with_one_warning(strategy, said, caplog):
     x = np.ones([4, 3], "f")
 
     def make(impl, values):
-        groups = reduce.ProcessorGroups.along(impl, [0])
-        return strategy().all_reduce(impl, values, groups) + strategy().all_reduce(
-            impl, values, groups
-        )
+        return [y for _ in range(2) for y in on_mesh.sums(strategy())(impl, values)]
 
     out = on_mesh.run("simd", "all:4", [x], make)
     assert (np.stack(out) == 4).all()
@@ -176,7 +165,6 @@ def test_packs_are_collectives_on_simd():
         with simd.tpu_program("all:8", "") as program:
             impl = program.mesh_impl
             values = [impl.LaidOutTensor([tf.ones(shape)]) for shape in [(4, 5), (), (5,), (5,)]]
-            groups = reduce.ProcessorGroups.along(impl, [0])
-            reduce.AllReduce(num_packs=4).all_reduce(impl, values, groups)
+            on_mesh.sums(reduce.AllReduce(num_packs=4))(impl, values)
         sums = [op for op in graph.get_operations() if op.type == "CrossReplicaSum"]
     assert [op.inputs[0].shape.num_elements() for op in sums] == [7, 7, 7, 10]

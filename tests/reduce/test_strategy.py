@@ -51,11 +51,8 @@ def test_dtypes_together(mesh_kind, strategy):
     by_dtype["int32"] = [x.astype(np.int32) for x in arrays()[:4]]
     data = [x for several in zip(*by_dtype.values()) for x in several]
 
-    def make(impl, values):
-        groups = reduce.ProcessorGroups.along(impl, [0, 1])
-        return STRATEGIES[strategy]().all_reduce(impl, values, groups)
-
-    out = on_mesh.run(mesh_kind, "rows:4;cols:2", data, make)
+    sums = on_mesh.sums(STRATEGIES[strategy](), [0, 1])
+    out = on_mesh.run(mesh_kind, "rows:4;cols:2", data, sums)
     groups = [list(range(8))]
     for x, result in zip(data, out):
         dtype = tf.as_dtype(x.dtype).name
@@ -78,7 +75,7 @@ def test_sums_that_nothing_packs_are_one_group_of_a_simd_mesh(make):
         with simd.tpu_program("rows:2;cols:2", "") as program:
             impl = program.mesh_impl
             values = [impl.LaidOutTensor([tf.zeros(shape)]) for shape in SHAPES]
-            make().all_reduce(impl, values, reduce.ProcessorGroups.along(impl, [0]))
+            on_mesh.sums(make())(impl, values)
         rows = simd.list_collectives(program).rows
     assert len(rows) == sum(0 not in shape for shape in SHAPES)
     assert len({row.together for row in rows} - {""}) == 1
@@ -93,8 +90,7 @@ def test_twenty_runs_give_the_same_bits_and_copies_of_a_tensor_stay_copies(strat
     def make(impl, values):
         made = []
         for some, axes in ((values[len(copies) :], [0, 1]), (values[: len(copies)], [0])):
-            groups = reduce.ProcessorGroups.along(impl, axes)
-            made += STRATEGIES[strategy]().all_reduce(impl, some, groups)
+            made += on_mesh.sums(STRATEGIES[strategy](), axes)(impl, some)
         return made
 
     given = [*copies, *arrays()]
@@ -109,16 +105,14 @@ def test_twenty_runs_give_the_same_bits_and_copies_of_a_tensor_stay_copies(strat
 def test_groups_of_one_change_nothing(strategy):
     with on_mesh.graph_of("rows:8;one:1", [(3,), ()]) as (impl, values, graph):
         before = len(graph.get_operations())
-        groups = reduce.ProcessorGroups.along(impl, [1])
-        assert STRATEGIES[strategy]().all_reduce(impl, values, groups) == values
+        assert on_mesh.sums(STRATEGIES[strategy](), [1])(impl, values) == values
         assert len(graph.get_operations()) == before
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_no_values(strategy):
     with on_mesh.graph_of("all:8", []) as (impl, values, _):
-        groups = reduce.ProcessorGroups.along(impl, [0])
-        assert STRATEGIES[strategy]().all_reduce(impl, values, groups) == []
+        assert on_mesh.sums(STRATEGIES[strategy]())(impl, values) == []
 
 
 @pytest.mark.parametrize("strategy", ["fused", "packs", "ring"])
@@ -128,10 +122,8 @@ def test_shuffled_cores(strategy):
 
     def make(impl, values):
         mine = STRATEGIES[strategy]()
-        along = reduce.ProcessorGroups.along(impl, [0])
-        return mine.all_reduce(impl, values, along) + mine.all_reduce(
-            impl, values, reduce.ProcessorGroups(GROUPS)
-        )
+        some = on_mesh.sums(mine)(impl, values)
+        return some + on_mesh.sums(mine, groups=GROUPS)(impl, values)
 
     out = on_mesh.run("simd", "rows:4;cols:2", data, make, logical_to_physical=harness.SHUFFLED)
     for some, number in ((out[: len(data)], 0), (out[len(data) :], 1)):

@@ -12,6 +12,7 @@ from mtf_gradsync.reduce.sums import ordered_add_n
 from mtf_gradsync.step.conditional import _takes_attributes, run_as_call
 from tests import grappler as grapplers
 from tests import harness
+from tests.reduce import on_mesh
 
 SIZE = 1000
 DEVICES = 8
@@ -111,8 +112,7 @@ def test_order_of_strategies(strategy, held):
     fed = tf.placeholder(tf.float32, arrays.shape)
     slices = made(fed)
     impl = harness.placement("all:8", "")
-    groups = reduce.ProcessorGroups.along(impl, [0])
-    (result,) = strategy.all_reduce(impl, [impl.LaidOutTensor(slices)], groups)
+    (result,) = on_mesh.sums(strategy)(impl, [impl.LaidOutTensor(slices)])
     late = [x for total in result.tensor_list for x in readers(slices, held, total)]
     out = run([*map(tf.identity, result.tensor_list), *late], {fed: arrays})[:DEVICES]
     for total in out:
@@ -156,8 +156,7 @@ def test_copies_that_devices_share_are_summed_once(strategy, bound):
         values.append(impl.LaidOutTensor([tensors[i] for i in copies]))
         for result, x in ((expected, arrays), (sizes, np.abs(arrays))):
             result.append([x[copies[c]] + x[copies[4 + c]] for c in range(4)] * 2)
-    groups = reduce.ProcessorGroups.along(impl, [0])
-    sums = [x.tensor_list for x in strategy.all_reduce(impl, values, groups)]
+    sums = [x.tensor_list for x in on_mesh.sums(strategy)(impl, values)]
     # Each value and each sum is rounded once to what is sent, if that is narrower.
     assert (np.abs(np.subtract(run(sums, {}), expected)) <= bound * np.array(sizes)).all()
     pairs = [(0, 1), (2, 3), (4, 5), (6, 7)]
@@ -170,7 +169,6 @@ def test_copies_in_another_memory_are_summed_there(fresh_graph):
     impl = gs.placement_mesh_impl("rows:2;cols:4", "", devices)
     x, y = tf.ones([3]), tf.ones([3])
     value = impl.LaidOutTensor([x] * 4 + [y] * 4)
-    groups = reduce.ProcessorGroups.along(impl, [0])
-    reduce.FusedAllReduce().all_reduce(impl, [value], groups)
+    on_mesh.sums(reduce.FusedAllReduce())(impl, [value])
     devices = [op.device for op in fresh_graph.get_operations() if op.type == "AddN"]
     assert sorted(tf.DeviceSpec.from_string(d).task for d in devices) == [0, 1]

@@ -18,7 +18,6 @@ from mtf_gradsync.tools.verification.divisions import Division
 from mtf_gradsync.tools.verification.engine import CannotBeDivided, Engine, Outcome
 from mtf_gradsync.tools.verification.program_patches import DROPS
 from mtf_gradsync.tools.verification.programs import Batch, NotOnCoresError, UserProgram
-from mtf_gradsync.tools.verification.recorded_program import Changes
 from mtf_gradsync.tools.verification.verdicts import CANNOT_BE, DivisionResult, Verification
 from mtf_gradsync.tools.verification.verifier import REFERENCE, Verifier
 
@@ -87,8 +86,9 @@ def verify(
     """
     settings = [params] if isinstance(params, Mapping) else list(params)
     _check(settings, steps, divisions, without, runtime)
-    shape, layout = str(settings[0]["mesh_shape"]), str(settings[0]["layout"])
-    base = Division("as configured", shape, layout, runtime, Changes(drops=tuple(without)))
+    base = kinds.configured_division(
+        str(settings[0]["mesh_shape"]), str(settings[0]["layout"]), tuple(without), runtime
+    )
     engine = Engine(
         UserProgram(program, settings[0]), _batches(input_fn, settings[0]), steps, not own_values
     )

@@ -34,13 +34,6 @@ def a_meeting(port, index, count=2, facts=FACTS, timeout=60.0):
     )
 
 
-def close(*found):
-    """Closes the connections of processes that have met."""
-    for connections in found:
-        for connection in connections.values():
-            connection.close()
-
-
 def met(count, indices, timeout=60.0, facts=None):
     """What each of some processes gets from their meeting: connections, or an error."""
     for _ in range(10):
@@ -71,7 +64,9 @@ def test_process_0_is_connected_with_all_others():
         while not messages and time.monotonic() < end:
             messages = found[0][member(other)].receive()
         assert messages == [{"hello": other}]
-    close(*found)
+    for connections in found:
+        for connection in connections.values():
+            connection.close()
 
 
 def test_one_process_meets_nobody():
@@ -138,7 +133,9 @@ def test_strangers_are_dropped(intruders):
                     kind
                 )
         second = pool.submit(a_meeting, port, 1)
-    close(first.result(), second.result())
+    for connections in (first.result(), second.result()):
+        for connection in connections.values():
+            connection.close()
 
 
 def talk(connection, said):
@@ -159,7 +156,9 @@ def test_who_says_nothing_or_never_ends_holds_nobody_up(intruders, monkeypatch):
             talkers[-1].start()
         silent = [intruders(port) for _ in range(12)]
         second = pool.submit(a_meeting, port, 1)
-        close(first.result(), second.result())
+        for connections in (first.result(), second.result()):
+            for connection in connections.values():
+                connection.close()
     for talker in talkers:
         talker.join(30)
         assert not talker.is_alive()
@@ -178,7 +177,9 @@ def test_strangers_have_some_time_only(intruders, monkeypatch):
         assert b"challenge" in stranger.recv(1000)
         assert stranger.recv(1000) == b""
         second = pool.submit(a_meeting, port, 1)
-    close(first.result(), second.result())
+    for connections in (first.result(), second.result()):
+        for connection in connections.values():
+            connection.close()
 
 
 def test_where_all_are_on_one_machine_nobody_else_can_call(caplog):
@@ -228,7 +229,9 @@ def test_who_has_another_secret_is_denied(intruders, monkeypatch, caplog):
         stranger.sendall(introduction("made up"))
         assert b"denied" in stranger.recv(1000)
         second = pool.submit(a_meeting, port, 1)
-        close(first.result(), second.result())
+        for connections in (first.result(), second.result()):
+            for connection in connections.values():
+                connection.close()
     assert [r for r in caplog.records if members.SECRET_VARIABLE in r.getMessage()]
 
 

@@ -5,8 +5,7 @@ import pytest
 
 from mtf_gradsync import simd
 from mtf_gradsync._private.libraries import mtf, tf
-from tests import harness
-from tests.runtimes.simd.programs import MESHES, SGD, Regression
+from tests.runtimes.simd.programs import MESHES, SGD, Regression, one_processor
 
 pytestmark = pytest.mark.usefixtures("runtime")
 
@@ -133,7 +132,7 @@ def test_checkpoints_cross_between_emulated_cores_and_one_processor(tmp_path):
         w = session.read("w")
     with tf.Graph().as_default():
         model.placeholders()
-        model.build(harness.placement(*harness.ONE))
+        model.build(one_processor())
         saver = tf.train.Saver()
         with tf.Session() as session:
             saver.restore(session, path)
