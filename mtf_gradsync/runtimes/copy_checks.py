@@ -24,7 +24,7 @@ from mtf_gradsync.extension import (
     warn_once,
 )
 from mtf_gradsync.runtimes._private.mesh_tensorflow import variables_of_cores
-from mtf_gradsync.runtimes.simd.replica_session import ReplicaSession
+from mtf_gradsync.runtimes.simd.replica_session import inner_session
 
 # Key of the graph collection of hooks. As it is no string, the collection is not exported.
 _COLLECTION = ("mtf_gradsync watched copies",)
@@ -198,7 +198,7 @@ class CopiesHook(tf.train.SessionRunHook):
         Slices of all variables are yielded. The checksums, which the devices of `session` compute
         now, are `bytes` objects, in the order of the copies.
         """
-        on_cores = _replica_session(session)
+        on_cores = inner_session(session)
         checksums = None if on_cores is None else on_cores.checksums()
         if checksums is None:
             found = session.run([tensor for tensor, _ in self._sums])
@@ -217,7 +217,7 @@ class CopiesHook(tf.train.SessionRunHook):
                 yield copies, [by_name[name].tobytes() for name in copies.keys]
 
     def _values(self, session: Any, copies: _Copies) -> list[np.ndarray]:
-        on_cores = _replica_session(session)
+        on_cores = inner_session(session)
         values = None if on_cores is None else on_cores.copies_of(copies.keys)
         if values is None:
             values = session.run([self._reads[key] for key in copies.keys])
@@ -225,7 +225,7 @@ class CopiesHook(tf.train.SessionRunHook):
 
     def _attach(self, session: Any) -> None:
         """Makes `session`, if it runs a SIMD program, compare copies before each save."""
-        on_cores = _replica_session(session)
+        on_cores = inner_session(session)
         if on_cores is not None:
             on_cores.check_before_save(lambda: self.check(on_cores))
 
@@ -339,15 +339,6 @@ def _checksum(value: tf.Tensor) -> tf.Tensor:
     sums = tf.reduce_sum(rows * weights, 1)
     of_rows = 2 * tf.range(-(-size // row), dtype=tf.int64) + 1
     return tf.bitcast(tf.reduce_sum(sums * of_rows), tf.uint8)
-
-
-def _replica_session(session: Any) -> ReplicaSession | None:
-    """Returns the session on a SIMD program's cores: `session`, or the one that it wraps.
-
-    The result is None if the session runs no SIMD program.
-    """
-    inside = getattr(session, "session", session)
-    return inside if isinstance(inside, ReplicaSession) else None
 
 
 def _cores(cores: Sequence[int]) -> str:

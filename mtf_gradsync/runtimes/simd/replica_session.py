@@ -374,6 +374,15 @@ class ReplicaSession(abc.ABC):
         self._session.run(self._ops.to_slices)
 
 
+def inner_session(session: Any) -> ReplicaSession | None:
+    """Returns the session on a SIMD program's cores: `session`, or the one that it wraps.
+
+    The result is None if the session runs no SIMD program.
+    """
+    inside = session if isinstance(session, ReplicaSession) else getattr(session, "session", None)
+    return inside if isinstance(inside, ReplicaSession) else None
+
+
 def copy_array(value: Any) -> Any:
     """Returns a copy of `value` if it is an array; values of other types are returned unchanged.
 

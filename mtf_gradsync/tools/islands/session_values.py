@@ -20,7 +20,7 @@ from mtf_gradsync.extension import (
     tf,
     warn_once,
 )
-from mtf_gradsync.runtimes.simd.replica_session import ReplicaSession, VariableAccess, lowerings_in
+from mtf_gradsync.runtimes.simd.replica_session import VariableAccess, inner_session, lowerings_in
 from mtf_gradsync.tools.islands.changes import MEAN
 from mtf_gradsync.tools.islands.tensor_files import TensorSpec
 
@@ -226,7 +226,7 @@ class Values:
         )
 
     def _read(self, session: Any, variables: Mapping[str, Any]) -> dict[str, np.ndarray]:
-        replicas = _replica_session(session)
+        replicas = inner_session(session)
         if replicas is not None:
             everything = replicas.variables()
             return {name: everything[v.op.name] for name, v in variables.items()}
@@ -251,7 +251,7 @@ class Values:
             v.op.name: np.asarray(values[name]).astype(v.dtype.base_dtype.as_numpy_dtype)
             for name, v in variables.items()
         }
-        replicas = _replica_session(session)
+        replicas = inner_session(session)
         if replicas is not None:
             replicas.write(wanted)
             return
@@ -287,7 +287,7 @@ class Values:
             if owner_of(name, self._trainable) in owners and not name.endswith(ACCUMULATOR)
         }
         initial = {name: self._state[name].initial_value.name for name in bad}
-        replicas = _replica_session(session)
+        replicas = inner_session(session)
         return (session if replicas is None else replicas.tf_session).run(initial)
 
     def _checked(self, session: Any) -> VariableAccess:
@@ -314,9 +314,3 @@ def _warn_of_races(lowerings: Sequence[mtf.Lowering]) -> None:
                 "Mesh-TensorFlow needs a wrapper, as gs.CrossShardOptimizer(optimizer).",
             )
             return
-
-
-def _replica_session(session: Any) -> ReplicaSession | None:
-    inner = getattr(session, "session", None)
-    found = inner if isinstance(inner, ReplicaSession) else session
-    return found if isinstance(found, ReplicaSession) else None
