@@ -15,7 +15,6 @@ import logging
 import math
 import os
 import tempfile
-import uuid
 from typing import Any, Iterable, Iterator, Mapping, NamedTuple, Sequence
 
 import numpy as np
@@ -431,11 +430,6 @@ class SavedCheckpoint:
         A graph without islands begins with the values that the variables had at the last outer
         step. What the islands of the checkpoint's run have learned since this step is lost.
         """
-        new = [
-            name
-            for name, change in sorted(self.changes.items())
-            if change.saved_name is None and name not in self._new_slots
-        ]
         if self._new_slots:
             _logger.warning(
                 "The checkpoint %s has no %s: it is of a run in which another optimizer, or "
@@ -443,16 +437,17 @@ class SavedCheckpoint:
                 self.path,
                 some_of(sorted(self._new_slots)),
             )
-        derived = []
-        for name in new:
-            note = self.changes[name].note
-            follows = not note.follows or self.find(note.follows)
-            if isinstance(note.start, str) and follows:
-                derived.append(name)
-        for names, how in (
-            ([name for name in new if name not in derived], "begin as in a new run"),
-            (derived, "begin from the checkpoint's variables and its number of updates"),
-        ):
+        lacking: dict[str, list[str]] = {
+            "begin as in a new run": [],
+            "begin from the checkpoint's variables and its number of updates": [],
+        }
+        as_new, derived = lacking.values()
+        for name, change in sorted(self.changes.items()):
+            if change.saved_name is None and name not in self._new_slots:
+                follows = not change.note.follows or self.find(change.note.follows)
+                is_derived = isinstance(change.note.start, str) and follows
+                (derived if is_derived else as_new).append(name)
+        for how, names in lacking.items():
             if names:
                 _logger.warning(
                     "The checkpoint %s has no %s of this wrapper: it is of a run without the "
@@ -561,20 +556,10 @@ def adapt_checkpoint(path: str, directory: str, drop_sums: bool = False) -> str:
         name += "-resharded"
     tf.io.gfile.makedirs(directory)
     target = os.path.join(directory, name)
-    temporary = os.path.join(directory, f".resharding-{uuid.uuid4().hex}")
-    tf.io.gfile.makedirs(temporary)
-    try:
-        write_changed(path, os.path.join(temporary, name), values, set(saved.shapes) - without)
-        # A checkpoint exists if its index does, so that is deleted first and moved last.
-        if tf.io.gfile.exists(target + ".index"):
-            tf.io.gfile.remove(target + ".index")
-        files = tf.io.gfile.listdir(temporary)
-        for file in sorted(files, key=lambda file: file.endswith(".index")):
-            tf.io.gfile.rename(
-                os.path.join(temporary, file), os.path.join(directory, file), overwrite=True
-            )
-    finally:
-        tf.io.gfile.rmtree(temporary)
+    # A checkpoint exists if its index does, which TensorFlow writes last.
+    if tf.io.gfile.exists(target + ".index"):
+        tf.io.gfile.remove(target + ".index")
+    write_changed(path, target, values, set(saved.shapes) - without)
     return target
 
 

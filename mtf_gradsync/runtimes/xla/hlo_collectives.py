@@ -124,6 +124,8 @@ def _walk(
         if instruction.opcode.endswith(("-update", "-done")):
             continue
         attributes = instruction.proto.frontend_attributes.map
+        crosses_slices = instruction.opcode == "send" and _TRANSFER in attributes
+        groups: tuple[tuple[int, ...], ...] = ()
         if instruction.operation in COLLECTIVES:
             if _CHAIN in attributes:
                 if attributes[_CHAIN] in yielded_ids:
@@ -132,30 +134,19 @@ def _walk(
             operation, size = instruction.operation, sum(x.bytes for x in instruction.operands)
             if operation == "all-reduce" and is_fused:
                 operation, size = _sent_by_fused_all_reduce(instruction, size)
-            yield HloCollective(
-                operation=operation,
-                name=instruction.name,
-                bytes_per_core=size,
-                groups=core_groups(instruction.proto),
-                computation=computation.name,
-                inside=inside,
-            )
-        elif instruction.opcode == "send" and _TRANSFER in attributes:
+            groups = core_groups(instruction.proto)
+        elif crosses_slices:
             kind = attributes[_TRANSFER].lower().replace("_", "-")
-            yield HloCollective(
-                operation=kind if kind in COLLECTIVES else "collective-permute",
-                name=instruction.name,
-                bytes_per_core=instruction.operands[0].bytes,
-                groups=(),
-                computation=computation.name,
-                inside=inside,
-                crosses_slices=True,
-            )
+            operation = kind if kind in COLLECTIVES else "collective-permute"
+            size = instruction.operands[0].bytes
         else:
             # A collective calls only the sum of two numbers; other operations may call collectives.
             for called, around in zip(instruction.called, _branch_or_loop(instruction)):
                 fused = yielded_ids if instruction.opcode == "fusion" else None
                 yield from _walk(called, inside + around, fused)
+            continue
+        name, where = instruction.name, computation.name
+        yield HloCollective(operation, name, size, groups, where, inside, crosses_slices)
 
 
 # Operations that only pass on the numbers of their first operand.

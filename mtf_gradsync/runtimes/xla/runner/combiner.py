@@ -186,33 +186,36 @@ def _combine_group(block: Any, key: tuple[str, ...]) -> bool:
     collectives were combined.
     """
     operations = [op.operation for op in block]
-    run: list[int] = []  # the positions of the collectives to combine next
-    dependents: list[int] = []  # the positions of operations that take their results
+    runs = [(run, dependents) for run, dependents in _runs(operations, key) if len(run) > 1]
+    for run, dependents in runs:
+        next_operation = operations[run[-1] + 1]
+        members = [_member(operations[i]) for i in run]
+        # Neighbours of one shape are stacked, not flattened.
+        _combine(sorted(members, key=lambda m: m.result), next_operation)
+        for i in dependents:
+            if i < run[-1]:
+                operations[i].move_before(next_operation)
+        for member in members:
+            member.op.erase()
+    return bool(runs)
+
+
+def _runs(operations: Sequence[Any], key: tuple[str, ...]) -> Iterator[tuple[list[int], list[int]]]:
+    """Yields which operations of a block to combine, and which operations take their results.
+
+    Both are lists of positions in `operations`. The collectives of a list have the key `key`, do
+    not depend on each other, and have at most `_MOST_BYTES` together.
+    """
+    run: list[int] = []
+    dependents: list[int] = []
     results: set[Any] = set()  # the results of both
-    size, combined = 0, False
-
-    def finish() -> bool:
-        if len(run) > 1:
-            next_operation = operations[run[-1] + 1]
-            members = [_member(operations[i]) for i in run]
-            # Neighbours of one shape are stacked, not flattened.
-            _combine(sorted(members, key=lambda m: m.result), next_operation)
-            for i in dependents:
-                if i < run[-1]:
-                    operations[i].move_before(next_operation)
-            for member in members:
-                member.op.erase()
-        done = len(run) > 1
-        for each in (run, dependents, results):
-            each.clear()
-        return done
-
+    size = 0
     for position, op in enumerate(operations):
         depends = bool(results) and any(value in results for value in _operands(op))
         if _combination_key(op) == key and _bytes(op) <= _MOST_BYTES:
             if depends or size + _bytes(op) > _MOST_BYTES:
-                combined |= finish()
-                size = 0
+                yield run, dependents
+                run, dependents, results, size = [], [], set(), 0
             run.append(position)
             size += _bytes(op)
         elif depends:
@@ -220,7 +223,7 @@ def _combine_group(block: Any, key: tuple[str, ...]) -> bool:
         else:
             continue
         results.update(op.results)
-    return finish() or combined
+    yield run, dependents
 
 
 def _operands(operation: Any) -> Iterator[Any]:
@@ -239,9 +242,7 @@ def _bytes(op: Any) -> int:
 def _member(op: Any) -> _Member:
     groups = ir.DenseElementsAttr(op.attributes["replica_groups"]).type
     axis = ir.IntegerAttr(op.attributes[_AXIS[op.name]]).value if op.name in _AXIS else 0
-    given, result = (
-        tuple(ir.RankedTensorType(x.type).shape) for x in (op.operands[0], op.results[0])
-    )
+    given, result = tuple(_shape(op.operands[0])), tuple(_shape(op.results[0]))
     return _Member(op, given, result, axis, ir.RankedTensorType(groups).shape[1])
 
 
@@ -266,7 +267,7 @@ def _combine(members: Sequence[_Member], next_operation: Any) -> None:
         with location:
             axis = 0 if first.name == _ALL_REDUCE else 1
             packed = _concatenate(given, axis)
-            shape = list(ir.RankedTensorType(packed.type).shape)
+            shape = _shape(packed)
             if first.name == _SCATTER:
                 shape[0] = 1
             elif first.name == _GATHER:
