@@ -4,16 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from typing import (
-    Any,
-    Callable,
-    ContextManager,
-    Iterator,
-    Literal,
-    NamedTuple,
-    Sequence,
-    get_args,
-)
+from typing import Any, Callable, ContextManager, Iterator, Literal, NamedTuple, Sequence, get_args
 
 from mtf_gradsync.extension import LayoutLike, MeshShapeLike, mtf, tf
 from mtf_gradsync.runtimes import simd, xla

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Iterable, Iterator, NamedTuple
 
 from mtf_gradsync.extension import tf
@@ -67,12 +68,30 @@ def check_functions_lack_collectives(facts: GraphFacts) -> None:
 
     `facts` describes the graph with the programs.
     """
-    talking = _functions_with_collectives(
-        {f.signature.name: f for f in facts.graph_def.library.function}
-    )
-    for name in facts.order:
-        if talking and name in facts.cluster:
-            _check_functions(facts.node[name], talking)
+    functions = {f.signature.name: f for f in facts.graph_def.library.function}
+
+    def called(function: str) -> list[str]:
+        nodes = functions[function].node_def
+        return [name for node in nodes for name in _functions_named(node) if name in functions]
+
+    @functools.lru_cache(maxsize=None)
+    def collective_in(function: str) -> tf.NodeDef | None:
+        needed = reachable([function], called)
+        nodes = (node for name in functions if name in needed for node in functions[name].node_def)
+        return next((node for node in nodes if node.op in COLLECTIVE_TYPES), None)
+
+    for node in (facts.node[name] for name in facts.order if name in facts.cluster):
+        for function in _functions_named(node):
+            found = collective_in(function) if function in functions else None
+            if found is not None:
+                raise UnsupportedProgramError.of(
+                    node,
+                    f"its function {function!r} holds the collective {found.name!r} of type "
+                    f"{found.op}",
+                    "build loops and conditionals with control flow version 1 "
+                    "(tf.disable_v2_behavior() or tf.disable_control_flow_v2()), and call "
+                    "collectives outside tf.function",
+                )
 
 
 def _check_cluster(facts: GraphFacts, node: tf.NodeDef) -> None:
@@ -104,18 +123,6 @@ def _check_outside(facts: GraphFacts, node: tf.NodeDef) -> None:
             )
 
 
-def _check_functions(node: tf.NodeDef, talking: dict[str, str]) -> None:
-    for function in _functions_named(node):
-        if function in talking:
-            raise UnsupportedProgramError.of(
-                node,
-                f"its function {function!r} holds the collective {talking[function]}",
-                "build loops and conditionals with control flow version 1 "
-                "(tf.disable_v2_behavior() or tf.disable_control_flow_v2()), and call collectives "
-                "outside tf.function",
-            )
-
-
 def _functions_named(node: tf.NodeDef) -> Iterator[str]:
     """Yields the names of all functions that a node may call, and the node's type.
 
@@ -128,28 +135,6 @@ def _functions_named(node: tf.NodeDef) -> Iterator[str]:
             yield value.func.name
         for item in value.list.func:
             yield item.name
-
-
-def _functions_with_collectives(functions: dict[str, tf.NodeDef]) -> dict[str, str]:
-    """Returns the functions that run a collective, themselves or by calling other functions.
-
-    `functions` are a graph's functions by name. The result has, by the name of each function that
-    runs a collective, text about one collective in it, like "'operation' of type T".
-    """
-    calls: dict[str, list[str]] = {}
-    talking: dict[str, str] = {}
-    for name, function in functions.items():
-        called: set[str] = set()
-        for node in function.node_def:
-            if node.op in COLLECTIVE_TYPES:
-                talking[name] = f"{node.name!r} of type {node.op}"
-            called.update(f for f in _functions_named(node) if f in functions)
-        for callee in called:
-            calls.setdefault(callee, []).append(name)
-    for callee, collective in list(talking.items()):
-        for caller in reachable([callee], lambda name: calls.get(name, ())):
-            talking.setdefault(caller, collective)
-    return talking
 
 
 def find_meetings(

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import itertools
-import math
 from typing import Any, Sequence
 
 from mtf_gradsync.extension import mtf, tf
 from mtf_gradsync.runtimes._common import mesh_text
 from mtf_gradsync.runtimes.simd.checks import check_functions_lack_collectives
-from mtf_gradsync.runtimes.simd.communication import CommunicationReport, CommunicationRow, when_run
-from mtf_gradsync.runtimes.simd.graph_facts import (
-    GraphFacts,
-    UnsupportedProgramError,
+from mtf_gradsync.runtimes.simd.communication import (
+    CommunicationReport,
+    CommunicationRow,
+    bytes_of,
+    when_run,
 )
+from mtf_gradsync.runtimes.simd.graph_facts import GraphFacts, UnsupportedProgramError
 from mtf_gradsync.runtimes.simd.program import Program
 from mtf_gradsync.runtimes.simd.replica_session import lowerings_in
 from mtf_gradsync.runtimes.simd.side_effects import (
@@ -66,36 +67,27 @@ def list_collectives(
         name: _names_in_report(variables, stacked, trainable)
         for name, variables in _variables_reached(facts, collectives).items()
     }
-    rows = [
-        _row(graph, facts, collective, group_names, reached[name])
-        for name, collective in collectives.items()
-    ]
+    rows = []
+    for name, collective in collectives.items():
+        operand = graph.get_operation_by_name(name).inputs[0]
+        shape = tuple(operand.shape.as_list()) if operand.shape.is_fully_defined() else None
+        groups = frozenset(frozenset(g) for g in collective.groups)
+        lists = ",".join(str(list(g)).replace(" ", "") for g in collective.groups)
+        rows.append(
+            CommunicationRow(
+                operation=collective.op,
+                name=name,
+                dtype=operand.dtype.name,
+                shape=shape,
+                bytes_per_core=bytes_of([operand]),
+                group=group_names.get(groups, lists),
+                **when_run(facts, collective.context),
+                variables=reached[name],
+                together=collective.together,
+            )
+        )
     mesh = "" if mesh_impl is None else mesh_text(mesh_impl.shape)
     return CommunicationReport(tuple(rows), mesh)
-
-
-def _row(
-    graph: tf.Graph,
-    facts: GraphFacts,
-    collective: CollectiveOperation,
-    group_names: dict[frozenset, str],
-    variables: tuple[str, ...],
-) -> CommunicationRow:
-    operand = graph.get_operation_by_name(collective.name).inputs[0]
-    shape = tuple(operand.shape.as_list()) if operand.shape.is_fully_defined() else None
-    groups = frozenset(frozenset(g) for g in collective.groups)
-    lists = ",".join(str(list(g)).replace(" ", "") for g in collective.groups)
-    return CommunicationRow(
-        operation=collective.op,
-        name=collective.name,
-        dtype=operand.dtype.name,
-        shape=shape,
-        bytes_per_core=None if shape is None else math.prod(shape) * operand.dtype.size,
-        group=group_names.get(groups, lists),
-        **when_run(facts, collective.context),
-        variables=variables,
-        together=collective.together,
-    )
 
 
 def groups_by_axes(mesh_impl: Any) -> dict[frozenset, str]:

@@ -349,7 +349,20 @@ def list_transfers(fetches: Sequence[Any], mesh_impl: Any) -> CommunicationRepor
             axes = _axes_between(mesh_impl, devices[source], devices[target])
             context = facts.context[operation.name]
             copies[scope, tensor.dtype.name, axes, context].append(tensor)
-    rows = [_row(facts, key, tensors, mesh_impl.size) for key, tensors in copies.items()]
+    rows = []
+    for (scope, dtype, axes, context), tensors in copies.items():
+        total = bytes_of(tensors)
+        rows.append(
+            CommunicationRow(
+                operation="transfer",
+                name=f"{scope}/transfer",
+                dtype=dtype,
+                shape=None,
+                bytes_per_core=None if total is None else math.ceil(total / mesh_impl.size),
+                group=axes,
+                **when_run(facts, context),
+            )
+        )
     return CommunicationReport(tuple(rows), mesh_text(mesh_impl.shape))
 
 
@@ -448,22 +461,6 @@ def _axes_between(mesh_impl: Any, source: int, target: int) -> str:
         mtf.pnum_to_processor_coordinates(mesh_impl.shape, target),
     )
     return "+".join(dim.name for dim, a, b in pairs if a != b)
-
-
-def _row(
-    facts: GraphFacts, key: tuple[str, str, str, Context], tensors: list[tf.Tensor], cores: int
-) -> CommunicationRow:
-    scope, dtype, axes, context = key
-    total = bytes_of(tensors)
-    return CommunicationRow(
-        operation="transfer",
-        name=f"{scope}/transfer",
-        dtype=dtype,
-        shape=None,
-        bytes_per_core=None if total is None else math.ceil(total / cores),
-        group=axes,
-        **when_run(facts, context),
-    )
 
 
 def when_run(facts: GraphFacts, context: Context) -> dict[str, Any]:

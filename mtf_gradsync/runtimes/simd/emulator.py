@@ -24,12 +24,7 @@ from mtf_gradsync.runtimes.simd.checks import (
     frame_leaders,
     name_of_last_values,
 )
-from mtf_gradsync.runtimes.simd.graph_facts import (
-    CONTROL,
-    GraphFacts,
-    check_fetchable,
-    split_input,
-)
+from mtf_gradsync.runtimes.simd.graph_facts import CONTROL, GraphFacts, check_fetchable, split_input
 from mtf_gradsync.runtimes.simd.graph_writing import GraphWriter, join_input
 from mtf_gradsync.runtimes.simd.randomness import STATELESS, RandomSteps, StatelessRandomOps
 from mtf_gradsync.runtimes.simd.side_effects import (

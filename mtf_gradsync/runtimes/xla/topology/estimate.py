@@ -140,7 +140,7 @@ def with_conditions(module: str, value: bool) -> str | None:
         branches = []
         for condition in conditions:
             # The owner may be a view of the operation, or the block that has the value as argument.
-            made_by = getattr(condition.owner, "operation", None)
+            made_by: Any = getattr(condition.owner, "operation", None)
             is_negation = made_by is not None and made_by.name == _NOT
             is_opposite = is_negation and made_by.operands[0] in conditions
             branches.append(0 if value is not is_opposite else 1)
