@@ -71,14 +71,9 @@ def text_table(
     columns = [_Column.of(h, c, h in text) for h, c in zip(headers, cells)]
     if _width(columns) > width:
         columns = [column.with_narrow_header() for column in columns]
-    lines: list[str] = []
-    for band in _split_into_tables(columns, keys, width):
-        lines += (
-            ["", *_lines(_narrow_columns(band, width))]
-            if lines
-            else _lines(_narrow_columns(band, width))
-        )
-    return lines
+    bands = _split_into_tables(columns, keys, width)
+    tables = [_lines(_narrow_columns(band, width)) for band in bands]
+    return [line for table in tables for line in ("", *table)][1:]
 
 
 class _Column(NamedTuple):

@@ -293,7 +293,18 @@ def join_cluster(
       ValueError: when no cluster is given, or this process is no task of the cluster.
       ProcessesError: when the tasks cannot meet, or other machines cannot be kept out.
     """
-    task = _task(cluster_spec, job_name, task_index)
+    given: dict[str, Any] = {
+        "cluster_spec": cluster_spec, "job_name": job_name, "task_index": task_index
+    }  # fmt: skip
+    if all_given("join_cluster", "and TF_CONFIG", **given):
+        task: Task | None = task_of_spec(*given.values())
+    else:
+        task = task_of_environment()
+    if task is None:
+        raise ValueError(
+            "join_cluster got no cluster, and the environment variable TF_CONFIG has none. Give "
+            "cluster_spec, job_name and task_index."
+        )
     names = task.names
     chief_job, chief_index = task.all_tasks[0]
     config = session_config(
@@ -353,22 +364,3 @@ def _keep_others_out(me: Member, task: Task) -> None:
             "inside a network that you trust (a container, a network namespace) and say so: "
             "open_to_network=True (--open_to_network)."
         ) from error
-
-
-def _task(
-    cluster_spec: str | Mapping[str, Sequence[str]] | None,
-    job_name: str | None,
-    task_index: int | None,
-) -> Task:
-    given: dict[str, Any] = {
-        "cluster_spec": cluster_spec, "job_name": job_name, "task_index": task_index
-    }  # fmt: skip
-    if all_given("join_cluster", "and TF_CONFIG", **given):
-        return task_of_spec(*given.values())
-    task = task_of_environment()
-    if task is None:
-        raise ValueError(
-            "join_cluster got no cluster, and the environment variable TF_CONFIG has none. Give "
-            "cluster_spec, job_name and task_index."
-        )
-    return task

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from typing import Any, Callable, NamedTuple, Sequence
@@ -24,11 +25,14 @@ from mtf_gradsync.runtimes.xla.replica_program import ReplicaProgram
 # Target of a custom call -> the collective that it replaces.
 COLLECTIVE_TARGETS = {f"mtf_gradsync.{op}": op for op in (*COLLECTIVE_TYPES, "AllGather")}
 
+# Operations that make random floats -> the stateless ones that take their place.
+_FLOATS = {
+    "RandomUniform": tf.raw_ops.StatelessRandomUniformV2,
+    "RandomStandardNormal": tf.raw_ops.StatelessRandomNormalV2,
+    "TruncatedNormal": tf.raw_ops.StatelessTruncatedNormalV2,
+}
 # Random operations that XLA would draw from one state that all cores and all steps share.
-RANDOM_TYPES = frozenset(
-    ["RandomUniform", "RandomStandardNormal", "TruncatedNormal"]
-    + ["RandomUniformInt", "RandomShuffle", "Multinomial"]
-)
+RANDOM_TYPES = frozenset([*_FLOATS, "RandomUniformInt", "RandomShuffle", "Multinomial"])
 
 _PHILOX = 1
 # The state has three words: the draws of this step; the number of steps, with a key of this run for
@@ -92,17 +96,12 @@ class Randomness:
         Each function takes a replaced operation's node and inputs, and returns the outputs of the
         replacement.
         """
-        raw = tf.raw_ops
-        floats = {
-            "RandomUniform": raw.StatelessRandomUniformV2,
-            "RandomStandardNormal": raw.StatelessRandomNormalV2,
-            "TruncatedNormal": raw.StatelessTruncatedNormalV2,
+        return {
+            **{op: functools.partial(self._floats, make) for op, make in _FLOATS.items()},
+            "RandomUniformInt": self._integers,
+            "RandomShuffle": self._shuffled,
+            "Multinomial": self._samples,
         }
-        made: dict[str, StandIn] = {op: self._floats(stateless) for op, stateless in floats.items()}
-        made["RandomUniformInt"] = self._integers
-        made["RandomShuffle"] = self._shuffled
-        made["Multinomial"] = self._samples
-        return made
 
     def end_of_step(self) -> tf.Operation:
         """Returns an operation that sets the state to the state at the beginning of the next step.
@@ -135,21 +134,17 @@ class Randomness:
             "alg": tf.constant(_PHILOX),
         }
 
-    def _floats(self, stateless: Callable[..., Any]) -> StandIn:
-        def make(node: tf.NodeDef, data: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-            shape = _static(node, data[0])
-            dtype = tf.as_dtype(node.attr["dtype"].type)
-            return [stateless(shape=shape, dtype=dtype, **self._draw(node, math.prod(shape)))]
-
-        return make
+    def _floats(
+        self, stateless: Callable[..., Any], node: tf.NodeDef, data: Sequence[tf.Tensor]
+    ) -> list[tf.Tensor]:
+        shape, dtype = _static(node, data[0]), tf.as_dtype(node.attr["dtype"].type)
+        return [stateless(shape=shape, dtype=dtype, **self._draw(node, math.prod(shape)))]
 
     def _integers(self, node: tf.NodeDef, data: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         shape = _static(node, data[0])
-        return [
-            tf.raw_ops.StatelessRandomUniformIntV2(
-                shape=shape, minval=data[1], maxval=data[2], **self._draw(node, math.prod(shape))
-            )
-        ]
+        drawn = self._draw(node, math.prod(shape))
+        make = tf.raw_ops.StatelessRandomUniformIntV2
+        return [make(shape=shape, minval=data[1], maxval=data[2], **drawn)]
 
     def _uniform(self, node: tf.NodeDef, shape: list[int]) -> tf.Tensor:
         """Returns a tensor of random numbers above 0 and below 1, of which logarithms can be taken.
