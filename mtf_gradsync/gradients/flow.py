@@ -9,6 +9,7 @@ processor's part of the sum, and the parts can be added up afterwards.
 from __future__ import annotations
 
 import enum
+import functools
 import logging
 from collections import Counter
 from typing import Any, Callable, Collection, Iterable, NamedTuple, Sequence
@@ -121,7 +122,8 @@ class Flow:
         together.
         """
         self._layout = layout
-        self._split: dict[mtf.Tensor, bool] = {}  # what `_is_split` has returned
+        # Whether the layout splits a tensor over the shards.
+        self._is_split = functools.lru_cache(maxsize=None)(layout.is_split_over_shards)
         self.axes: dict[mtf.Tensor, Axes] = {}
         self.uses: dict[mtf.Operation, Use] = {}
         self.forced: dict[mtf.Operation, list[mtf.Tensor]] = {}
@@ -142,12 +144,6 @@ class Flow:
             self.uses[op] = self.uses[op]._replace(is_smaller=True)
 
     # Which operations compute a tensor.
-
-    def _is_split(self, tensor: mtf.Tensor) -> bool:
-        """Returns whether the layout splits a tensor over the shards; remembers the result."""
-        if tensor not in self._split:
-            self._split[tensor] = self._layout.is_split_over_shards(tensor)
-        return self._split[tensor]
 
     def _sources(self, tensor: mtf.Tensor) -> list[mtf.Tensor]:
         """Returns the tensors that a tensor is directly computed from.
@@ -248,7 +244,8 @@ class Flow:
         if any(self.is_derived(t) for t in inputs) or len(pending) != len(inputs):
             return False
         if isinstance(operation, mtf.ReshapeOperation):
-            return self._layout.moves_no_data(operation)
+            sizes = self._layout.sizes_before_axes  # equal if the reshape moves no data
+            return sizes(inputs[0]) == sizes(operation.outputs[0])
         return (
             isinstance(operation, mtf.AddOperation)
             and len(set(pending.values())) == 1

@@ -69,28 +69,20 @@ class Layout(NamedTuple):
         replica_axes = self.replica_axes(tensor.mesh)
         return bool(replica_axes) and self.split_over_shards(tensor).issuperset(replica_axes)
 
-    def sizes_before_axes(self, shape: mtf.Shape, mesh: mtf.Mesh) -> dict[int, int]:
-        """Returns, for each mesh axis that splits a shape, the size of what precedes the split.
+    def sizes_before_axes(self, tensor: mtf.Tensor) -> dict[int, int]:
+        """Returns, for each mesh axis that splits a tensor, the size of what precedes the split.
 
         This size is the product of the sizes of all dimensions before the dimension that the axis
-        splits: `{1: 12}` if mesh axis 1 splits the last dimension of the shape [4, 3, 8]. A reshape
+        splits: `{1: 12}` if mesh axis 1 splits the last dimension of shape [4, 3, 8]. A reshape
         that changes none of these products moves no data between processors.
         """
         before, found = 1, {}
-        for dim in shape.dims:
-            axis = self.axis_of(mesh, dim)
+        for dim in tensor.shape.dims:
+            axis = self.axis_of(tensor.mesh, dim)
             if axis is not None:
                 found[axis] = before
             before *= dim.size
         return found
-
-    def moves_no_data(self, operation: mtf.ReshapeOperation) -> bool:
-        """Returns whether a reshape moves no data between processors."""
-        (source,), (result,) = operation.inputs, operation.outputs
-        mesh = operation.mesh
-        return self.sizes_before_axes(source.shape, mesh) == self.sizes_before_axes(
-            result.shape, mesh
-        )
 
 
 # Operations without inputs that bring no data.
@@ -141,8 +133,7 @@ def find_own_data_axes(
         if isinstance(operation, GradientOperation) and len(inputs) >= len(operation.outputs):
             return inputs[position]  # a list of gradients
         if isinstance(operation, mtf.ReshapeOperation):
-            (source,), mesh = operation.inputs, operation.mesh
-            before, after = (layout.sizes_before_axes(x.shape, mesh) for x in (source, output))
+            before, after = map(layout.sizes_before_axes, (*operation.inputs, output))
             return Axes(a for a in inputs[0] if before[a] == after.get(a))
         if isinstance(operation, mtf.AddOperation) and tuple(output.shape.dims) in of_variables:
             # With a term that all shards share, a variable's gradient is no shard's own.

@@ -114,23 +114,27 @@ def _length(column: tf.Tensor) -> tf.Tensor:
 def laid_out_cond(
     mesh_impl: Any,
     predicate: tf.Tensor,
-    if_true: Callable[[], Sequence[Any]],
-    if_false: Callable[[], Sequence[Any]],
-) -> list[Any]:
+    if_true: Callable[[], Any],
+    if_false: Callable[[], Any],
+) -> Any:
     """Returns the `LaidOutTensor`s that `if_true` or `if_false` returns, depending on `predicate`.
 
     The function is a `tf.cond` for values on a mesh: only operations of `if_true` or only those of
     `if_false` run. The predicate is a boolean scalar that has to be the same on all processors.
-    Both functions return values of the same shapes and dtypes. On a placement mesh each slice is on
-    its processor's device.
+    Both functions return equal nested structures of values of the same shapes and dtypes, or Nones.
+    The result has this structure, too. On a placement mesh each slice is on its processor's device.
     """
+    structure: Any = None
 
-    def slices(make: Callable[[], Sequence[Any]]) -> list[tf.Tensor]:
+    def slices(make: Callable[[], Any]) -> list[tf.Tensor]:
+        nonlocal structure
+        structure = make()
+        laid_out = [x for x in tf.nest.flatten(structure) if x is not None]
         if is_simd(mesh_impl):
-            return [tf.identity(x.one_slice) for x in make()]
+            return [tf.identity(x.one_slice) for x in laid_out]
         return [
             one
-            for x in make()
+            for x in laid_out
             for one in mtf.parallel(mesh_impl.devices, tf.identity, x.tensor_list)
         ]
 
@@ -142,10 +146,15 @@ def laid_out_cond(
     with control_flow_v1(), tf.device(place):
         flat = tf.cond(predicate, lambda: slices(if_true), lambda: slices(if_false))
     each = 1 if is_simd(mesh_impl) else mesh_impl.size
-    return [
-        mesh_impl.LaidOutTensor(list(flat[start : start + each]))
-        for start in range(0, len(flat), each)
-    ]
+    starts = iter(range(0, len(flat), each))
+
+    def joined(x: Any) -> Any:
+        if x is None:
+            return None
+        start = next(starts)
+        return mesh_impl.LaidOutTensor(list(flat[start : start + each]))
+
+    return tf.nest.map_structure(joined, structure)
 
 
 class LowRankState(NamedTuple):
@@ -286,33 +295,23 @@ class LowRankAllReduce(GradientStrategy):
             if matrix is not None:
                 matrices[i] = matrix
 
-        def flat_of(sums: Any, errors: Any, factors: Any) -> list[Any]:
-            return [*sums, *(x for x in [*errors, *factors] if x is not None)]
-
-        def as_they_are() -> list[Any]:
+        def as_they_are() -> tuple[list[Any], list[Any], list[Any]]:
             given = [cast_like(mesh_impl, x, value) for x, value in zip(wanted, values)]
             sums = self.reducer.all_reduce(mesh_impl, given, groups)
-            return flat_of(sums, zero_errors(mesh_impl, state.errors), state.factors)
+            return sums, zero_errors(mesh_impl, state.errors), list(state.factors)
 
-        def as_factors() -> list[Any]:
-            return flat_of(
-                *self._reduce_as_factors(mesh_impl, values, wanted, groups, state, matrices)
-            )
-
+        as_factors = functools.partial(
+            self._reduce_as_factors, mesh_impl, values, wanted, groups, state, matrices
+        )
         if groups.group_size == 1 or not matrices:
-            flat = as_they_are()
+            sums, errors, factors = as_they_are()
         elif self.start_step:
             late = tf.greater_equal(state.step.tensor_list[0], self.start_step)
-            flat = laid_out_cond(mesh_impl, late, as_factors, as_they_are)
+            sums, errors, factors = laid_out_cond(mesh_impl, late, as_factors, as_they_are)
         else:
-            flat = as_factors()
-        new = iter(flat[len(values) :])
-        errors, factors = (
-            tuple(None if x is None else next(new) for x in old)
-            for old in (state.errors, state.factors)
-        )
+            sums, errors, factors = as_factors()
         step = None if state.step is None else mesh_impl.slicewise(lambda x: x + 1, state.step)
-        return list(flat[: len(values)]), LowRankState(step, errors, factors)
+        return list(sums), LowRankState(step, tuple(errors), tuple(factors))
 
     def _reduce_as_factors(
         self,
