@@ -84,23 +84,28 @@ def inner_groups(
 
 def level_groups(
     mesh_impl: Any, groups: ProcessorGroups, outer_axes: Sequence[Axis] | None
-) -> tuple[ProcessorGroups, ProcessorGroups] | None:
-    """Returns the inner groups and the outer groups of a sum in two levels over `groups`.
+) -> list[ProcessorGroups]:
+    """Returns the inner groups and the outer groups of a sum in two levels on a SIMD mesh.
 
     Each group is split into inner groups, whose members have fast links, by `inner_groups`.
     `outer_axes` are the mesh axes with slow links; None lets `inner_groups` find slow links. The
     first members of all inner groups of a group make one outer group. The second members make
-    another outer group, and so on. Returns None if inner groups differ in size.
+    another outer group, and so on. The result is `groups` alone, for a sum in one level, if one of
+    the levels has nothing to sum, or, with a warning, if inner groups differ in size.
     """
     split = [inner_groups(mesh_impl, group, outer_axes) for group in groups.groups]
     if len({len(inner) for inners in split for inner in inners}) > 1:
-        return None
+        warn_once(
+            "uneven levels on SIMD",
+            "The groups %s have inner groups of different sizes, which a SIMD mesh cannot sum; "
+            "they are summed in one level.",
+            groups.groups,
+        )
+        return [groups]
     inner = [inner for inners in split for inner in inners]
     outer = [list(members) for inners in split for members in zip(*inners)]
-    return (
-        _as_processor_groups(mesh_impl, inner, groups.mesh_axes),
-        _as_processor_groups(mesh_impl, outer, groups.mesh_axes),
-    )
+    levels = [_as_processor_groups(mesh_impl, x, groups.mesh_axes) for x in (inner, outer)]
+    return [groups] if any(level.group_size == 1 for level in levels) else levels
 
 
 def _as_processor_groups(
@@ -213,14 +218,7 @@ def simd_two_levels(
     def sum_fn(values: Sequence[Any], groups: ProcessorGroups, turns: Sequence[int]) -> list[Any]:
         del turns
         levels = level_groups(mesh_impl, groups, outer_axes)
-        if levels is None:
-            warn_once(
-                "uneven levels on SIMD",
-                "The groups %s have inner groups of different sizes, which a SIMD mesh cannot sum; "
-                "they are summed in one level.",
-                groups.groups,
-            )
-        if levels is None or any(level.group_size == 1 for level in levels):
+        if len(levels) == 1:
             return simd_all_reduce(mesh_impl, values, groups, one_group)
         inner, outer = levels
         sums = simd_all_reduce(mesh_impl, values, inner, one_group)
@@ -426,11 +424,9 @@ class HierarchicalAllReduce(Strategy):
             if not is_simd(mesh_impl):
                 dtypes += [group_sum_dtype(ALGORITHMS[name], dtype) for name in names]
                 continue
-            levels: tuple[ProcessorGroups, ...] | None = None
+            levels = [groups]
             if len(names) == 2:
                 levels = level_groups(mesh_impl, groups, self.outer_axes)
-            if levels is None or any(level.group_size == 1 for level in levels):
-                levels = (groups,)
             dtypes += [simd_wire_dtype(mesh_impl, dtype, level) for level in levels]
         return min(dtypes, key=lambda d: d.size)
 

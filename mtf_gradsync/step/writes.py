@@ -385,28 +385,18 @@ class AdvanceStep(mtf.Operation):
     The operation adds one to the counter, or a given amount.
     """
 
-    def __init__(
-        self,
-        mesh: mtf.Mesh,
-        step: Any,
-        update: Sequence[mtf.Operation],
-        name: str,
-        amount: mtf.Tensor | None = None,
-    ):
+    def __init__(self, mesh: mtf.Mesh, step: Any, name: str, amount: mtf.Tensor | None = None):
         super().__init__([] if amount is None else [amount], mesh=mesh, name=name)
         self._step = step
-        self._update = list(update)
 
     def lower(self, lowering: mtf.Lowering) -> None:
-        done = [lowering.operations[op] for op in self._update]
         dtype = self._step.dtype.base_dtype
-        with tf.control_dependencies(done):
-            one = tf.constant(1, dtype)
-            if self.inputs:
-                amount = lowering.tensors[self.inputs[0]].to_laid_out_tensor().all_slices[0]
-                one = tf.cast(amount, dtype)
-            with ref_variables_explained():
-                lowering.operations[self] = tf.assign_add(self._step, one).op
+        one = tf.constant(1, dtype)
+        if self.inputs:
+            amount = lowering.tensors[self.inputs[0]].to_laid_out_tensor().all_slices[0]
+            one = tf.cast(amount, dtype)
+        with ref_variables_explained():
+            lowering.operations[self] = tf.assign_add(self._step, one).op
 
 
 def advance_step(
@@ -432,9 +422,10 @@ def advance_step(
         if amount is not None:
             one = mtf.cast(amount, value.dtype)
         count = mtf.assign(step, value + one, name=name)
-        StepPlan.of(value.graph).wait([count], functools.partial(_lowered, list(update)))
-        return count
-    return AdvanceStep(mesh, step, update, name, amount)
+    else:
+        count = AdvanceStep(mesh, step, name, amount)
+    StepPlan.of(count.graph).wait([count], functools.partial(_lowered, list(update)))
+    return count
 
 
 def is_advanced(update: Sequence[mtf.Operation]) -> bool:

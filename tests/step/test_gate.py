@@ -6,7 +6,7 @@ import pytest
 
 import mtf_gradsync as gs
 from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync.step.writes import AdvanceStep
+from mtf_gradsync.step.writes import advance_step
 from tests import harness, models
 from tests.step.steps import ancestors, lowered, of_type
 
@@ -67,7 +67,7 @@ def test_other_operations_are_gated_too():
             operations = super().apply_grads(grads, variables)
             counter = tf.get_variable("counter", [], tf.int64, tf.zeros_initializer(), False)
             mesh = variables[0].mesh
-            return [*operations, AdvanceStep(mesh, counter, operations, "count")]
+            return [*operations, advance_step(mesh, counter, operations, "count")]
 
     _, _lowering, operations = lowered(lambda: gs.CrossShardOptimizer(Logged(0.1)))
     assert len(operations) == 2
