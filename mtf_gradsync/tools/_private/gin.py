@@ -36,9 +36,13 @@ def bindings() -> dict[Binding, Any]:
 
     Values are as gin keeps them: the function of a reference such as ``@f()`` is not called.
     """
+    return _by_binding(gin.config._CONFIG)
+
+
+def _by_binding(config: dict[tuple[str, str], dict[str, Any]]) -> dict[Binding, Any]:
     return {
         Binding(scope, selector, parameter): value
-        for (scope, selector), values in gin.config._CONFIG.items()
+        for (scope, selector), values in config.items()
         for parameter, value in values.items()
     }
 
@@ -99,11 +103,8 @@ def macros() -> list[str]:
 def unused_macros() -> list[str]:
     """Returns the names of the macros that no binding refers to."""
     macro = gin.get_configurable("gin.macro")
-    used = {
-        scope
-        for one in gin.config.iterate_references(gin.config._CONFIG, to=macro)
-        for scope, _ in [one.config_key]
-    }
+    references = gin.config.iterate_references(gin.config._CONFIG, to=macro)
+    used = {scope for scope, _ in (one.config_key for one in references)}
     return [scope for scope in macros() if scope not in used]
 
 
@@ -131,11 +132,7 @@ def unread_bindings() -> list[str]:
     """
     there, written = _written
     is_noted = set(bindings()) == there
-    read = {
-        (scope, selector, parameter)
-        for (scope, selector), values in gin.config._OPERATIVE_CONFIG.items()
-        for parameter in values
-    }
+    read = _by_binding(gin.config._OPERATIVE_CONFIG)
 
     def is_read(key: Binding) -> bool:
         return any(

@@ -254,13 +254,11 @@ class HeldOut(ContextManager["HeldOut"]):
 
     def _write_samples(self, settings: Sampling, writes: bool) -> None:
         assert self._evaluator is not None  # it has scored
-        samples = sample(self._evaluator, settings)
-        texts = []
-        for number, one in enumerate(samples, 1):
-            texts.append(
-                f"--- sample {number}: prompt\n{escape_controls(one.prompt)}\n"
-                f"--- continuation\n{escape_controls(one.continuation)}\n"
-            )
+        texts = [
+            f"--- sample {number}: prompt\n{escape_controls(one.prompt)}\n"
+            f"--- continuation\n{escape_controls(one.continuation)}\n"
+            for number, one in enumerate(sample(self._evaluator, settings), 1)
+        ]
         if texts:
             self.samples = "\n".join(texts)
             self._say(self.samples)

@@ -83,7 +83,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--outer_learning_rate", type=float, help=f"({settings.outer_learning_rate:g})"
     )
     group.add_argument("--outer_momentum", type=float, help=f"({settings.outer_momentum:g})")
-    group.add_argument("--no_nesterov", action="store_true", help="plain momentum")
+    group.add_argument(
+        "--no_nesterov", dest="nesterov", action="store_const", const=False, help="plain momentum"
+    )
     group.add_argument("--fragments", type=int, help="sets of variables that take turns (1)")
     parser.add_argument(
         "--keep_all", action="store_true", help="keep all versions and contributions, for --replay"
@@ -200,14 +202,9 @@ def _replay(folder: Folder) -> int:
 
 
 def _merge(folder: Folder, args: argparse.Namespace) -> int:
-    given = {
-        "outer_learning_rate": args.outer_learning_rate,
-        "outer_momentum": args.outer_momentum,
-        "nesterov": False if args.no_nesterov else None,
-        "fragments": args.fragments,
-    }
-    before = MergeSettings.of(folder) or MergeSettings()
-    settings = before._replace(**{k: v for k, v in given.items() if v is not None})
+    names = ("outer_learning_rate", "outer_momentum", "nesterov", "fragments")
+    given = {name: x for name in names if (x := getattr(args, name)) is not None}
+    settings = (MergeSettings.of(folder) or MergeSettings())._replace(**given)
     waiting = Waiting(args.quorum, args.min_grace, args.max_grace, args.max_staleness)
     merger = Merger(folder, settings, waiting, args.keep_all)
     needed = "those of all living islands" if args.quorum == "living" else args.quorum
