@@ -120,11 +120,14 @@ def _main_numbers(
     its model and runtime. Numbers that are not known are left out.
     """
     result = ended.result
-    tiles = []
-    loss = training_losses(rows)
-    if loss:
-        remark = f"nats per token, at step {loss.steps[-1]:,}"
-        tiles.append(("training loss", f"{loss.last:.3f}", remark))
+    measured = {"training loss": training_losses(rows)}
+    if "held_out" not in result:
+        measured["held-out loss"] = series_of(rows, "held_out_nats")
+    tiles = [
+        (title, f"{points.last:.3f}", f"nats per token, at step {points.steps[-1]:,}")
+        for title, points in measured.items()
+        if points
+    ]
     if "held_out" in result:
         for name, title in (("held_out", "held-out loss"), ("unigram", "unigram baseline")):
             score = result[name]
@@ -132,11 +135,6 @@ def _main_numbers(
             if name == "held_out":
                 remark += f", {score['bits_per_byte']:.3f} bits per byte"
             tiles.append((title, f"{score['nats_per_token']:.3f}", remark))
-    else:
-        points = series_of(rows, "held_out_nats")
-        if points:
-            remark = f"nats per token, at step {points.steps[-1]:,}"
-            tiles.append(("held-out loss", f"{points.last:.3f}", remark))
     speed = series_of(rows, "tokens_per_second")
     if "tokens_per_second" in result:
         remark = f"over {result['seconds']:,.0f} s of training"
@@ -147,13 +145,8 @@ def _main_numbers(
         tiles.append(("parameters", f"{facts.parameters:,}", "trained"))
         traffic = facts.traffic
         if traffic and traffic.is_complete:
-            tiles.append(
-                (
-                    "kB across the mesh",
-                    plots.kilobytes(traffic.update_step),
-                    "a core, in an update step",
-                )
-            )
+            size = plots.kilobytes(traffic.update_step)
+            tiles.append(("kB across the mesh", size, "a core, in an update step"))
     return tiles
 
 

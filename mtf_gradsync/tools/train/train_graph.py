@@ -253,12 +253,9 @@ def steps_per_update(optimizers: Sequence[Any]) -> int:
     if the number of steps changes during training. It is also 1 if the stack has both microbatch
     steps and outer steps (the steps in which islands of DiLoCo come together).
     """
-    periods = []
-    for one in optimizers:
-        if isinstance(one, GradientAccumulationOptimizer):
-            periods.append(one.backward_passes_per_step)
-        elif isinstance(one, OuterOptimizer):
-            periods.append(one.inner_steps)
+    joining = [x for x in optimizers if isinstance(x, GradientAccumulationOptimizer)]
+    periods = [one.backward_passes_per_step for one in joining]
+    periods += [one.inner_steps for one in optimizers if isinstance(one, OuterOptimizer)]
     periods = [period for period in periods if period != 1]
     return periods[0] if len(periods) == 1 and not callable(periods[0]) else 1
 
