@@ -17,7 +17,7 @@ from tests.damage import damage
 from tests.soak import settings
 from tests.soak.busy import busy_machine
 from tests.soak.injected import random_moment
-from tests.soak.started import Run
+from tests.soak.started import Processes, Run
 
 NONE = "null"
 # A fault that ends a run has to do so, with its cause, in this time.
@@ -60,10 +60,15 @@ class Fault(NamedTuple):
     can_hit: Callable[[settings.Runtime, str], bool] = lambda runtime, config: True
 
 
-def _kill_at_random(run: Run, rng: random.Random) -> Seen:
+def _running(run: Run, rng: random.Random, least: float = 0.2) -> tuple[Processes, bool]:
+    """A start of a run at a random moment, and whether it still runs."""
     processes = run.start()
-    processes.sleep(rng.uniform(0.2, run.usual_seconds))
-    hit = processes.are_alive()
+    processes.sleep(rng.uniform(least, run.usual_seconds))
+    return processes, processes.are_alive()
+
+
+def _kill_at_random(run: Run, rng: random.Random) -> Seen:
+    processes, hit = _running(run, rng)
     processes.kill_all()
     return Seen(hit)
 
@@ -78,9 +83,7 @@ def _kill_at_moment(run: Run, rng: random.Random) -> Seen:
 
 def _signal(number: int) -> Callable[[Run, random.Random], Seen]:
     def act(run: Run, rng: random.Random) -> Seen:
-        processes = run.start()
-        processes.sleep(rng.uniform(0.2, run.usual_seconds))
-        hit = processes.are_alive()
+        processes, hit = _running(run, rng)
         began = time.monotonic()
         processes[0].send(number)
         status = processes.wait_first(LIMIT_S)
@@ -102,9 +105,7 @@ def _signal(number: int) -> Callable[[Run, random.Random], Seen]:
 
 
 def _stand_still(run: Run, rng: random.Random) -> Seen:
-    processes = run.start()
-    processes.sleep(rng.uniform(0.2, run.usual_seconds))
-    hit = processes.are_alive()
+    processes, hit = _running(run, rng)
     who = rng.choice(range(len(processes)))
     processes[who].send(signal.SIGSTOP)
     time.sleep(rng.uniform(0.1, 0.8))
@@ -113,9 +114,7 @@ def _stand_still(run: Run, rng: random.Random) -> Seen:
 
 
 def _busy(run: Run, rng: random.Random) -> Seen:
-    processes = run.start()
-    processes.sleep(rng.uniform(0.0, run.usual_seconds))
-    hit = processes.are_alive()
+    processes, hit = _running(run, rng, 0.0)
     with busy_machine(run.scratch):
         processes.sleep(rng.uniform(0.5, 2.0))
     return Seen(hit, processes.all_end_well(run.patience))
@@ -150,18 +149,15 @@ def _ends_with(run: Run, processes: Any, since: float, code: int, words: str) ->
 
 
 def _full_disk(run: Run, rng: random.Random) -> Seen:
-    processes = run.start()
-    processes.sleep(rng.uniform(0.2, run.usual_seconds))
-    if not processes.are_alive():
+    processes, hit = _running(run, rng)
+    if not hit:
         return Seen(False)
     began = time.monotonic()
     # What it prints may grow, and what it has to leave behind may not.
     limit = rng.choice([4096, 8192, 16384])
     resource.prlimit(processes[0].pid, resource.RLIMIT_FSIZE, (limit, limit))
-    status = processes.wait_first(LIMIT_S)
-    if status == 2:
-        return _ends_with(run, processes, began, 2, "cannot be written")
-    return _ends_with(run, processes, began, 1, "cannot be written")
+    code = 2 if processes.wait_first(LIMIT_S) == 2 else 1
+    return _ends_with(run, processes, began, code, "cannot be written")
 
 
 def _read_only(run: Run, rng: random.Random) -> Seen:
@@ -173,8 +169,7 @@ def _read_only(run: Run, rng: random.Random) -> Seen:
     run.directory.mkdir(exist_ok=True)
     run.directory.chmod(0o555)
     try:
-        status = processes.wait_first(LIMIT_S)
-        code = 2 if status == 2 else 1
+        code = 2 if processes.wait_first(LIMIT_S) == 2 else 1
         return _ends_with(run, processes, began, code, "cannot be written")
     finally:
         run.directory.chmod(0o755)

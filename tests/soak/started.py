@@ -6,7 +6,7 @@ import functools
 import shutil
 import time
 from pathlib import Path
-from typing import Any, Sequence
+from typing import List, Sequence
 
 import numpy as np
 
@@ -19,17 +19,8 @@ from tests.soak.prebuilt import prebuilt
 from tests.soak.program import program
 
 
-class Processes(Sequence[Child]):
+class Processes(List[Child]):
     """The processes of one start, process 0 first."""
-
-    def __init__(self, children: Sequence[Child]):
-        self._children = list(children)
-
-    def __getitem__(self, index: Any) -> Any:
-        return self._children[index]
-
-    def __len__(self) -> int:
-        return len(self._children)
 
     def sleep(self, seconds: float) -> None:
         """Waits, at most until the first has ended."""

@@ -8,14 +8,11 @@ both kinds, with an optimizer and a step counter each.
 from __future__ import annotations
 
 import json
-import sys
-import time
 from typing import Any
 
 import mtf_gradsync as gs
 from mtf_gradsync._private.libraries import tf
-from tests import grappler
-from tests.runtimes.cluster.sync_replicas_worker import signal
+from tests.runtimes.cluster.sync_replicas_worker import serve, signal
 
 WORKERS = 2
 PASSES = 3
@@ -68,17 +65,5 @@ def work(spec: dict[str, list[str]], server: Any, task: int) -> None:
         print("saw", json.dumps(seen), flush=True)
 
 
-def main(spec: dict[str, list[str]], job: str, task: int) -> None:
-    """Runs a task; the parameter server until it is killed."""
-    tf.disable_v2_behavior()
-    grappler.turn_off()
-    tf.logging.set_verbosity(tf.logging.ERROR)
-    server = tf.train.Server(spec, job_name=job, task_index=task)
-    if job == "ps":
-        while True:
-            time.sleep(3600)
-    work(spec, server, task)
-
-
 if __name__ == "__main__":
-    main(json.loads(sys.argv[1]), sys.argv[2], int(sys.argv[3]))
+    serve(work)

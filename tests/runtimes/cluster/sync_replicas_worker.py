@@ -14,7 +14,7 @@ import json
 import os
 import sys
 import time
-from typing import Any, Tuple
+from typing import Any, Callable, Tuple
 
 from mtf_gradsync._private.libraries import tf
 from tests import grappler
@@ -119,16 +119,22 @@ def work(
     return session, [value.tolist() for value in seen]
 
 
-def main(spec: dict[str, list[str]], job: str, task: int) -> None:
-    """Runs a task; the parameter server until it is killed."""
+def serve(work: Callable[[dict[str, list[str]], Any, int], None]) -> None:
+    """Runs a task as the command line says, by `work`; the parameter server until it is killed."""
+    spec, job, task = json.loads(sys.argv[1]), sys.argv[2], int(sys.argv[3])
     tf.disable_v2_behavior()
-    tf.enable_resource_variables()
     grappler.turn_off()
     tf.logging.set_verbosity(tf.logging.ERROR)
     server = tf.train.Server(spec, job_name=job, task_index=task)
     if job == "ps":
         while True:
             time.sleep(3600)
+    work(spec, server, task)
+
+
+def all_cases(spec: dict[str, list[str]], server: Any, task: int) -> None:
+    """Takes part in all cases, and prints what the variable was in them."""
+    tf.enable_resource_variables()
     worked = []
     for number, case in enumerate(CASES):
         with tf.Graph().as_default() as graph, graph.container(f"case{number}"):
@@ -139,4 +145,4 @@ def main(spec: dict[str, list[str]], job: str, task: int) -> None:
 
 
 if __name__ == "__main__":
-    main(json.loads(sys.argv[1]), sys.argv[2], int(sys.argv[3]))
+    serve(all_cases)

@@ -14,11 +14,9 @@ from benchmarks.cluster import free_ports, reserved_ports
 from mtf_gradsync import LOST_PROCESS_EXIT_CODE
 from mtf_gradsync._private.libraries import tf
 from mtf_gradsync.tools.train.cli import main as cli
-from mtf_gradsync.tools.train.metrics import read_metrics
-from mtf_gradsync.tools.train.run_files import METRICS_FILE
 from tests.forked import TIME_LIMIT
 from tests.sessions import saved_variables
-from tests.tools.train.conftest import NO_ATTENTION, NO_EVAL, TINY, train_tiny
+from tests.tools.train.conftest import NO_ATTENTION, NO_EVAL, TINY, metric, train_tiny
 
 pytestmark = pytest.mark.cluster
 STEPS = 12
@@ -97,7 +95,7 @@ def tasks(processes, tmp_path):
 
 
 def losses(directory):
-    return [row["loss"] for row in read_metrics(directory / METRICS_FILE) if "loss" in row]
+    return [*metric(directory, "loss").values()]
 
 
 @pytest.mark.slow

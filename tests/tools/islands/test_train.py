@@ -17,12 +17,10 @@ from mtf_gradsync.tools.islands.journal import read_status
 from mtf_gradsync.tools.islands.versions import replay
 from mtf_gradsync.tools.train.cli import main as cli
 from mtf_gradsync.tools.train.data.batches import TrainingBatches
-from mtf_gradsync.tools.train.metrics import read_metrics
-from mtf_gradsync.tools.train.run_files import METRICS_FILE
 from tests.sessions import saved_variables
 from tests.tools.islands.conftest import merging
 from tests.tools.islands.toy import begun
-from tests.tools.train.conftest import NO_EVAL, train_tiny
+from tests.tools.train.conftest import NO_EVAL, metric, train_tiny
 
 
 def bindings(folder, *more):
@@ -160,10 +158,6 @@ def test_a_run_that_joins_has_its_own_data_and_goes_on_where_others_are(
         with mock.patch.object(TrainingBatches, "next", next_batch):
             return train_tiny(tmp_path / name, *where, *bindings(folder, "wait_seconds = 20.0"))
 
-    def rates(name):
-        rows = read_metrics(tmp_path / name / METRICS_FILE)
-        return {row["step"]: row["learning_rate"] for row in rows}
-
     with merging(folder, waiting=Waiting(min_grace=0.0)):
         after_step(8, lambda: signal.raise_signal(signal.SIGTERM))
         first, _, said = watched("a")
@@ -180,7 +174,7 @@ def test_a_run_that_joins_has_its_own_data_and_goes_on_where_others_are(
     assert (len(seen["a"]), len(seen["b"])) == (8 * 8, 4 * 8)
     assert not set(seen["a"]) & set(seen["b"])
     for name, steps in (("a", range(1, 9)), ("b", range(9, 13))):
-        found = rates(name)
+        found = metric(tmp_path / name, "learning_rate")
         assert list(found) == list(steps)
         np.testing.assert_allclose(
             list(found.values()), [0.03 * (13 - step) / 12 for step in steps], rtol=1e-6

@@ -7,8 +7,9 @@ import gin
 import pytest
 
 from mtf_gradsync.runtimes.settings import enable_mesh_defaults
-from mtf_gradsync.tools.train import gin_files, plots
+from mtf_gradsync.tools.train import gin_files, plots, run_files
 from mtf_gradsync.tools.train import run as run_module
+from mtf_gradsync.tools.train.metrics import read_metrics
 from mtf_gradsync.tools.train.run import run
 
 TINY = str(Path(__file__).with_name("tiny.gin"))
@@ -41,6 +42,12 @@ def accumulates(passes=4, opt="AdafactorOptimizer", **more):
     name = "GradientAccumulationOptimizer"
     given = {"opt": f"@{opt}", "backward_passes_per_step": passes, **more}
     return [f"train.run.optimizer = @{name}", *(f"{name}.{k} = {v}" for k, v in given.items())]
+
+
+def metric(directory, name):
+    """The values of a name in a run's file of metrics, by step."""
+    rows = read_metrics(directory / run_files.METRICS_FILE)
+    return {row["step"]: row[name] for row in rows if name in row}
 
 
 def run_quietly(directory, with_plots=False):

@@ -10,21 +10,15 @@ import pytest
 from mtf_gradsync._private.libraries import tf
 from mtf_gradsync.runtimes import saving
 from mtf_gradsync.runtimes._common import ConfigError, TrainingError
-from mtf_gradsync.tools.train import held_out, run_files
+from mtf_gradsync.tools.train import held_out
 from mtf_gradsync.tools.train.evaluation import Score
 from mtf_gradsync.tools.train.held_out import Improvement
-from mtf_gradsync.tools.train.metrics import read_metrics
 from mtf_gradsync.tools.train.run_files import REPORT_FILE
 from mtf_gradsync.tools.train.runner import Runner, SimdProgramRunner
 from tests.sessions import assert_same_bits, saved_variables
-from tests.tools.train.conftest import NO_EVAL, accumulates
+from tests.tools.train.conftest import NO_EVAL, accumulates, metric
 
 OFTEN = "train.run.save_checkpoints_steps = 2"
-
-
-def rows_of(directory, name):
-    rows = read_metrics(directory / run_files.METRICS_FILE)
-    return {row["step"]: row[name] for row in rows if name in row}
 
 
 def test_a_run_has_ended_when_its_loss_has_not_fallen_for_long_enough():
@@ -115,10 +109,10 @@ def test_the_last_step_flushes_or_says_what_is_left(train, runtime, capfd):
     assert counts(left) == {"mini_step": 2, "update_step": 2}
     assert counts(flushed) == {"mini_step": 0, "update_step": 3}
     # The logged loss is that of the microbatches of an update so far.
-    losses = rows_of(left, "loss")
+    losses = metric(left, "loss")
     single = np.diff([0, *(losses[step] * (step % 4 or 4) for step in range(1, 5))])
     assert losses[4] == pytest.approx(single.mean())
-    assert losses == pytest.approx(rows_of(flushed, "loss"), rel=1e-6)
+    assert losses == pytest.approx(metric(flushed, "loss"), rel=1e-6)
 
 
 @pytest.mark.slow
@@ -135,7 +129,7 @@ def test_where_each_step_is_an_update_lines_are_of_single_steps(train, capfd):
         )  # fmt: skip
         for steps in (2, 4):
             _, directory, _ = train(*bindings, f"train.run.train_steps = {steps}", model_dir=name)
-        losses[name] = rows_of(directory, "loss")
+        losses[name] = metric(directory, "loss")
     assert len(losses["CrossShardOptimizer"]) == 4
     assert losses["SyncReplicasOptimizer"] == pytest.approx(losses["CrossShardOptimizer"], rel=1e-5)
     assert "in no update" not in capfd.readouterr().err
@@ -190,10 +184,10 @@ def test_training_and_held_out_losses_are_in_one_unit(train):
         "train.sample.num_samples = 0",
         "Unitransformer.z_loss = 0.0",
     )
-    trained, scored = rows_of(directory, "nats_per_token"), rows_of(directory, "held_out_nats")
+    trained, scored = metric(directory, "nats_per_token"), metric(directory, "held_out_nats")
     assert trained[3] == pytest.approx(scored[3], rel=1e-5)
     # The model's own loss is a mean over positions: 136 of 256 are tokens.
-    assert rows_of(directory, "loss")[3] == pytest.approx(trained[3] * 136 / 256, rel=1e-5)
+    assert metric(directory, "loss")[3] == pytest.approx(trained[3] * 136 / 256, rel=1e-5)
 
 
 def test_a_run_that_is_stopped_before_its_first_step_has_no_checkpoint(train, monkeypatch):

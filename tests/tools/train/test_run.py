@@ -31,6 +31,7 @@ from tests.tools.train.conftest import (
     REPORTS,
     TINY,
     accumulates,
+    metric,
     train_tiny,
 )
 from tests.tools.train.events import events_shown
@@ -41,14 +42,11 @@ in_main_thread = pytest.mark.skipif(
 )
 
 
-def losses(directory):
-    rows = read_metrics(directory / run_files.METRICS_FILE)
-    return {row["step"]: row["loss"] for row in rows if "loss" in row}
-
-
-def applied_norms(directory):
-    rows = read_metrics(directory / run_files.METRICS_FILE)
-    return {row["step"]: row["gradient_norm/applied"] for row in rows}
+def assert_alike(run, other, name="loss", rtol=1e-4, steps=12):
+    """A run's first steps have the metric that another run's have."""
+    found, expected = metric(run, name), metric(other, name)
+    assert list(found) == list(range(1, steps + 1))
+    np.testing.assert_allclose(list(found.values()), [expected[n] for n in found], rtol=rtol)
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +84,7 @@ def test_whole_run_learns_and_leaves_its_files(train):
     more = [REPORTS, FASTEST, "train.run.train_steps = 40", "train.run.log_steps = 5", ATTENTION]
     result, directory, said = train(four, *more, with_plots=True)
     assert result.step == 40
-    curve = losses(directory)
+    curve = metric(directory, "loss")
     assert sorted(curve) == list(range(5, 41, 5))
     assert curve[40] < 0.85 * curve[5]
     summary = json.loads((directory / run_files.RESULT_FILE).read_text())
@@ -116,17 +114,11 @@ def test_whole_run_learns_and_leaves_its_files(train):
 @pytest.mark.slow
 def test_runtimes_train_alike_and_continue_each_other(train, plain, plain_on, tmp_path):
     """Initial values and steps are those of every runtime, to rounding; so are checkpoints."""
-    curve, norms = losses(plain), applied_norms(plain)
-    assert sorted(norms) == list(range(1, 13))
     for runtime, other in (("cpu_replicas", "fastest"), ("placement_mesh", "cpu_replicas")):
         directory, said = plain_on(runtime)
         assert any(line.startswith("steps run on ") for line in said)
-        np.testing.assert_allclose(
-            list(losses(directory).values()), list(curve.values()), rtol=1e-4
-        )
-        np.testing.assert_allclose(
-            list(applied_norms(directory).values()), list(norms.values()), rtol=1e-3
-        )
+        assert_alike(directory, plain)
+        assert_alike(directory, plain, "gradient_norm/applied", 1e-3)
         shutil.copytree(directory, tmp_path / runtime)
         more = [f"train.run.runtime = '{other}'", "train.run.train_steps = 14"]
         resumed, _, said = train(NO_EVAL, *more, model_dir=runtime)
@@ -170,11 +162,13 @@ def test_resumed_run_is_bitwise_the_uninterrupted_one(train, plain_on, stop_afte
     stop_after(None)
     finished, _, _ = train(NO_EVAL, REPORTS, choice, model_dir="parts")
     assert finished.step == 12
-    assert losses(parts) == losses(plain)
-    assert applied_norms(parts) == applied_norms(plain)
+    assert metric(parts, "loss") == metric(plain, "loss")
+    assert metric(parts, "gradient_norm/applied") == metric(plain, "gradient_norm/applied")
     shown = events_shown(parts)["loss"]
     assert [step for step, _ in shown] == list(range(1, 13))
-    np.testing.assert_array_equal([x for _, x in shown], np.float32([*losses(plain).values()]))
+    np.testing.assert_array_equal(
+        [x for _, x in shown], np.float32([*metric(plain, "loss").values()])
+    )
     expected, actual = saved_variables(plain), saved_variables(parts)
     assert sorted(expected) == sorted(actual)
     for name, value in expected.items():
@@ -250,7 +244,7 @@ def test_optimizer_is_chosen_by_gin_alone(train, plain):
         "CrossShardOptimizer.opt = @AdamWeightDecayOptimizer",
         model_dir="adam",
     )
-    np.testing.assert_allclose(list(losses(plain).values()), list(losses(bare).values()), rtol=1e-2)
+    assert_alike(bare, plain, rtol=1e-2)
     assert any("adam_m" in name for name in saved_variables(adam))
     assert not any("adam_m" in name for name in saved_variables(plain))
 
@@ -280,9 +274,7 @@ def test_mesh_is_chosen_by_gin_alone(train, plain):
         "placement_mesh_impl.reducer = @FusedAllReduce()",
         model_dir="chosen",
     )
-    np.testing.assert_allclose(
-        list(losses(plain).values()), list(losses(chosen).values()), rtol=1e-4
-    )
+    assert_alike(chosen, plain)
     config = (chosen / run_module.CONFIG_FILE).read_text()
     assert "placement_mesh_impl.reducer = @FusedAllReduce()" in config
 
@@ -333,9 +325,7 @@ def test_microbatches_make_the_same_step(train, plain):
         "utils.serialize_num_microbatches.tokens_per_microbatch_per_replica = 32",
         model_dir="parts",
     )
-    np.testing.assert_allclose(
-        list(losses(plain).values())[:3], list(losses(parts).values()), rtol=1e-4
-    )
+    assert_alike(parts, plain, steps=3)
 
 
 @pytest.mark.slow
@@ -580,7 +570,7 @@ def test_schedules_follow_updates_by_one_binding(train, runtime, optimizer, repe
         "linear_decay.steps_or_fraction = 1.0",
         "train.run.schedule_step = @get_update_step",
     )
-    rates = [row["learning_rate"] for row in read_metrics(directory / run_files.METRICS_FILE)]
+    rates = [*metric(directory, "learning_rate").values()]
     updates = 6 // repeats
     expected = [0.5 * (updates - step // repeats) / updates for step in range(6)]
     np.testing.assert_allclose(rates, expected, rtol=1e-5)  # the file has six digits

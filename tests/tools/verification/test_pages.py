@@ -83,11 +83,10 @@ def of_from_v1():
     return program
 
 
-def of_model_fn():
-    names = example("model_fn.py")
-
+def of_model_fn(names, takes_batch):
     def program(features, labels, mode, params, config):
-        with on_mesh(names, params, BATCH=size_of(labels)):
+        more = {"BATCH": size_of(labels)} if takes_batch else {}
+        with on_mesh(names, params, **more):
             return names["model_fn"](features, labels, mode, params, config)
 
     return program
@@ -120,16 +119,6 @@ def page(path, wanted):
             with contextlib.redirect_stdout(io.StringIO()):
                 exec(compile(block.code, block.place, "exec"), names)
     return names
-
-
-def of_model_fn_page():
-    names = page("docs/guides/model_fn.md", "model_fn")
-
-    def program(features, labels, mode, params, config):
-        with on_mesh(names, params):
-            return names["model_fn"](features, labels, mode, params, config)
-
-    return program
 
 
 def of_faster_page():
@@ -240,7 +229,7 @@ CASES = {
     "examples/accumulate.py": Case(of_accumulate, images(rows=32), FOUR),
     "examples/from_v1.py": Case(of_from_v1, images(), FOUR),
     "examples/model_fn.py": Case(
-        of_model_fn, images(rows=16, named=True),
+        lambda: of_model_fn(example("model_fn.py"), True), images(rows=16, named=True),
         {**ROWS, "rate": 0.003},
         "cpu_replicas", ("batch", "wrappers", "microbatches"),
     ),
@@ -248,7 +237,8 @@ CASES = {
         of_sync_replicas, images(), EIGHT, divisions=("wrappers", "masked")
     ),
     "docs/guides/model_fn.md": Case(
-        of_model_fn_page, of_page, {**ROWS, "rate": 0.05}, "cpu_replicas"
+        lambda: of_model_fn(page("docs/guides/model_fn.md", "model_fn"), False), of_page,
+        {**ROWS, "rate": 0.05}, "cpu_replicas",
     ),
     "docs/guides/no_optimizer.md": Case(of_no_optimizer_page, rows_of(8, 4), ROWS, "cpu_replicas"),
     "docs/guides/faster.md": Case(

@@ -2,9 +2,8 @@
 
 from pathlib import Path
 
-from mtf_gradsync.tools.train import gin_files, run_files
-from mtf_gradsync.tools.train.metrics import read_metrics
-from tests.tools.train.conftest import NO_ATTENTION, NO_EVAL, run_quietly
+from mtf_gradsync.tools.train import gin_files
+from tests.tools.train.conftest import NO_ATTENTION, NO_EVAL, metric, run_quietly
 
 CONFIGS = Path(__file__).parents[4] / "configs"
 SMALL = [
@@ -45,5 +44,4 @@ def train(config, directory, mesh_shape, steps, *bindings):
 
 def losses(directory):
     """The loss of each step."""
-    rows = read_metrics(directory / run_files.METRICS_FILE)
-    return [row["loss"] for row in rows if "loss" in row]
+    return [*metric(directory, "loss").values()]

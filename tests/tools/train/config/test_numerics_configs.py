@@ -6,11 +6,9 @@ import gin
 import numpy as np
 import pytest
 
-from mtf_gradsync.tools.train import run_files
-from mtf_gradsync.tools.train.metrics import read_metrics
 from tests.sessions import saved_variables
 from tests.tools.train.config import small_lm
-from tests.tools.train.conftest import ATTENTION
+from tests.tools.train.conftest import ATTENTION, metric
 
 STEPS = 3
 # The configs' warm-up begins with a rate of 0.
@@ -57,9 +55,9 @@ def test_float16_trains_with_a_scale_and_not_without(tmp_path):
 def test_noise_scale_is_shown_and_written(runtime, model, tmp_path, capsys):
     runtime = f"train.run.runtime = {runtime!r}"
     small_lm.train("lm_noise_scale.gin", tmp_path, f"batch:2;model:{model}", 4, runtime)
-    rows = [row for row in read_metrics(tmp_path / run_files.METRICS_FILE) if "loss" in row]
-    assert len(rows) == 4
-    assert all(np.isfinite(row["gradient_noise_scale"]) for row in rows)
+    scales = metric(tmp_path, "gradient_noise_scale")
+    assert len(scales) == 4
+    assert np.isfinite([*scales.values()]).all()
     error = capsys.readouterr().err
     assert "noise scale" in error
     assert "norms of shards [" in error

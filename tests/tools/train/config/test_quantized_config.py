@@ -3,11 +3,9 @@
 import numpy as np
 import pytest
 
-from mtf_gradsync.tools.train import run_files
-from mtf_gradsync.tools.train.metrics import read_metrics
 from tests.sessions import saved_variables
 from tests.tools.train.config import small_lm
-from tests.tools.train.conftest import REPORTS
+from tests.tools.train.conftest import REPORTS, metric
 
 LOW_RANK = ["CrossShardOptimizer.reducer = @LowRankAllReduce()", "LowRankAllReduce.rank = 2"]
 
@@ -16,10 +14,10 @@ LOW_RANK = ["CrossShardOptimizer.reducer = @LowRankAllReduce()", "LowRankAllRedu
 @pytest.mark.slow
 def test_trains_with_less_and_shows_the_rate(bindings, most, tmp_path):
     small_lm.train("lm_quantized.gin", tmp_path, "batch:2;model:1", 4, REPORTS, *bindings)
-    rows = [row for row in read_metrics(tmp_path / run_files.METRICS_FILE) if "loss" in row]
-    assert len(rows) == 4
-    assert np.isfinite([row["loss"] for row in rows]).all()
-    assert all(2 < row["compression/rate"] < most for row in rows)
+    losses, rates = metric(tmp_path, "loss"), metric(tmp_path, "compression/rate")
+    assert len(losses) == len(rates) == 4
+    assert np.isfinite([*losses.values()]).all()
+    assert all(2 < rate < most for rate in rates.values())
     variables = saved_variables(tmp_path / "model.ckpt-4")
     kind = "low_rank_error" if bindings else "quantization_error"
     errors = [value for name, value in variables.items() if name.endswith(f"/{kind}")]
