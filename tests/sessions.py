@@ -82,7 +82,7 @@ def ran(made, feeds, restore=None, save=None, make_saver=_resharding_saver):
     """Makes steps, perhaps from a checkpoint and to one; returns the variables at the end."""
     with session_of(made, make_saver) as session:
         if restore:
-            session.restore(restore)
+            session.restore(str(restore))
         train(made, session, feeds)
         if save:
             session.save(str(save))

@@ -44,7 +44,16 @@ OPTIMIZERS = {
 BATCH, FEATURES, HIDDEN = 8, 4, 6
 # 50 steps, each a few float32 roundings of numbers around 1, which the loss's slope shrinks again.
 STEPS = 50
-TOLERANCE = STEPS * 16 * np.finfo(np.float32).eps
+
+
+def assert_close(actual, expected, steps=STEPS):
+    """Compares variables after some steps."""
+    assert set(actual) == set(expected)
+    tolerance = steps * 16 * np.finfo(np.float32).eps
+    for name, value in expected.items():
+        # Of the largest number in it, as slots may be small and numbers in them cancel.
+        atol = tolerance * np.abs(value).max()
+        np.testing.assert_allclose(actual[name], value, rtol=tolerance, atol=atol, err_msg=name)
 
 
 def batches(number=STEPS):

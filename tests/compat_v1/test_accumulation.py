@@ -13,8 +13,6 @@ from tests.compat_v1 import optimizers
 from tests.runtimes.cluster.processes import Processes
 
 PASSES = 3
-# At most 4 updates, of sums of 3 gradients; see `optimizers.TOLERANCE`.
-TOLERANCE = 4 * PASSES * 16 * np.finfo(np.float32).eps
 INNER = {
     "momentum": lambda: tf.train.MomentumOptimizer(0.05, 0.9),
     "adam": lambda: tf.train.AdamOptimizer(0.02, epsilon=1e-3),
@@ -22,9 +20,8 @@ INNER = {
 
 
 def assert_close(actual, expected):
-    for name, value in expected.items():
-        atol = TOLERANCE * np.abs(value).max()
-        np.testing.assert_allclose(actual[name], value, rtol=TOLERANCE, atol=atol, err_msg=name)
+    """At most 4 updates, of sums of 3 gradients."""
+    optimizers.assert_close(actual, expected, 4 * PASSES)
 
 
 @contextlib.contextmanager

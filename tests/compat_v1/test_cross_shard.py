@@ -54,15 +54,6 @@ def cores_train(runtime, make, feeds, scale=1.0):
             return cores.variables()
 
 
-def assert_equal(actual, expected):
-    assert set(actual) == set(expected)
-    for name, value in expected.items():
-        # As in `optimizers.TOLERANCE`, for at most 10 steps.
-        tolerance = 10 * 16 * np.finfo(np.float32).eps
-        atol = tolerance * np.abs(value).max()
-        np.testing.assert_allclose(actual[name], value, rtol=tolerance, atol=atol, err_msg=name)
-
-
 @pytest.mark.parametrize(
     ("runtime", "inner", "reduction"),
     [
@@ -83,7 +74,7 @@ def test_cores_train_as_one_device_does_on_the_whole_batch(runtime, inner, reduc
 
     scale = 1.0 if reduction == "weighted_mean" else 1.0 / CORES
     found = cores_train(runtime, make, feeds, scale)
-    assert_equal(found, optimizers.plain_training(INNER[inner], feeds))
+    optimizers.assert_close(found, optimizers.plain_training(INNER[inner], feeds), 10)
 
 
 @pytest.mark.parametrize("runtime", ["CPU replicas", "XLA devices"])
@@ -105,7 +96,7 @@ def test_around_accumulation_in_a_program_for_tpus(runtime):
     expected = optimizers.plain_training(INNER["adam"], doubled)
     assert found.pop("global_step") == 8
     del expected["global_step"]
-    assert_equal(found, expected)
+    optimizers.assert_close(found, expected, 10)
 
 
 def test_sums_of_single_cores_are_refused():

@@ -10,7 +10,7 @@ from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.compat_v1.mesh_optimizer import RULES
 from tests import harness
 from tests.compat_v1 import optimizers
-from tests.compat_v1.optimizers import OPTIMIZERS, TOLERANCE
+from tests.compat_v1.optimizers import OPTIMIZERS
 from tests.sessions import ran
 
 WRAPPERS = {
@@ -42,14 +42,6 @@ def build(name, wrapper="cross shard"):
     return model
 
 
-def assert_like_the_original(variables, expected):
-    for name, values in expected.items():
-        # Of the largest number in it, as slots may be small and numbers in them cancel.
-        atol = TOLERANCE * np.abs(values).max()
-        np.testing.assert_allclose(variables[name], values, rtol=TOLERANCE, atol=atol, err_msg=name)
-    assert set(variables) == set(expected)
-
-
 @pytest.mark.parametrize(
     ("kind", "name", "wrapper"),
     [
@@ -67,7 +59,7 @@ def test_variables_and_every_slot_move_like_the_original(kind, name, wrapper):
     expected = dict(original(name))
     if wrapper == "bare":
         del expected["global_step"]
-    assert_like_the_original(result.variables, expected)
+    optimizers.assert_close(result.variables, expected)
 
 
 ACCUMULATING = {
@@ -119,7 +111,7 @@ def test_inside_a_wrapper_that_waits_two_steps_make_the_update_of_both_batches(k
     expected = optimizers.plain_training(OPTIMIZERS[name], doubled)
     del expected["global_step"]
     own = {key: result.variables[key] for key in expected}
-    assert_like_the_original(own, expected)
+    optimizers.assert_close(own, expected)
 
 
 def mesh_variable(mesh, name, dtype=tf.float32):
@@ -360,4 +352,4 @@ def test_checkpoints_go_on_with_a_mesh_and_without(tmp_path, kind, name):
     ran(made, feeds[10:20], plain, meshed, tf.train.Saver)
     got = optimizers.plain_training(OPTIMIZERS[name], feeds[20:], restore=meshed)
     assert got["global_step"] == 30
-    assert_like_the_original(got, optimizers.plain_training(OPTIMIZERS[name], feeds))
+    optimizers.assert_close(got, optimizers.plain_training(OPTIMIZERS[name], feeds))

@@ -13,8 +13,7 @@ from mtf_gradsync._private.libraries import mtf, tf
 from tests import harness, wrappers
 from tests.optimizers.pipeline.stack_reference import Islands, layers_of, specs_of
 from tests.reference import AdamW
-from tests.sessions import session_of
-from tests.sessions import train as steps
+from tests.sessions import ran
 
 SHAPE, LAYOUT, _ = harness.MESHES["2x2"]  # "hidden" is split over the second axis
 AXES = {"mesh_shape": SHAPE, "layout": LAYOUT}
@@ -177,13 +176,8 @@ def expected(name):
 @pytest.mark.slow
 def test_all_of_it(kind, name, tmp_path):
     first, then = (built(kind, name, k, feeds[0]) for k, feeds in zip((2, 3), FEEDS))
-    with session_of(first) as session:
-        steps(first, session, FEEDS[0])
-        path = session.save(str(tmp_path / "model"))
-    with session_of(then) as session:
-        session.restore(path)
-        steps(then, session, FEEDS[1])
-        found = session.variables()
+    ran(first, FEEDS[0], save=tmp_path / "model")
+    found = ran(then, FEEDS[1], tmp_path / "model")
     for key, value in expected(name).items():
         # A gradient is rounded to some 2^-21 of a norm of 0.05, which Adam divides by 1e-3 or more.
         atol = 8 * RATE * NORM * 2.0**-18 / EPSILON

@@ -15,8 +15,7 @@ from mtf_gradsync.optimizers.pipeline.weights import mean_loss
 from tests import harness, models, reference
 from tests.optimizers.pipeline import stack_reference
 from tests.optimizers.pipeline.stack_reference import Islands, weighted_mean
-from tests.sessions import session_of
-from tests.sessions import train as steps
+from tests.sessions import ran
 from tests.wrappers import BATCH_DIMS, KINDS, LAYOUT, SHAPE, WORKS, order_table, parts, wrap
 
 SHARDS, LENGTH, FEATURES, RATE = 4, 8, 4, 0.1  # the table's optimizer is plain descent at that rate
@@ -39,6 +38,12 @@ def batches(counts, seed=1):
 
 UNEQUAL = [[8, 1, 3, 2], [1, 1, 2, 1], [5, 8, 8, 7], [2, 6, 1, 4], [8, 8, 1, 1], [1, 3, 1, 8]]
 WITH_EMPTY = [[8, 0, 3, 2], [0, 0, 0, 0], [0, 8, 0, 7], [2, 6, 1, 4], [0, 0, 0, 0], [0, 0, 0, 0]]
+
+
+def step_from(w, feeds, contribute=range(SHARDS)):
+    """The variable after a step by the mean over the tokens of some shards of some steps."""
+    means = [means_of_shards(w, feed)[shard] for feed in feeds for shard in contribute]
+    return w - RATE * weighted_mean(means)[0]
 
 
 def means_of_shards(w, feed):
@@ -175,8 +180,7 @@ def test_three_microbatches_of_four_shards(mesh_kind, where):
     expected, _ = train([ACCUMULATES], feeds, passes=3, average=True)
     w = START.astype("d")
     for whole in (feeds[:3], feeds[3:]):
-        parts = [part for feed in whole for part in means_of_shards(w, feed)]
-        w = w - RATE * weighted_mean(parts)[0]
+        w = step_from(w, whole)
     np.testing.assert_allclose(w, expected, rtol=1e-12)
     assert_close(run(mesh_kind, accumulation(where), feeds), expected)
     means = [np.mean([g for g, _ in means_of_shards(w, f)], 0) for f in feeds[3:]]
@@ -304,10 +308,7 @@ def test_any_mesh_and_schedule_of_k(kind, where, mesh):
 
     w = START.astype("d")
     for whole in (feeds[:1], feeds[1:]):
-        w = (
-            w
-            - RATE * weighted_mean([part for feed in whole for part in means_of_shards(w, feed)])[0]
-        )
+        w = step_from(w, whole)
     given = {"shape": shape, "layout": layout, "dims": dims, "sizes": sizes}
     found = run(kind, make, feeds, how="shards of all", own=True, **given)
     assert_close(found, w)
@@ -346,18 +347,15 @@ def test_wrappers_on_a_second_axis(name, kind):
 @pytest.mark.parametrize(("kind", "how"), [("placement", "shards"), ("simd", "shards of all")])
 @pytest.mark.slow
 def test_masked_replicas_leave_the_weighted_mean_of_the_others(kind, how):
-    masked = [True, False, True, True]
 
     def make():
-        return gs.SyncReplicasOptimizer(
-            order_table.plain(), 6, contributes=masked, **order_table.MESH
-        )
+        masked = {"contributes": [True, False, True, True], **order_table.MESH}
+        return gs.SyncReplicasOptimizer(order_table.plain(), 6, **masked)
 
     feeds = batches(UNEQUAL[:4])
     w = START.astype("d")
     for two in (feeds[:2], feeds[2:]):
-        parts = [x for f in two for i, x in enumerate(means_of_shards(w, f)) if masked[i]]
-        w = w - RATE * weighted_mean(parts)[0]
+        w = step_from(w, two, [0, 2, 3])
     assert_close(run(kind, make, feeds, how=how), w)
 
 
@@ -397,8 +395,7 @@ def test_a_penalty_on_weights_is_whole_whatever_the_shards_have(name, kind):
     feeds = batches([[8, 1, 3, 2], [8, 0, 3, 2]])
     w, u = START.astype("d"), 1.0
     for feed in feeds:
-        parts = means_of_shards(w, feed)
-        w = w - RATE * (weighted_mean([parts[i] for i in contribute])[0] + 2 * PENALTY * w)
+        w = step_from(w, [feed], contribute) - RATE * 2 * PENALTY * w
         u -= RATE * 2 * u
     found = harness.run(kind, SHAPE, LAYOUT, build, feeds)
     assert_close(found, w)
@@ -508,17 +505,11 @@ def test_a_checkpoint_between_goes_on_on_another_mesh(name, tmp_path):
         )
         return harness.built("simd", *axes.values(), step, feeds[0])
 
-    first, then = build(4), build(2)
-    with session_of(first) as session:
-        steps(first, session, feeds[:2])
-        path = session.save(str(tmp_path / name))
-    with session_of(then) as session:
-        session.restore(path)
-        assert session.variables()["opt/weight"] == np.sum(UNEQUAL[:2])
-        steps(then, session, feeds[2:])
-        found = session.variables()
-    parts = [part for feed in feeds for part in means_of_shards(START.astype("d"), feed)]
-    expected = START - RATE * weighted_mean(parts)[0]
+    then, path = build(2), tmp_path / name
+    ran(build(4), feeds[:2], save=path)
+    assert ran(then, [], path)["opt/weight"] == np.sum(UNEQUAL[:2])
+    found = ran(then, feeds[2:], path)
+    expected = step_from(START.astype("d"), feeds)
     np.testing.assert_allclose(found["w"], expected, rtol=0, atol=CLOSE)
     assert found["opt/weight"] == 0
 
@@ -536,14 +527,8 @@ def test_sums_of_a_run_without_weights_count_one_for_each_step(tmp_path):
 
         return harness.built("simd", SHAPE, LAYOUT, step, feeds[0])
 
-    first, then = build(False), build(True)
-    with session_of(first) as session:
-        steps(first, session, feeds[:2])
-        path = session.save(str(tmp_path / "model"))
-    with session_of(then) as session:
-        session.restore(path)
-        steps(then, session, feeds[2:])
-        found = session.variables()["w"]
+    ran(build(False), feeds[:2], save=tmp_path / "model")
+    found = ran(build(True), feeds[2:], tmp_path / "model")["w"]
     means = [weighted_mean(means_of_shards(START.astype("d"), feed)) for feed in feeds]
     weights = np.array([1, 1, means[2][1]])
     grad = sum(w * g for w, (g, _) in zip(weights, means)) / weights.sum()
@@ -560,8 +545,7 @@ def test_a_narrow_wire_gets_means_and_not_sums(mesh_kind):
         return gs.GradientAccumulationOptimizer(opt, 3, True, **how)
 
     feeds = batches(UNEQUAL[:3])
-    parts = [part for feed in feeds for part in means_of_shards(START.astype("d"), feed)]
-    expected = START - RATE * weighted_mean(parts)[0]
+    expected = step_from(START.astype("d"), feeds)
     found = run(mesh_kind, make, feeds, unit=1e5)
     # Four terms of up to 8, with 11 bits.
     assert_close(found, expected, RATE * 4 * 8 * 2.0**-11 / CLOSE)
@@ -602,9 +586,8 @@ def test_sums_that_are_not_in_checkpoints_and_a_flush(mesh_kind):
         return opt.minimize(loss, weights=weights), {}
 
     feeds = batches(UNEQUAL[:2])
-    parts = [part for feed in feeds for part in means_of_shards(START.astype("d"), feed)]
     found = harness.run(mesh_kind, SHAPE, LAYOUT, build, feeds)
-    assert_close(found, START - RATE * weighted_mean(parts)[0])
+    assert_close(found, step_from(START.astype("d"), feeds))
 
 
 @pytest.mark.mostly_slow
@@ -624,9 +607,8 @@ def test_gradients_keep_their_weights_when_they_are_changed(mesh_kind):
         return [*updates, *opt.apply_grads([mtf.cast(grad * 2.0, tf.float32)], [variable])], {}
 
     feeds = batches(UNEQUAL[:3])
-    parts = [part for feed in feeds for part in means_of_shards(START.astype("d"), feed)]
     found = harness.run(mesh_kind, SHAPE, LAYOUT, build, feeds)
-    assert_close(found, START - 2 * RATE * weighted_mean(parts)[0])
+    assert_close(found, 2 * step_from(START.astype("d"), feeds) - START)
 
 
 @pytest.mark.mostly_slow

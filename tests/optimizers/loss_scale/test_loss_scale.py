@@ -49,29 +49,32 @@ def scales(bad, initial_scale=8.0, growth_steps=2, min_scale=2.0, max_scale=16.0
     return after
 
 
+def told(optimizer):
+    """What is fetched of the scale in each step."""
+    values = gs.reported(optimizer)
+    return {name: values[f"loss_scale/{name}"] for name in ("scale", "good_steps", "skipped")}
+
+
+def found(result):
+    """The same as `scales`, of a run that fetched `told`."""
+    return [tuple(np.ravel(x)[0] for x in step.values()) for step in result.fetched]
+
+
 def train(make, batch_dims=("batch",), own_gradients=False):
     """A step by compute_gradients, or by mtf.gradients as pipelines call it."""
 
     def build(mesh, inputs):
         loss = models.mlp_loss(mesh, inputs, batch_dims)
         optimizer = make()
-        count = mtf.get_variable(
-            mesh,
-            "count",
-            mtf.Shape([]),
-            tf.int32,
-            initializer=tf.zeros_initializer(),
-            trainable=False,
-        )
+        made = {"initializer": tf.zeros_initializer(), "trainable": False}
+        count = mtf.get_variable(mesh, "count", mtf.Shape([]), tf.int32, **made)
         if own_gradients:
             grads, variables = models.gradients(loss)
             pairs = list(zip(grads, variables))
         else:
             pairs = optimizer.compute_gradients(loss)
         updates = optimizer.apply_gradients(pairs, global_step=count)
-        told = gs.reported(optimizer)
-        names = ("loss_scale/scale", "loss_scale/good_steps", "loss_scale/skipped")
-        return updates, {name: told[name] for name in names}
+        return updates, told(optimizer)
 
     return build
 
@@ -110,9 +113,7 @@ def test_what_is_not_finite_is_skipped(kind, mesh, inner, optimizer, own_gradien
 
     build = train(make, batch_dims, own_gradients)
     result = harness.run(kind, shape, layout, build, feeds())
-    expected = scales([step in BAD_STEPS for step in range(STEPS)])
-    found = [tuple(np.ravel(x)[0] for x in step.values()) for step in result.fetched]
-    assert found == expected
+    assert found(result) == scales([step in BAD_STEPS for step in range(STEPS)])
     assert result.variables["count"] == STEPS - len(BAD_STEPS)
     reference.assert_close(result.variables, reference.train(optimizer, good_feeds()), TOLERANCE)
     if kind == "xla":
@@ -167,8 +168,7 @@ def test_inside_accumulation_an_update_is_skipped_as_a_whole(kind):
     expected = [(8.0, 0, 0)]  # a step without an update leaves it as it is
     for after in scales(bad):
         expected += [after, after]
-    found = [tuple(np.ravel(x)[0] for x in step.values()) for step in result.fetched]
-    assert found == expected[: len(found)]
+    assert found(result) == expected[:STEPS]
     batches = models.mlp_batches(STEPS)[6:]
     model = reference.Accumulation(reference.OPTIMIZERS["momentum"](), 2)
     reference.assert_close(result.variables, reference.train(model, batches), TOLERANCE)
@@ -190,9 +190,7 @@ def test_around_accumulation_a_microbatch_step_is_skipped(kind):
         return gs.LossScaleOptimizer(accumulation, **RULE)
 
     result = harness.run(kind, shape, layout, train(make, batch_dims), feeds())
-    expected = scales([step in BAD_STEPS for step in range(STEPS)])
-    found = [tuple(np.ravel(x)[0] for x in step.values()) for step in result.fetched]
-    assert found == expected
+    assert found(result) == scales([step in BAD_STEPS for step in range(STEPS)])
     model = reference.Accumulation(reference.OPTIMIZERS["momentum"](), 2)
     reference.assert_close(result.variables, reference.train(model, good_feeds()), TOLERANCE)
 
@@ -209,9 +207,7 @@ def test_around_sync_replicas_the_other_shards_contribute(kind, shards):
         return gs.LossScaleOptimizer(inner, **RULE)
 
     result = harness.run(kind, shape, layout, train(make, batch_dims), feeds())
-    expected = scales([False] * STEPS)
-    found = [tuple(np.ravel(x)[0] for x in step.values()) for step in result.fetched]
-    assert found == expected
+    assert found(result) == scales([False] * STEPS)
     values = {k: np.asarray(v, float) for k, v in models.mlp_values().items()}
     for step, feed in enumerate(models.mlp_batches(STEPS)):
         feed = {k: v.astype(float) for k, v in feed.items()}
@@ -289,17 +285,14 @@ def test_what_a_skipped_shard_has_is_no_overflow(
         scaled = gs.LossScaleOptimizer(inside(inner) if inside else inner, **rule, **where)
         optimizer = outside(scaled) if outside else scaled
         updates = optimizer.apply_grads(mtf.gradients([loss], [w]), [w.operation], weights=weights)
-        told = gs.reported(scaled)
-        names = ("loss_scale/scale", "loss_scale/good_steps", "loss_scale/skipped")
-        return updates, {name: told[name] for name in names}
+        return updates, told(scaled)
 
     feeds = [{"x": np.array(x, "f"), "contributes": np.array(ok)} for x, ok, _, _ in steps]
     built = harness.built(kind, shape, layout, build, feeds[0])
     assert not built.races()
     with caplog.at_level(logging.WARNING, "mtf_gradsync"):
         result = built.run(feeds)
-    found = [tuple(np.ravel(x)[0] for x in step.values()) for step in result.fetched]
-    assert found == scales([bad for _, _, bad, _ in steps], **rule)
+    assert found(result) == scales([bad for _, _, bad, _ in steps], **rule)
     w = 0.0
     for x, _, _, applied in steps:
         unit = 0.5 if how == "weights" else 1.0
@@ -335,22 +328,17 @@ AROUND = {
 @pytest.mark.mostly_slow
 def test_a_step_without_data_is_no_progress_of_the_scale(name, kind):
     wrap, times = AROUND[name]
-    scaled = []
 
     def build(mesh, inputs):
         x, weight = (mtf.import_tf_tensor(mesh, inputs[k], mtf.Shape([])) for k in ("x", "weight"))
         w = mtf.get_variable(mesh, "w", mtf.Shape([]), initializer=tf.zeros_initializer())
         inner = mtf.optimize.SgdOptimizer(1.0)
         if name == "around accumulation":
-            scaled.append(gs.LossScaleOptimizer(wrap(inner), **RULE))
-            opt = scaled[-1]
+            opt = scaled = gs.LossScaleOptimizer(wrap(inner), **RULE)
         else:
-            scaled.append(gs.LossScaleOptimizer(inner, **RULE))
-            opt = wrap(scaled[-1])
-        updates = opt.minimize(x * w, weights=weight)
-        told = gs.reported(scaled[-1])
-        names = ("loss_scale/scale", "loss_scale/good_steps", "loss_scale/skipped")
-        return updates, {name: told[name] for name in names}
+            scaled = gs.LossScaleOptimizer(inner, **RULE)
+            opt = wrap(scaled)
+        return opt.minimize(x * w, weights=weight), told(scaled)
 
     feeds = [
         {"x": np.float32(np.inf if bad else 1.0), "weight": np.float32(bad is not None)}
@@ -358,10 +346,7 @@ def test_a_step_without_data_is_no_progress_of_the_scale(name, kind):
         for _ in range(times)
     ]
     result = harness.run(kind, "b:2", "", build, feeds)
-    found = [
-        tuple(np.ravel(x)[0] for x in step.values()) for step in result.fetched[times - 1 :: times]
-    ]
-    assert found == scales(WITHOUT_DATA)
+    assert found(result)[times - 1 :: times] == scales(WITHOUT_DATA)
 
 
 def test_all_shards_decide_alike():

@@ -11,7 +11,7 @@ from tests import harness, models, reference
 from tests.optimizers.outer import outer_reference
 from tests.optimizers.outer.outer_programs import MESHES, ROUND, batches, built
 from tests.optimizers.outer.outer_reference import ALL
-from tests.sessions import assert_same_bits, session_of, train
+from tests.sessions import assert_same_bits, ran, session_of, train
 
 
 @functools.lru_cache(maxsize=None)
@@ -85,14 +85,11 @@ def test_every_runtime_continues_the_others(tmp_path):
 @pytest.mark.mostly_slow
 def test_another_number_of_islands_goes_on_where_a_round_has_ended(mesh, tmp_path):
     """Variables go on as they are; slots begin with the mean over the islands of before."""
-    made = plain("simd")
-    with session_of(made) as session:
-        train(made, session, batches(ROUND))
-        saved = session.variables()
-        path = session.save(str(tmp_path / "round"))
+    path = tmp_path / "round"
+    saved = ran(plain("simd"), batches(ROUND), save=path)
     other = built("simd", mesh)
     with session_of(other) as session:
-        session.restore(path)
+        session.restore(str(path))
         found = session.variables()
         train(other, session, batches(ROUND))
         assert session.variables()["OuterOptimizer/inner_step"] == 2 * ROUND
@@ -135,14 +132,9 @@ def test_errors_of_the_reducer_keep_their_mean_on_other_islands(reducer, mesh, t
         return harness.built("simd", shape, layout, build, feed)
 
     feed = {"x": np.random.RandomState(0).uniform(-1, 1, [8, 64]).astype("f")}
-    made = wide("4")
-    with session_of(made) as session:
-        train(made, session, [feed])
-        saved = session.variables()
-        path = session.save(str(tmp_path / "round"))
-    with session_of(wide(mesh)) as session:
-        session.restore(path)
-        found = session.variables()
+    path = tmp_path / "round"
+    saved = ran(wide("4"), [feed], save=path)
+    found = ran(wide(mesh), [], path)
     (name,) = [name for name in saved if name.endswith("error")]
     assert np.abs(saved[name]).max() > 0
     assert found[name].shape == (int(mesh), 64, 64)
@@ -151,15 +143,9 @@ def test_errors_of_the_reducer_keep_their_mean_on_other_islands(reducer, mesh, t
 
 
 def test_a_checkpoint_of_a_plain_run_starts_all_islands(mesh_kind, tmp_path):
-    alone = built("simd", "4", inner_steps=0)
-    with session_of(alone) as session:
-        train(alone, session, batches(2))
-        saved = session.variables()
-        path = session.save(str(tmp_path / "alone"))
-    made = plain(mesh_kind)
-    with session_of(made) as session:
-        session.restore(path)
-        found = session.variables()
+    path = tmp_path / "alone"
+    saved = ran(built("simd", "4", inner_steps=0), batches(2), save=path)
+    found = ran(plain(mesh_kind), [], path)
     for name, value in saved.items():
         for island in found[f"{name}/island"]:
             np.testing.assert_array_equal(island, value)
@@ -170,14 +156,9 @@ def test_a_checkpoint_of_a_plain_run_starts_all_islands(mesh_kind, tmp_path):
 @pytest.mark.mostly_slow
 def test_a_run_without_islands_has_the_mean_of_their_slots(steps, tmp_path, caplog):
     """In the middle of a round it is told that variables go on from the last outer step."""
-    made = plain("simd")
-    with session_of(made) as session:
-        train(made, session, batches(steps))
-        saved = session.variables()
-        path = session.save(str(tmp_path / "islands"))
-    with session_of(built("simd", "4", inner_steps=0)) as session:
-        session.restore(path)
-        found = session.variables()
+    path = tmp_path / "islands"
+    saved = ran(plain("simd"), batches(steps), save=path)
+    found = ran(built("simd", "4", inner_steps=0), [], path)
     assert "w1_momentum_v" in found
     for name, value in found.items():
         right = saved[name] if name in saved else saved[f"{name}/island"].mean(0, dtype="d")
@@ -186,18 +167,13 @@ def test_a_run_without_islands_has_the_mean_of_their_slots(steps, tmp_path, capl
 
 
 def test_evaluation_reads_the_outer_values(tmp_path):
-    made = plain("simd")
-    with session_of(made) as session:
-        train(made, session, batches(ROUND + 1))
-        saved = session.variables()
-        path = session.save(str(tmp_path / "train"))
+    path = tmp_path / "train"
+    saved = ran(plain("simd"), batches(ROUND + 1), save=path)
     (feed,) = batches(1)
     shape, layout, _ = MESHES["2"]
     build = lambda mesh, inputs: ([], {"loss": models.mlp_loss(mesh, inputs)})  # noqa: E731
     evaluation = harness.built("placement", shape, layout, build, feed)
-    with session_of(evaluation) as session:
-        session.restore(path)
-        found = session.variables()
+    found = ran(evaluation, [], path)
     assert sorted(found) == ["b1", "scale", "w1"]
     for name, value in found.items():
         np.testing.assert_array_equal(value, saved[name])

@@ -8,7 +8,7 @@ from tests import harness, models
 from tests.optimizers.outer import outer_reference
 from tests.optimizers.outer.outer_programs import TWO_OF_SLICES, batches
 from tests.optimizers.outer.outer_reference import ALL
-from tests.sessions import session_of, train
+from tests.sessions import ran
 
 STEPS, ROUND = 6, 3
 # Mesh, layout and what the wrapper is given, which is an island of the whole mesh.
@@ -101,12 +101,8 @@ def test_four_islands_go_on_as_one_and_one_as_four(tmp_path):
 
     four, one = build(), build(outer_dims=())
     for number, (first, then) in enumerate([(four, one), (one, four)]):
-        with session_of(first) as session:
-            train(first, session, batches(ROUND))
-            before, path = session.variables(), session.save(str(tmp_path / str(number)))
-        with session_of(then) as session:
-            session.restore(path)
-            after = session.variables()
+        before = ran(first, batches(ROUND), save=tmp_path / str(number))
+        after = ran(then, [], tmp_path / str(number))
         for name in models.mlp_values():
             np.testing.assert_array_equal(after[name], before[name])
             np.testing.assert_array_equal(after[f"{name}/outer_momentum"],

@@ -9,7 +9,7 @@ from tests import harness, models, reference
 from tests.optimizers.outer import outer_reference
 from tests.optimizers.outer.outer_programs import batches, built, where
 from tests.optimizers.pipeline.rounded_programs import rounding
-from tests.sessions import assert_same_bits, session_of, train
+from tests.sessions import assert_same_bits, ran
 
 ROUND = 2
 
@@ -33,15 +33,9 @@ def test_inside_and_between_keep_state_apart_and_restart(knows_mesh, mesh_kind, 
         reducer=rounding(), outer_learning_rate=1.0,
     )  # fmt: skip
     feeds = batches(2 * ROUND)
-    with session_of(made) as session:
-        train(made, session, feeds[:ROUND])
-        path, first = session.save(str(tmp_path / "round")), session.variables()
-        train(made, session, feeds[ROUND:])
-        expected = session.variables()
-    with session_of(made) as session:
-        session.restore(path)
-        train(made, session, feeds[ROUND:])
-        assert_same_bits(session.variables(), expected)
+    path = tmp_path / "round"
+    first, expected = ran(made, feeds[:ROUND], save=path), ran(made, feeds)
+    assert_same_bits(ran(made, feeds[ROUND:], path), expected)
     names = ["b1", "scale", "w1"]
     inside = [f"{name}/rounding_error/island" for name in names]
     between = [f"{name}/rounding_error/OuterOptimizer" for name in names]
@@ -81,23 +75,15 @@ def test_errors_of_a_variable_that_is_cut_are_the_variables(mesh_kind, tmp_path)
     cut, whole = (
         built(mesh_kind, "2", ROUND, "sgd", reducer=rounding(), fragments=count) for count in (2, 1)
     )
-    with session_of(cut) as session:
-        train(cut, session, feeds[:-1])
-        path, found = session.save(str(tmp_path / "cut")), session.variables()
-        train(cut, session, feeds[-1:])
-        end = session.variables()
+    path = tmp_path / "cut"
+    found, end = ran(cut, feeds[:-1], save=path), ran(cut, feeds)
     assert state_names(found) == [f"{k}/rounding_error" for k in sorted(errors)]
     for name, error in errors.items():
         tolerance = {"rtol": 0, "atol": 4 * 64 * 2**-24}
         np.testing.assert_allclose(found[name], expected.outer[name], **tolerance)
         np.testing.assert_allclose(found[f"{name}/rounding_error"], error, **tolerance)
-    with session_of(cut) as session:
-        session.restore(path)
-        train(cut, session, feeds[-1:])
-        assert_same_bits(session.variables(), end)
-    with session_of(whole) as session:
-        session.restore(path)
-        assert_same_bits(session.variables(), found)
+    assert_same_bits(ran(cut, feeds[-1:], path), end)
+    assert_same_bits(ran(whole, [], path), found)
 
 
 def state_of(matrices, **arguments):
