@@ -346,7 +346,7 @@ def list_transfers(fetches: Sequence[Any], mesh_impl: Any) -> CommunicationRepor
                 continue
             seen.add((tensor.name, target))
             scope = operation.name.rpartition("/")[0] or operation.name
-            axes = _axes_between(mesh_impl, devices[source], devices[target])
+            axes = "+".join(axes_between(mesh_impl.shape, devices[source], devices[target]))
             context = facts.context[operation.name]
             copies[scope, tensor.dtype.name, axes, context].append(tensor)
     rows = []
@@ -450,17 +450,13 @@ def _with_inputs(operations: Sequence[tf.Operation]) -> list[tf.Operation]:
     return sorted(needed, key=lambda op: graph_order[op.name])
 
 
-def _axes_between(mesh_impl: Any, source: int, target: int) -> str:
-    """Returns the names of the mesh axes along which two cores differ, joined by "+".
+def axes_between(shape: mtf.Shape, core: int, other: int) -> list[str]:
+    """Returns the names of the mesh axes in whose coordinates two cores differ.
 
-    `source` and `target` are the numbers of the cores in the mesh of `mesh_impl`.
+    `core` and `other` are the numbers of the cores on the mesh, whose shape is `shape`.
     """
-    pairs = zip(
-        mesh_impl.shape.dims,
-        mtf.pnum_to_processor_coordinates(mesh_impl.shape, source),
-        mtf.pnum_to_processor_coordinates(mesh_impl.shape, target),
-    )
-    return "+".join(dim.name for dim, a, b in pairs if a != b)
+    places = (mtf.pnum_to_processor_coordinates(shape, x) for x in (core, other))
+    return [dim.name for dim, a, b in zip(shape.dims, *places) if a != b]
 
 
 def when_run(facts: GraphFacts, context: Context) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from mtf_gradsync.extension import (
 from mtf_gradsync.runtimes._private.mesh_tensorflow import variables_of_cores
 from mtf_gradsync.runtimes.sessions import program_session, runtime_for
 from mtf_gradsync.runtimes.settings import session_config
+from mtf_gradsync.runtimes.simd.communication import axes_between
 from mtf_gradsync.runtimes.simd.replica_session import VariableAccess, copy_array
 from mtf_gradsync.tools.verification.comparing import LEAST, error_of
 from mtf_gradsync.tools.verification.divisions import Division
@@ -277,7 +278,7 @@ class Running:
                 _, others = first.setdefault(begin, (core, parts))
                 found += [name for name, x in parts.items() if error_of(x, others[name]) > LEAST]
             for (core, parts), (other, others) in itertools.combinations(first.values(), 2):
-                axes = _axes_between(mesh_impl.shape, core, other)
+                axes = " and ".join(axes_between(mesh_impl.shape, core, other))
                 for name in [name for name in parts if name.endswith(RANDOM)]:
                     if parts[name].size >= _FEW and np.array_equal(parts[name], others[name]):
                         alike.append((name[: -len(RANDOM)], axes))
@@ -286,16 +287,6 @@ class Running:
         apart = sorted(dict.fromkeys(names), key=lambda name: order.get(name, len(order)))
         # Pairs of cores that differ along one axis only come first.
         return apart, sorted(dict.fromkeys(alike), key=lambda pair: pair[1].count(" "))
-
-
-def _axes_between(shape: mtf.Shape, core: int, other: int) -> str:
-    """Returns the names of the mesh axes in whose coordinates two cores differ, as one text.
-
-    An example is "batch and model". `core` and `other` are the numbers of the cores on the mesh,
-    whose shape is `shape`.
-    """
-    places = (mtf.pnum_to_processor_coordinates(shape, x) for x in (core, other))
-    return " and ".join(d.name for d, a, b in zip(shape.dims, *places) if a != b)
 
 
 def size_of(batch: Batch) -> int:

@@ -242,10 +242,7 @@ class RecordedProgram:
         before = set(variables[0].graph.name_to_variable) if variables else set()
         try:
             make = functools.partial(method, opt, grads, variables, *args, **kwargs)
-            if isinstance(opt, Wrapper):
-                operations = make()
-            else:
-                operations = self._after_reads(make, grads, variables)
+            operations = self._after_reads(make, grads, variables)
         finally:
             self._busy.pop()
         if isinstance(opt, Wrapper):
