@@ -445,6 +445,45 @@ class VariableAccess:
             session.run(operations, feed)
 
 
+class MeshVariables:
+    """Reads and sets the variables of a graph on placement meshes, in sessions of TensorFlow.
+
+    A variable has a master (the whole variable, as in checkpoints) and slices (the parts that
+    processors hold).
+
+    Args:
+      graph: the graph, to which the constructor adds operations. It is the default graph.
+      lowerings: the graph's lowerings.
+
+    Attributes:
+      to_slices: the operation that copies masters into slices.
+    """
+
+    def __init__(self, graph: tf.Graph, lowerings: Sequence[mtf.Lowering]):
+        self._to_masters = tf.group(*(x.copy_slices_to_masters() for x in lowerings))
+        self.to_slices = tf.group(*(x.copy_masters_to_slices() for x in lowerings))
+        self._access, self._beginnings = VariableAccess(graph), Beginnings(graph)
+
+    def read(self, session: tf.Session, names: Iterable[str]) -> dict[str, np.ndarray]:
+        """Returns the values that variables have now, by name."""
+        session.run(self._to_masters)
+        return session.run({name: self._access.read[name] for name in names})
+
+    def write(self, session: tf.Session, values: Mapping[str, Any], begins: bool) -> None:
+        """Sets variables, by name, in masters and in slices.
+
+        `begins` says whether the session has made no step: then values that wrappers derive from
+        variables, such as averages, begin from the written values.
+        """
+        # The slices of variables that are not set are newer than their masters.
+        session.run(self._to_masters)
+        if begins:
+            are_equal = session.run(self._beginnings.are_equal)
+            values = {**self._beginnings.marks(are_equal, values), **values}
+        self._access.set(session, values.items())
+        session.run(self.to_slices)
+
+
 _HOOKS = ("training_hooks", "training_chief_hooks", "evaluation_hooks", "prediction_hooks")
 
 

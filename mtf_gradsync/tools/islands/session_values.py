@@ -10,7 +10,6 @@ from mtf_gradsync.extension import (
     ACCUMULATOR,
     AVERAGE,
     STATE_COLLECTION,
-    Beginnings,
     SlotOwners,
     StepPlan,
     counted,
@@ -20,7 +19,7 @@ from mtf_gradsync.extension import (
     tf,
     warn_once,
 )
-from mtf_gradsync.runtimes.simd.replica_session import VariableAccess, inner_session, lowerings_in
+from mtf_gradsync.runtimes.simd.replica_session import MeshVariables, inner_session, lowerings_in
 from mtf_gradsync.tools.islands.changes import MEAN
 from mtf_gradsync.tools.islands.tensor_files import TensorSpec
 
@@ -127,13 +126,10 @@ class Values:
             [name for name in state if name.endswith((*_WAITING, *_SKIPPED))]
         )
         self._counted_in: Any = None  # session of `_count`
-        self._access: VariableAccess | None = None
+        self._on_mesh: MeshVariables | None = None
         if self._lowerings:
             _warn_of_races(self._lowerings)
-            self._to_masters = tf.group(*(x.copy_slices_to_masters() for x in self._lowerings))
-            self._to_slices = tf.group(*(x.copy_masters_to_slices() for x in self._lowerings))
-            self._access = VariableAccess(self._graph)
-            self._beginnings = Beginnings(self._graph)
+            self._on_mesh = MeshVariables(self._graph, self._lowerings)
         self._is_joined = False
 
     def _averaged_variables(
@@ -227,12 +223,12 @@ class Values:
 
     def _read(self, session: Any, variables: Mapping[str, Any]) -> dict[str, np.ndarray]:
         replicas = inner_session(session)
-        if replicas is not None:
-            everything = replicas.variables()
-            return {name: everything[v.op.name] for name, v in variables.items()}
-        access = self._checked(session)
-        session.run(self._to_masters)
-        return session.run({name: access.read[v.op.name] for name, v in variables.items()})
+        names = {name: v.op.name for name, v in variables.items()}
+        if replicas is None:
+            found = self._checked(session).read(session, names.values())
+        else:
+            found = replicas.variables()
+        return {name: found[of_graph] for name, of_graph in names.items()}
 
     def write(self, session: Any, values: Mapping[str, Any]) -> None:
         """Sets variables of a session to new values, in masters and in slices.
@@ -255,17 +251,9 @@ class Values:
         if replicas is not None:
             replicas.write(wanted)
             return
-        access = self._checked(session)
-        # For variables that are not written, slices are newer than masters.
-        session.run(self._to_masters)
-        if not self._is_joined:
-            # An island joins before its first step. So values that wrappers derive from variables,
-            # such as averages, begin from the written ones.
-            are_equal = session.run(self._beginnings.are_equal)
-            wanted = {**self._beginnings.marks(are_equal, wanted), **wanted}
+        # An island joins before its first step.
+        self._checked(session).write(session, wanted, begins=not self._is_joined)
         self._is_joined = True
-        access.set(session, wanted.items())
-        session.run(self._to_slices)
 
     def slots_to_reset(self, session: Any) -> dict[str, np.ndarray]:
         """Returns the slots to reset, because a NaN or an infinity is in them.
@@ -290,13 +278,13 @@ class Values:
         replicas = inner_session(session)
         return (session if replicas is None else replicas.tf_session).run(initial)
 
-    def _checked(self, session: Any) -> VariableAccess:
-        if self._access is None:
+    def _checked(self, session: Any) -> MeshVariables:
+        if self._on_mesh is None:
             raise ValueError(
                 "The island has no lowering: give the step's, Island(..., lowering=lowering), to "
                 f"train in a session of TensorFlow; got {session!r}."
             )
-        return self._access
+        return self._on_mesh
 
 
 def _warn_of_races(lowerings: Sequence[mtf.Lowering]) -> None:

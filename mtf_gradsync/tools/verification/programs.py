@@ -10,7 +10,6 @@ from typing import Any, Callable, Iterator, Mapping, NamedTuple, Sequence
 import numpy as np
 
 from mtf_gradsync.extension import (
-    Beginnings,
     HeldSlices,
     is_simd,
     mean_loss,
@@ -22,7 +21,7 @@ from mtf_gradsync.runtimes._private.mesh_tensorflow import variables_of_cores
 from mtf_gradsync.runtimes.sessions import program_session, runtime_for
 from mtf_gradsync.runtimes.settings import session_config
 from mtf_gradsync.runtimes.simd.communication import axes_between
-from mtf_gradsync.runtimes.simd.replica_session import VariableAccess, copy_array
+from mtf_gradsync.runtimes.simd.replica_session import MeshVariables, VariableAccess, copy_array
 from mtf_gradsync.tools.verification.comparing import LEAST, error_of
 from mtf_gradsync.tools.verification.divisions import Division
 from mtf_gradsync.tools.verification.program_patches import in_precision, recording
@@ -166,8 +165,7 @@ class BuiltDivision(NamedTuple):
                 with program_session(name, self.program, lowerings, cache_dir=None) as session:
                     yield Running(self, session)
                 return
-            to_masters = tf.group(*(x.copy_slices_to_masters() for x in lowerings))
-            to_slices = tf.group(*(x.copy_masters_to_slices() for x in lowerings))
+            on_mesh = MeshVariables(self.graph, lowerings)
             init = [
                 tf.global_variables_initializer(),
                 tf.local_variables_initializer(),
@@ -179,8 +177,8 @@ class BuiltDivision(NamedTuple):
             config.graph_options.rewrite_options.disable_meta_optimizer = True
             with tf.Session(config=config) as session:
                 session.run(init)
-                session.run(to_slices)
-                yield Running(self, session, to_masters, to_slices)
+                session.run(on_mesh.to_slices)
+                yield Running(self, session, on_mesh)
 
 
 class Running:
@@ -189,22 +187,13 @@ class Running:
     Args:
       built: the built program.
       session: the session of its runtime.
-      to_masters: on a placement mesh, the operation that copies variables' slices (the parts on
-        processors) into masters (whole variables); else None.
-      to_slices: on a placement mesh, the operation that copies masters into slices; else None.
+      on_mesh: the variables of the graph on a placement mesh; None for a SIMD program.
     """
 
-    def __init__(
-        self, built: BuiltDivision, session: Any, to_masters: Any = None, to_slices: Any = None
-    ):
-        self.built, self._session = built, session
-        self._to_masters, self._to_slices = to_masters, to_slices
-        self._inside = session if to_masters is not None else session.tf_session
-        self._access = VariableAccess(self._inside.graph)
+    def __init__(self, built: BuiltDivision, session: Any, on_mesh: MeshVariables | None = None):
+        self.built, self._session, self._on_mesh = built, session, on_mesh
+        self._names = [v.op.name for v in tf.global_variables()]
         self._is_stepped = False
-        if to_masters is not None:
-            self._masters = {v.op.name: v.read_value() for v in tf.global_variables()}
-            self._beginnings = Beginnings(built.graph)
 
     def step(self, batch: Batch) -> tuple[float, float]:
         """Runs a step on a batch; returns two numbers: the mean loss, and the weight of the loss.
@@ -219,26 +208,19 @@ class Running:
 
     def values(self) -> dict[str, np.ndarray]:
         """Returns a dictionary from the names of all variables to their values."""
-        if self._to_masters is None:
+        if self._on_mesh is None:
             return self._session.variables()
-        self._session.run(self._to_masters)
-        return self._session.run(self._masters)
+        return self._on_mesh.read(self._session, self._names)
 
     def write(self, values: Mapping[str, np.ndarray]) -> None:
         """Sets the variables that `values` names; ignores names and shapes that do not fit."""
         there = self.values()
         fitting = {k: v for k, v in values.items() if k in there and there[k].shape == v.shape}
         fitting = {k: np.asarray(v, there[k].dtype) for k, v in fitting.items()}
-        if self._to_masters is None:
+        if self._on_mesh is None:
             self._session.write(fitting)
-            return
-        if not self._is_stepped:
-            # Values that wrappers derive from variables, such as averages, begin from the values
-            # that the variables have in the first step.
-            are_equal = self._session.run(self._beginnings.are_equal)
-            fitting = {**self._beginnings.marks(are_equal, fitting), **fitting}
-        self._access.set(self._session, fitting.items())
-        self._session.run(self._to_slices)
+        else:
+            self._on_mesh.write(self._session, fitting, begins=not self._is_stepped)
 
     def compare_cores(self) -> tuple[list[str], list[tuple[str, str]]]:
         """Finds copies that differ between cores, and random numbers that cores wrongly share.
@@ -250,8 +232,11 @@ class Running:
           different slices of it, and is equal on both. The pair is the name of the tensor, and the
           mesh axes in whose coordinates the two cores differ.
         """
-        if self._to_masters is None:
+        inside = self._session
+        if self._on_mesh is None:
             self._session.variables()  # brings the slices to TensorFlow
+            inside = self._session.tf_session
+        access = VariableAccess(inside.graph)
         lowered = {
             variable: (lowering.mesh_impl(variable), laid_out.laid_out_tensor)
             for lowering in self.built.recorded.lowerings
@@ -263,11 +248,11 @@ class Running:
             if is_simd(mesh_impl):
                 of_cores = [x.op.name for x in variables_of_cores(laid_out.one_slice)]
                 names = [of_cores[mesh_impl.l2p(core)] for core in range(mesh_impl.size)]
-                reads[variable] = [self._access.read[name] for name in names]
+                reads[variable] = [access.read[name] for name in names]
             else:
                 reads[variable] = laid_out.to_laid_out_tensor().tensor_list
         # In one call, as TensorFlow prepares the whole graph for each new set of fetches.
-        values = self._inside.run(reads)
+        values = inside.run(reads)
         found, alike = [], []
         for variable, (mesh_impl, _) in lowered.items():
             first: dict[Any, tuple[int, dict[str, np.ndarray]]] = {}
