@@ -104,10 +104,8 @@ def training_graph(
     def runner(
         model_dir: str, start: Start, config: RunConfig, island: Island | None = None
     ) -> Runner:
-        given = graph, batches, model_dir, start, config, island
-        if isinstance(place, OnCores):
-            return SimdProgramRunner(*given, place)
-        return PlacementMeshRunner(*given, place, [hook() for hook in config.hooks])
+        kind = SimdProgramRunner if isinstance(place, OnCores) else PlacementMeshRunner
+        return kind(graph, batches, model_dir, start, config, island, place)
 
     return graph, place.program, runner
 
@@ -164,7 +162,6 @@ class Runner(ContextManager["Runner"]):
         config: RunConfig,
         island: Island | None,
         place: OnDevices | OnCores,
-        hooks: Sequence[Any] = (),
     ):
         """Prepares sessions and a saver for the step `graph`, which is in the default graph.
 
@@ -172,8 +169,10 @@ class Runner(ContextManager["Runner"]):
         operations that compare copies of variables are added, too. Checkpoints are written to
         `model_dir`. `batches` are the batches of the steps. `island` exchanges values with other
         islands after steps; it is None if this run is no island. `place` makes the sessions, which
-        begin with the values of `start`. `hooks` are the hooks of sessions of a placement mesh.
+        begin with the values of `start`.
         """
+        # Only sessions of a placement mesh have hooks; see `choose_runtime`.
+        self._hooks = [hook() for hook in config.hooks]
         self._prefix = os.path.join(model_dir, "model.ckpt")
         self._saver = TrainingSaver(
             stack_skips_not_finite(graph.optimizers),
@@ -190,7 +189,7 @@ class Runner(ContextManager["Runner"]):
         self._made = [tf.train.get_global_step(), graph.examples]
         self._session: Any = None
         self._lowering = graph.lowering
-        self._place, self._hooks, self._island = place, hooks, island
+        self._place, self._island = place, island
         self._start = start
         self._copies = None if config.watch_copies_steps is None else watch_copies()
         if self._copies:
