@@ -260,25 +260,18 @@ class _Rewriter:
             return self._outside_input(*picked)
         return self._outside_input(source, number)
 
-    def _core_inputs(self, name: str, core: int, control: bool) -> list[str]:
-        """Returns the data inputs, or the control inputs, of a core's copy of the node `name`.
+    def _core_inputs(self, name: str, core: int) -> tuple[list[str], list[str]]:
+        """Returns the data inputs and the control inputs of a core's copy of the node `name`.
 
-        If `control` is False, the result is the data inputs. If `control` is True, it is the
-        control inputs, some of which make the copy wait for side effects. The inputs are texts, as
-        in a ``NodeDef``.
+        Some of the control inputs make the copy wait for side effects. The inputs are texts, as in
+        a ``NodeDef``.
         """
-        found = [
-            text
-            for source, number in self._facts.inputs(name)
-            if (number == CONTROL) == control
-            for text in self._core_input(source, number, core)
-        ]
-        found.sort(key=lambda text: text.startswith("^"))
-        if control:
-            found += ["^" + self._name(n, core) for n in self._effects.after.get(name, ())]
-            for earlier in self._effects.after_all_cores.get(name, ()):
-                found += ["^" + self._name(earlier, c) for c in self._cores(name)]
-        return found
+        texts = [t for s, k in self._facts.inputs(name) for t in self._core_input(s, k, core)]
+        control = [text for text in texts if text.startswith("^")]
+        control += ["^" + self._name(n, core) for n in self._effects.after.get(name, ())]
+        for earlier in self._effects.after_all_cores.get(name, ()):
+            control += ["^" + self._name(earlier, c) for c in self._cores(name)]
+        return [text for text in texts if not text.startswith("^")], control
 
     # The nodes themselves.
 
@@ -292,8 +285,7 @@ class _Rewriter:
 
     def _copy_to_core(self, node: tf.NodeDef, core: int) -> None:
         facts, name = self._facts, self._name(node.name, core)
-        data = self._core_inputs(node.name, core, control=False)
-        control = self._core_inputs(node.name, core, control=True)
+        data, control = self._core_inputs(node.name, core)
         if node.op == "TPUReplicateMetadata":
             self._out.add(name, "NoOp", control)
             return
@@ -329,27 +321,27 @@ class _Rewriter:
 
     def _exchange(self, node: tf.NodeDef, collective: CollectiveOperation) -> None:
         kind = node.attr["T"].type
-        sent = {c: self._core_inputs(node.name, c, False)[0] for c in self._cores(node.name)}
-        control = {c: self._core_inputs(node.name, c, True) for c in self._cores(node.name)}
+        inputs = {core: self._core_inputs(node.name, core) for core in self._cores(node.name)}
+        sent = {core: data[0] for core, (data, _) in inputs.items()}
         if node.op == "CrossReplicaSum":
             for number, group in enumerate(collective.groups):
                 # Named after the first core, so that it cannot collide with another clone.
                 total = self._name(node.name, group[0]) + f"/sum_of_group_{number}"
-                waits = [text for c in group for text in control[c]]
+                waits = [text for c in group for text in inputs[c][1]]
                 add = self._out.add(total, "AddN", [sent[c] for c in group] + waits, T=kind)
                 add.attr["N"].i = len(group)
                 for core in group:
                     self._out.add(self._name(node.name, core), "Identity", [total], T=kind)
         elif node.op == "CollectivePermute":
             source_of = {b: a for a, b in collective.pairs}
-            for core in self._cores(node.name):
+            for core, (_, control) in inputs.items():
                 op = "Identity" if core in source_of else "ZerosLike"
                 received = sent[source_of.get(core, core)]
-                self._out.add(self._name(node.name, core), op, [received] + control[core], T=kind)
+                self._out.add(self._name(node.name, core), op, [received] + control, T=kind)
         else:
-            inputs = {core: [sent[core], *control[core]] for core in sent}
+            given = {core: [sent[core], *control] for core, (_, control) in inputs.items()}
             for group in collective.groups:
-                self._exchange_parts(node, group, inputs)
+                self._exchange_parts(node, group, given)
 
     def _exchange_parts(
         self, node: tf.NodeDef, group: tuple[int, ...], inputs: dict[int, list[str]]
