@@ -221,9 +221,7 @@ class ReplicaSession(abc.ABC):
         Raises:
           ValueError: when the graph has no variables.
         """
-        self._ops.check_has_variables()
-        self._run_checks()
-        self._copy_slices_to_masters()
+        self._prepare_save()
         return self._write_checkpoint(path, saver, global_step)
 
     def begin_save(self, path: str, saver: Any, global_step: int) -> Future[str]:
@@ -237,9 +235,7 @@ class ReplicaSession(abc.ABC):
         Returns:
           A future with the result or the error of `save`.
         """
-        self._ops.check_has_variables()
-        self._run_checks()
-        self._copy_slices_to_masters()
+        self._prepare_save()
         return saver.begin_save(self._session, path, global_step)
 
     def restore(self, path: str) -> None:
@@ -361,9 +357,12 @@ class ReplicaSession(abc.ABC):
             ) from error
         return name
 
-    def _run_checks(self) -> None:
+    def _prepare_save(self) -> None:
+        """Checks that a checkpoint may be written, and copies the slices into the masters."""
+        self._ops.check_has_variables()
         for check in self._checks:
             check()
+        self._copy_slices_to_masters()
 
     def _copy_slices_to_masters(self) -> None:
         """Copies the slices into the masters."""

@@ -49,16 +49,6 @@ def leave_absent_tpus_alone() -> None:
 _OLDEST_JAXLIB = (0, 4, 33)
 
 
-def ask_for_cpu_devices(count: int, replace: bool = False) -> None:
-    """Asks jax for `count` CPU devices of this process, unless jax has started its devices.
-
-    If the environment variable XLA_FLAGS already has a number of CPU devices, only replace=True
-    changes that number.
-    """
-    if not backends_are_initialized():
-        make_cpu_devices(count, replace)
-
-
 def check_jaxlib_for_processes() -> None:
     """Raises a ProcessesError if the installed jaxlib is too old for a mesh of CPU processes.
 
@@ -102,6 +92,7 @@ def devices_for(
     check_installed("jax", "jaxlib")
     if devices is not None:
         return first_devices(devices, num_cores)
-    ask_for_cpu_devices(num_cores)
+    if not backends_are_initialized():
+        make_cpu_devices(num_cores)
     leave_absent_tpus_alone()
     return find_devices(num_cores, platform)

@@ -23,13 +23,12 @@ from mtf_gradsync.runtimes.processes.members import Member, ProcessesError, all_
 from mtf_gradsync.runtimes.processes.watchdog import Alarm, Membership, Watchdog
 from mtf_gradsync.runtimes.xla import gathering
 from mtf_gradsync.runtimes.xla.core_devices import (
-    ask_for_cpu_devices,
     check_jaxlib_for_processes,
     leave_absent_tpus_alone,
 )
 from mtf_gradsync.runtimes.xla.gathering import may_be_from_another_process
 from mtf_gradsync.runtimes.xla.installed import check_installed
-from mtf_gradsync.runtimes.xla.runner.jax_devices import exchange_at
+from mtf_gradsync.runtimes.xla.runner.jax_devices import exchange_at, make_cpu_devices
 
 _FRAMES = 5
 # The signals that faulthandler handles, by what it writes first.
@@ -249,7 +248,7 @@ def start_processes(
         coordinator, num_processes, process_id, timeout
     )
     if cpu_devices is not None:
-        ask_for_cpu_devices(cpu_devices, replace=True)
+        make_cpu_devices(cpu_devices, replace=True)
     use_cpu_collectives("gloo")
     leave_absent_tpus_alone()
     import jax

@@ -277,6 +277,7 @@ class CompiledCore(NamedTuple):
 class PreparedProgram:
     """A program for devices, which is compiled once for each set of fetches.
 
+    `by_fetches` has the programs compiled so far, by the names of the tensors that they fetch.
     `host` is the part of the user's graph outside the program, and `cores` are the cores that run
     the program. `version` is the attribute ``version`` that the user's graph had after `host` was
     made; TensorFlow raises this number with each operation that is added to the graph.
@@ -290,12 +291,7 @@ class PreparedProgram:
         self._program = program
         self.cores = cores
         self._cache = cache
-        self._compiled: dict[tuple[str, ...], CompiledCore] = {}
-
-    @property
-    def all_compiled(self) -> tuple[CompiledCore, ...]:
-        """The programs compiled so far, one for each set of fetches."""
-        return tuple(self._compiled.values())
+        self.by_fetches: dict[tuple[str, ...], CompiledCore] = {}
 
     def compiled(self, inside: tuple[str, ...]) -> CompiledCore:
         """Returns the compiled program that fetches some tensors; compiles it once for them.
@@ -303,7 +299,7 @@ class PreparedProgram:
         `inside` has the names of the tensors to fetch, all of which the program computes. Raises a
         ProcessesError when another process has a different program.
         """
-        if inside not in self._compiled:
+        if inside not in self.by_fetches:
             replica = replica_program(self._program, inside)
             with keep_heartbeats():  # TensorFlow's bridge keeps Python's lock
                 module = lowered(replica, self._cache)
@@ -311,8 +307,8 @@ class PreparedProgram:
             program = loaded(module, self.cores.devices, self._cache)
             if not self.cores.is_alone:
                 self.cores.check_same("the orders of collectives", _collective_order(program))
-            self._compiled[inside] = CompiledCore(replica, module, program)
-        return self._compiled[inside]
+            self.by_fetches[inside] = CompiledCore(replica, module, program)
+        return self.by_fetches[inside]
 
 
 def _collective_order(program: LoadedProgram) -> bytes:

@@ -124,7 +124,7 @@ class XlaSession(ReplicaSession):
     @property
     def compiled(self) -> tuple[CompiledCore, ...]:
         """The programs compiled so far, one for each set of fetches."""
-        return self._prepared.all_compiled
+        return tuple(self._prepared.by_fetches.values())
 
     @property
     def peak_flops(self) -> float | None:
