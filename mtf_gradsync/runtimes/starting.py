@@ -382,7 +382,7 @@ _LEFTOVER = re.compile(
     r"model\.ckpt-\d+\.(data-\d+-of-\d+|index)\.tempstate\d+|model\.ckpt-\d+_temp"
     r"|checkpoint\.tmp[0-9a-f]{32}"
     r"|\.(checkpoints\.json|facts\.json|loss\.png|metrics\.jsonl|operative_config\.gin|report\.html"
-    r"|result\.json|samples\.txt)\.[a-z0-9_]{8}"
+    r"|result\.json|samples\.txt|timeline\.json|timeline\.trace\.json\.gz)\.[a-z0-9_]{8}"
     r"|\.completed-[a-z0-9_]{8}|\.adapted-[0-9a-f]{32}"
 )
 _DATA = re.compile(r"(model\.ckpt-\d+)\.data-\d+-of-\d+")

@@ -115,9 +115,11 @@ class Cache:
             self._folder.mkdir(mode=0o700, exist_ok=True)
             if not self._is_safe(self._folder):
                 return
-            with tempfile.NamedTemporaryFile(dir=self._folder, delete=False) as file:
-                file.write(_checksum(key, content) + content)
-            os.replace(file.name, self._folder / key)
+            with contextlib.ExitStack() as at_end:
+                with tempfile.NamedTemporaryFile(dir=self._folder, delete=False) as file:
+                    at_end.callback(Path(file.name).unlink, missing_ok=True)
+                    file.write(_checksum(key, content) + content)
+                os.replace(file.name, self._folder / key)
             self._drop_old(self._folder)
 
     @staticmethod

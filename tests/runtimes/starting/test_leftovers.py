@@ -1,10 +1,24 @@
 """One run in a directory at a time, and what killed ones left half written."""
 
+import os
+from unittest.mock import Mock
+
 import pytest
 
 from mtf_gradsync._private.libraries import tf
-from mtf_gradsync.runtimes._common import ConfigError
-from mtf_gradsync.runtimes.starting import lock_model_dir, remove_leftovers
+from mtf_gradsync.runtimes._common import CONFIG_FILE, ConfigError
+from mtf_gradsync.runtimes.starting import (
+    MANIFEST_FILE,
+    lock_model_dir,
+    remove_leftovers,
+    write_bytes,
+)
+from mtf_gradsync.tools.train import run_files
+
+WRITTEN = sorted(
+    {value for name, value in vars(run_files).items() if name.endswith("_FILE")}
+    | {CONFIG_FILE, MANIFEST_FILE}
+)
 
 LEFT = [
     "model.ckpt-20.data-00000-of-00001.tempstate1234567",
@@ -36,6 +50,18 @@ def test_leftovers_go_and_nothing_else_does(tmp_path):
     remove_leftovers(str(tmp_path))
     assert {path.name for path in tmp_path.iterdir()} == set(OURS_AND_OTHERS)
     remove_leftovers(str(tmp_path / "not there"))
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_every_file_that_a_run_was_writing_goes(tmp_path, name, monkeypatch):
+    monkeypatch.setattr(os, "unlink", lambda path: None)  # the process is killed before
+    monkeypatch.setattr(os, "replace", Mock(side_effect=KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        write_bytes(tmp_path / name, b"x")
+    monkeypatch.undo()
+    assert len(list(tmp_path.iterdir())) == 1
+    remove_leftovers(str(tmp_path))
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_data_of_a_half_deleted_checkpoint_goes_unless_the_state_file_lists_it(tmp_path):

@@ -1,6 +1,7 @@
 """What the cache of compiled programs keeps, and whom it believes."""
 
 import os
+from unittest.mock import Mock
 
 import pytest
 
@@ -56,6 +57,13 @@ def test_an_entry_that_somebody_else_may_have_made_is_not_taken(kept, change):
     else:
         os.replace(folder / "two", one)
     assert cache.get("one") is None
+
+
+def test_nothing_is_left_of_an_entry_that_cannot_be_written(kept, monkeypatch):
+    cache, folder = kept
+    monkeypatch.setattr(os, "replace", Mock(side_effect=OSError("No space left on device")))
+    cache.put("three", b"3")
+    assert sorted(os.listdir(folder)) == ["one", "two"]
 
 
 def test_a_user_without_a_home_gets_no_folder_of_that_name(monkeypatch, tmp_path):

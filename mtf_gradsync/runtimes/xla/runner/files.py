@@ -97,12 +97,12 @@ def write_folder(
         paths = sorted(p for p in new.rglob("*") if p.is_file())
         lines = [f"{_sha256(p)}  {p.relative_to(new).as_posix()}\n" for p in paths]
         (new / SUMS).write_text("".join(lines), encoding="utf-8")
-        if folder.exists():
-            folder.rename(old)
         try:
+            if folder.exists():
+                folder.rename(old)
             new.rename(folder)
-        except OSError:
-            if old.exists():
+        except BaseException:
+            if old.exists() and not folder.exists():
                 old.rename(folder)
             raise
     finally:

@@ -88,10 +88,9 @@ def write_output(flag: str, path: Path | None, text: str) -> None:
             beside.write_text(text, encoding="utf-8")
             if is_file:
                 os.replace(beside, path)
-        except OSError:
+        finally:
             if is_file:
                 beside.unlink(missing_ok=True)
-            raise
 
 
 def output_paths(names: Mapping[str, str | None]) -> list[Path | None]:

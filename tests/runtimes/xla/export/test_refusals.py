@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import shutil
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -12,7 +14,7 @@ import pytest
 
 from mtf_gradsync import simd, xla
 from mtf_gradsync._private.libraries import tf
-from mtf_gradsync.runtimes.xla.runner import Step, StepError
+from mtf_gradsync.runtimes.xla.runner import Step, StepError, files
 from mtf_gradsync.runtimes.xla.runner import loaded_program as programs
 from mtf_gradsync.runtimes.xla.runner.command import main
 from tests.runtimes.xla.export import models
@@ -186,6 +188,25 @@ def test_nothing_is_left_half_made(exported, tmp_path, monkeypatch):
             step.save(str(tmp_path / name), replace=True)
     assert [p.name for p in tmp_path.iterdir()] == ["step"]
     assert (tmp_path / "step" / "SHA256SUMS").read_bytes() == before
+
+
+def test_an_interrupt_between_two_folders_leaves_the_one_that_was_there(tmp_path, monkeypatch):
+    folder = tmp_path / "step"
+    write = functools.partial(files.write_folder, folder, {"format": "mtf_gradsync-step-1"}, {})
+    write({"which": b"old"}, False)
+    move = Path.rename
+
+    def interrupted(path, target):
+        if path.name == "new":
+            raise KeyboardInterrupt
+        return move(path, target)
+
+    monkeypatch.setattr(files, "check_free", lambda *unused: None)
+    monkeypatch.setattr(Path, "rename", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        write({"which": b"new"}, True)
+    assert [x.name for x in tmp_path.iterdir()] == ["step"]
+    assert (folder / "which").read_bytes() == b"old"
 
 
 class TestExport:

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import types
+from unittest.mock import Mock
 
 import gin
 import pytest
@@ -35,6 +36,15 @@ def test_two_outputs_in_one_file_are_an_error_however_it_is_spelled(tmp_path, mo
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match=r"--json and --png name the same file: .*/x"):
         output_paths({"--json": "x", "--trace": "y", "--png": str(tmp_path / "x")})
+
+
+def test_an_interrupted_output_leaves_the_file_that_was_there(tmp_path, monkeypatch):
+    path = tmp_path / "x.json"
+    path.write_text("before")
+    monkeypatch.setattr(os, "replace", Mock(side_effect=KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        write_output("--json", path, "after")
+    assert [(x.name, x.read_text()) for x in tmp_path.iterdir()] == [("x.json", "before")]
 
 
 def test_a_device_takes_two():
