@@ -75,14 +75,10 @@ def test_trains_evaluates_and_predicts(runtime, tmp_path, request):
     assert end["global_step"] == digits.STEPS
 
     result = runs.evaluate(digits.input_fn, name="held_out")
-    images, labels = zip(*batches(digits.input_fn("eval")))
-    logits = [forward(end, x) for x in images]
+    logits, loss = held_out(end)
+    _, labels = zip(*batches(digits.input_fn("eval")))
     assert result["global_step"] == digits.STEPS
-    np.testing.assert_allclose(
-        result["loss"],
-        np.mean([cross_entropy(x, y) for x, y in zip(logits, labels)]),
-        rtol=TOLERANCE,
-    )
+    np.testing.assert_allclose(result["loss"], loss, rtol=TOLERANCE)
     found = np.concatenate(logits).argmax(-1)
     assert result["accuracy"] == pytest.approx(np.mean(found == np.concatenate(labels)))
     assert summaries(tmp_path / "eval_held_out")["loss", digits.STEPS] == pytest.approx(
@@ -131,6 +127,13 @@ def gradients(values, images, labels, logits):
         "logits/kernel": h.T @ d_logits,
         "logits/bias": d_logits.sum(0),
     }
+
+
+def held_out(values):
+    """The logits of the batches to evaluate with, and their mean loss, in float64."""
+    images, labels = zip(*batches(digits.input_fn("eval")))
+    logits = [forward(values, x) for x in images]
+    return logits, np.mean([cross_entropy(x, y) for x, y in zip(logits, labels)])
 
 
 def cross_entropy(logits, labels):
@@ -190,10 +193,8 @@ def test_outer_steps_restart_in_a_round_and_evaluate_with_the_outer_values(tmp_p
     whole = train(ours(tmp_path / "whole", "outer"), 4)
     runs = goes_on(tmp_path, "outer")
     values = saved_variables(tmp_path / "pieces")
-    images, labels = zip(*batches(digits.input_fn("eval")))
-    losses = [cross_entropy(forward(values, x), y) for x, y in zip(images, labels)]
     found = runs.evaluate(digits.input_fn)["loss"]
-    np.testing.assert_allclose(found, np.mean(losses), rtol=TOLERANCE)
+    np.testing.assert_allclose(found, held_out(values)[1], rtol=TOLERANCE)
     assert np.abs(values["logits/kernel/island"] - values["logits/kernel"]).max() > 0
     assert train(runs, 1, digits.skipping(3)) == whole[3:]
     check_kept(tmp_path / "pieces", {3, 4})
@@ -214,18 +215,14 @@ def test_averages_stand_in_place_of_the_variables(runtime, tmp_path):
     assert_same_bits(end, without)
 
     averages = {name: end[f"{name}/ExponentialMovingAverage"] for name in VARIABLES}
-    images, labels = zip(*batches(digits.input_fn("eval")))
-    logits = [forward(averages, x) for x in images]
-    wanted = np.mean([cross_entropy(x, y) for x, y in zip(logits, labels)])
-    assert (
-        abs(wanted - np.mean([cross_entropy(forward(end, x), y) for x, y in zip(images, labels)]))
-        > 1e-3
-    )
+    logits, wanted = held_out(averages)
+    assert abs(wanted - held_out(end)[1]) > 1e-3
     np.testing.assert_allclose(runs.evaluate(digits.input_fn)["loss"], wanted, rtol=TOLERANCE)
     predicted = [one["logits"] for one in runs.predict(digits.input_fn)]
     np.testing.assert_allclose(predicted, np.concatenate(logits), rtol=TOLERANCE, atol=TOLERANCE)
     if runtime == "placement_mesh":
-        served = exported(runs, tmp_path / "exported", images[0])
+        images, _ = next(batches(digits.input_fn("eval")))
+        served = exported(runs, tmp_path / "exported", images)
         np.testing.assert_allclose(served, logits[0], rtol=TOLERANCE, atol=TOLERANCE)
     # It goes on from the variables.
     assert train(runs, 1, digits.skipping(3)) == losses[3:]

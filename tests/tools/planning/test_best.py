@@ -15,6 +15,7 @@ from mtf_gradsync.tools.planning.stacks import Stack
 from tests.tools.planning.machines import Counting
 
 STEPS = (1, 2, 3, 4, 6, 12)
+LAYOUT = "batch:batch;h:model"
 
 
 class Ring(Counting):
@@ -79,6 +80,12 @@ def by_hand(costs, machine, layout):
     return found
 
 
+def choices_of_a_layer():
+    """Returns all divisions of a layer, and the machine that they are for."""
+    costs, machine = layer(48, 16, 12), Ring(memory=None)
+    return all_choices(costs, machine, ["batch", "model"], [LAYOUT], STEPS)[0], machine
+
+
 @pytest.mark.parametrize("cores", [1, 4, 6])
 @pytest.mark.parametrize(
     "model", [(12, 8, 12), (48, 4, 6), (12, 64, 48, True)], ids=["layer", "wide batch", "tied"]
@@ -105,8 +112,7 @@ def test_the_choice_is_the_fastest_of_all_that_fit(model, cores):
 
 
 def test_the_compiler_decides_what_fits_and_more_budget_is_never_slower():
-    costs, machine = layer(48, 16, 12), Ring(memory=None)
-    choices, _ = all_choices(costs, machine, ["batch", "model"], ["batch:batch;h:model"], STEPS)
+    choices, machine = choices_of_a_layer()
 
     def check(choice):
         # By no rule that the prediction knows.
@@ -179,8 +185,7 @@ def test_refusals_that_a_larger_budget_asks_for_do_not_make_the_answer_slower():
 
 
 def test_a_budget_that_nothing_fits_names_the_nearest():
-    costs, machine = layer(48, 16, 12), Ring(memory=None)
-    choices, _ = all_choices(costs, machine, ["batch", "model"], ["batch:batch;h:model"], STEPS)
+    choices, machine = choices_of_a_layer()
     least = min(choices, key=lambda choice: choice.predicted.bytes_per_core)
     best = best_of(choices, machine, 10.0)
     assert best.chosen is None
@@ -225,7 +230,7 @@ def test_what_each_division_saves():
 
 def test_outer_steps_are_considered_only_if_asked():
     costs, machine = layer(48, 16, 12), Ring(memory=None)
-    arguments = costs, machine, ["batch", "model"], ["batch:batch;h:model"], STEPS
+    arguments = costs, machine, ["batch", "model"], [LAYOUT], STEPS
     for inner, seen in (((), {0}), ((10, 36), {0, 10, 36})):
         choices, _ = all_choices(*arguments, inner)
         assert {choice.stack.inner_steps for choice in choices} == seen
@@ -258,9 +263,7 @@ def test_replicas_along_two_axes_may_be_reduced_in_two_levels():
     costs, machine = layer(48, 16, 12), Ring(memory=None)
     two = costs._replace(batch_dims=("h", "batch"))  # as if both were of the batch
     for of_batch, reducers in ((costs, {"fused"}), (two, {"fused", "hierarchical"})):
-        choices, _ = all_choices(
-            of_batch, machine, ["batch", "model"], ["batch:batch;h:model"], (1,)
-        )
+        choices, _ = all_choices(of_batch, machine, ["batch", "model"], [LAYOUT], (1,))
         assert {choice.stack.reducer for choice in choices} == reducers
 
 

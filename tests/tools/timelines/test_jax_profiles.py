@@ -25,6 +25,7 @@ class Profile:
         environment = self.space.planes.add(name="Task Environment")
         environment.stat_metadata[1].name = "profile_start_time"
         environment.stats.add(metadata_id=1, uint64_value=START)
+        self.host = self.plane("/host:CPU")
 
     def plane(self, name):
         return self.space.planes.add(name=name)
@@ -58,7 +59,7 @@ def ran(core, execution, operation, begin, end):
 
 def test_devices_that_the_profile_names():
     profile = Profile()
-    host = profile.plane("/host:CPU")
+    host = profile.host
     first, second = host.lines.add(name="a"), host.lines.add(name="b", timestamp_ns=100)
     known = {"hlo_module": "step", "run_id": -7}
     profile.event(first, host, "dot.1", 10, 5, hlo_op="dot.1", device_ordinal=5, _p=1, **known)
@@ -78,7 +79,7 @@ def test_devices_that_the_profile_names():
 def old_profile(starts):
     """Two cores' programs begun by tasks 1 and 2, the second of which is carried on by task 3."""
     profile = Profile()
-    host = profile.plane("/host:CPU")
+    host = profile.host
     main, pool = host.lines.add(name="python"), host.lines.add(name="pool")
     for task, at in starts:
         profile.event(main, host, "ThreadpoolListener::Record", at, _p=task)
@@ -117,7 +118,7 @@ def test_a_thread_of_unknown_tasks_does_what_a_core_misses():
 def test_a_task_that_goes_on_with_the_next_programs_of_all_devices():
     """Task 2, of core 1, does the second step of both cores, the only one with an update."""
     profile = Profile()
-    host = profile.plane("/host:CPU")
+    host = profile.host
     main, pool = host.lines.add(name="python"), host.lines.add(name="pool")
     for task in (1, 2, 3, 4):
         profile.event(main, host, "ThreadpoolListener::Record", task, _p=task)
@@ -147,7 +148,7 @@ def test_devices_that_nobody_names():
 
 def test_an_operation_that_a_thread_pool_does():
     profile = Profile()
-    host = profile.plane("/host:CPU")
+    host = profile.host
     one, two = host.lines.add(name="one"), host.lines.add(name="two")
     stats = {"hlo_op": "dot", "hlo_module": "step"}
     profile.event(one, host, "dot", 10, 5, **stats)

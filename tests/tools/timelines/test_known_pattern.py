@@ -162,21 +162,28 @@ def test_monitored_sessions_and_other_objects():
         gs.timeline("a string")
 
 
-@pytest.mark.parametrize("runtime", ["replicas", "xla"])
-def test_steps_that_update_are_told_by_their_sums(runtime):
-    model = Regression(
-        lambda: gs.GradientAccumulationOptimizer(SGD(2.0**-8), 2, accumulate="local"), steps=4
-    )
+@contextlib.contextmanager
+def recorded(runtime, model):
+    """Records steps of a model on two cores: a function that makes one, and the timeline."""
     model.placeholders()
     with simd.tpu_program("all:2", "batch:all") as program:
         lowering, *fetches = model.build(program.mesh_impl)
     make = xla.session if runtime == "xla" else type(program).session
     with make(program, lowering) as session:
         with gs.timeline(session, lowering=lowering) as timeline:
-            for x, y in zip(model.x, model.y):
-                # A step of a millisecond is shorter than what two clocks may differ by.
-                time.sleep(0.03)
-                session.run(fetches, {model.feeds[0]: x, model.feeds[1]: y})
+            yield lambda *given: session.run(fetches, dict(zip(model.feeds, given))), timeline
+
+
+@pytest.mark.parametrize("runtime", ["replicas", "xla"])
+def test_steps_that_update_are_told_by_their_sums(runtime):
+    model = Regression(
+        lambda: gs.GradientAccumulationOptimizer(SGD(2.0**-8), 2, accumulate="local"), steps=4
+    )
+    with recorded(runtime, model) as (step, timeline):
+        for x, y in zip(model.x, model.y):
+            # A step of a millisecond is shorter than what two clocks may differ by.
+            time.sleep(0.03)
+            step(x, y)
     assert [s.is_update for s in timeline.recordings[0].steps] == [False, True, False, True]
     assert timeline.table().update_steps == 2
     sums = {row.name: row.variables for row in timeline.table().collectives if row.runs == 0.5}
@@ -187,14 +194,9 @@ def test_steps_that_update_are_told_by_their_sums(runtime):
 def test_sums_of_skips_are_no_updates(runtime):
     """A step that LossScaleOptimizer skips sums what was not finite; others are the updates."""
     model = Regression(lambda: gs.LossScaleOptimizer(SGD(2.0**-9)), steps=2)
-    model.placeholders()
-    with simd.tpu_program("all:2", "batch:all") as program:
-        lowering, *fetches = model.build(program.mesh_impl)
-    make = xla.session if runtime == "xla" else type(program).session
-    with make(program, lowering) as session:
-        with gs.timeline(session, lowering=lowering) as timeline:
-            for x in (model.x[0], np.full_like(model.x[0], np.inf)):
-                session.run(fetches, {model.feeds[0]: x, model.feeds[1]: model.y[0]})
+    with recorded(runtime, model) as (step, timeline):
+        for x in (model.x[0], np.full_like(model.x[0], np.inf)):
+            step(x, model.y[0])
     assert [s.is_update for s in timeline.recordings[0].steps] == [None, None]
 
 

@@ -148,25 +148,6 @@ def experts(mesh, inputs, params, wrong):
     return loss, gs.CrossShardOptimizer(sgd()).apply_grads(grads, variables)
 
 
-def once_per_copy(mesh, inputs, params, wrong):
-    each, _ = model(mesh, inputs)
-    bias = variable(mesh, "bias")
-    loss = mtf.reduce_mean(mtf.square(each - bias))
-    grads, variables = gradients(loss, mesh)
-    if wrong:
-        again = [AllReduceAgain(g, "model").outputs[0] for g in grads]
-        grads = [a if v.name == "bias" else g for a, g, v in zip(again, grads, variables)]
-    return loss, sgd().apply_grads(grads, variables)
-
-
-def double_all_reduce(mesh, inputs, params, wrong):
-    loss = mtf.reduce_mean(model(mesh, inputs)[0])
-    grads, variables = gradients(loss, mesh)
-    if wrong:
-        grads = [AllReduceAgain(g, "batch").outputs[0] for g in grads]
-    return loss, sgd().apply_grads(grads, variables)
-
-
 def clipped_each_step(mesh, inputs, params, wrong):
     loss = mtf.reduce_mean(model(mesh, inputs)[0])
     grads, variables = gradients(loss, mesh)
@@ -193,13 +174,6 @@ def named_like_the_batch(mesh, inputs, params, wrong):
     return loss, gs.CrossShardOptimizer(sgd()).apply_grads(*gradients(loss, mesh))
 
 
-def sum_in_bfloat16(mesh, inputs, params, wrong):
-    loss = mtf.reduce_mean(model(mesh, inputs)[0])
-    reducer = gs.reduce.CompressedAllReduce(gs.FusedAllReduce()) if wrong else None
-    opt = gs.CrossShardOptimizer(sgd(), reducer=reducer)
-    return loss, opt.minimize(loss)
-
-
 def dropped_at_the_end(mesh, inputs, params, wrong):
     rows = int(inputs["x"].shape[0])
     size = params["microbatch"] if wrong else rows
@@ -223,14 +197,6 @@ def stale_copy(features, labels, mode, params, wrong):
         (v,) = (v for v in graph.trainable_variables if v.name == "v")
         updates = [*updates, AssignOnFirstDevice(v, updates)]
     return lowered_spec(mtf.Lowering(graph, {mesh: placement_mesh(params)}), mode, loss, updates)
-
-
-def decayed_each_step(mesh, inputs, params, wrong):
-    loss = mtf.reduce_mean(model(mesh, inputs)[0])
-    updates = accumulated(gs.CrossShardOptimizer(sgd()), params).minimize(loss)
-    if wrong:
-        updates += [mtf.assign(v, v.value * 0.99) for v in mesh.graph.trainable_variables]
-    return loss, updates
 
 
 class Fault(NamedTuple):
@@ -275,12 +241,6 @@ FAULTS = {
     "experts divided by the shards": Fault(
         experts, "experts", BATCH_AXIS, "as of experts", 0.25, f"1 over the {SHARDS}"
     ),
-    "a replicated variable once per copy": Fault(
-        once_per_copy, "bias", MODEL_AXIS, "copies are added", 2.0, CORES + "model"
-    ),
-    "two all-reduces": Fault(
-        double_all_reduce, "v", BATCH_AXIS, "summed twice", 4.0, CORES + "batch"
-    ),
     "clipped by the norm of each microbatch": Fault(
         clipped_each_step, "v", ACCUMULATION, "each microbatch's own norm"
     ),
@@ -291,15 +251,11 @@ FAULTS = {
     "a dimension called like the batch": Fault(
         named_like_the_batch, "memory", CROSS_SHARD, "called like the batch's"
     ),
-    "a sum in bfloat16": Fault(sum_in_bfloat16, "v", CROSS_SHARD, "rounding to bfloat16"),
     "a dropped microbatch": Fault(
         dropped_at_the_end, "v", "params microbatch", "dropped",
         params=({"microbatch": ROWS}, {"microbatch": 12}),
     ),
     "a stale copy of a slice": Fault(
         stale_copy, "v", "", "copies of one slice", what="copies", runtime="placement_mesh"
-    ),
-    "decayed on each microbatch step": Fault(
-        decayed_each_step, "v", "", "every microbatch step", what="value before the update"
     ),
 }  # fmt: skip

@@ -17,6 +17,7 @@ from tests.tools.verification.faults import (
     MODEL_AXIS,
     ROWS,
     SHARDS,
+    AllReduceAgain,
     D,
     Fault,
     H,
@@ -353,6 +354,22 @@ REPORTED = {
         step(change=only("bias", lambda g, n: one(OnCores, g, times(0.5), "model"))),
         "bias",
         MODEL_AXIS,
+    ),
+    "a replicated variable once per copy": Fault(
+        step(change=only("bias", lambda g, n: one(AllReduceAgain, g, "model"))),
+        "bias",
+        MODEL_AXIS,
+        "copies are added",
+        2.0,
+        CORES + "model",
+    ),
+    "two all-reduces": Fault(
+        step(change=lambda g, v, n: one(AllReduceAgain, g, "batch")),
+        "bias",
+        BATCH_AXIS,
+        "summed twice",
+        4.0,
+        CORES + "batch",
     ),
     "a router's loss once per core": Fault(
         balanced, "router", MODEL_AXIS, ADDED, 2.0, CORES + "model"

@@ -118,21 +118,30 @@ def only_last(mesh, inputs, params, wrong):
     return loss, [*opt.apply_grads(grads, variables), count]
 
 
-def averaged_each_step(mesh, inputs, params, wrong):
-    """A variable is averaged by the program on each microbatch step, too."""
-    loss = mtf.reduce_mean(network(mesh, inputs))
-    updates = accumulated(gs.CrossShardOptimizer(sgd()), params).minimize(loss)
-    if wrong:
-        (v,) = (v for v in mesh.graph.trainable_variables if v.name == "w")
-        updates += [mtf.assign(v, v.value * 0.5 + mtf.reduce_mean(v.value) * 0.5)]
-    return loss, updates
+def assigned_each_step(change):
+    """Each microbatch step assigns to variables what `change` makes of them, too."""
+
+    def program(mesh, inputs, params, wrong):
+        loss = mtf.reduce_mean(network(mesh, inputs))
+        updates = accumulated(gs.CrossShardOptimizer(sgd()), params).minimize(loss)
+        if wrong:
+            updates += [mtf.assign(v, change(v)) for v in mesh.graph.trainable_variables]
+        return loss, updates
+
+    program.right = "accumulated"
+    return program
 
 
-def noisy(mesh, inputs, params, wrong):
-    """Noise of 8 bits in the reduction."""
-    loss = mtf.reduce_mean(network(mesh, inputs))
-    reducer = gs.QuantizedAllReduce(block_size=4) if wrong else None
-    return loss, gs.CrossShardOptimizer(sgd(), reducer=reducer).minimize(loss)
+def reduced_by(make):
+    """A reduction that rounds."""
+
+    def program(mesh, inputs, params, wrong):
+        loss = mtf.reduce_mean(network(mesh, inputs))
+        reducer = make() if wrong else None
+        return loss, gs.CrossShardOptimizer(sgd(), reducer=reducer).minimize(loss)
+
+    program.right = ""
+    return program
 
 
 def in_bfloat16(grads, variables, n):
@@ -189,7 +198,18 @@ OF_UPDATES = {
     "gradients cast to bfloat16": Fault(
         step(update=in_bfloat16), "bias", BATCH_AXIS, "rounding to bfloat16"
     ),
-    "a reduction in 8 bits": Fault(noisy, "v", CROSS_SHARD, "rounds gradients on their way"),
+    "a reduction in 8 bits": Fault(
+        reduced_by(lambda: gs.QuantizedAllReduce(block_size=4)),
+        "v",
+        CROSS_SHARD,
+        "rounds gradients on their way",
+    ),
+    "a sum in bfloat16": Fault(
+        reduced_by(lambda: gs.reduce.CompressedAllReduce(gs.FusedAllReduce())),
+        "bias",
+        CROSS_SHARD,
+        "rounding to bfloat16",
+    ),
     "a slot times the shards": of_slot(
         by(lambda n: Descent(of_slot=lambda slot: slot * n["batch"])),
         "bias/momentum",
@@ -230,6 +250,17 @@ OF_UPDATES = {
     ),
     "the last microbatch alone": Fault(only_last, "bias", ACCUMULATION, ""),
     "an average on every microbatch step": Fault(
-        averaged_each_step, "w", "", "every microbatch step", what="value before the update"
+        assigned_each_step(lambda v: v.value * 0.5 + mtf.reduce_mean(v.value) * 0.5),
+        "v",
+        "",
+        "every microbatch step",
+        what="value before the update",
+    ),
+    "decayed on each microbatch step": Fault(
+        assigned_each_step(lambda v: v.value * 0.99),
+        "bias",
+        "",
+        "every microbatch step",
+        what="value before the update",
     ),
 }
