@@ -559,7 +559,12 @@ def adapt_checkpoint(path: str, directory: str, drop_sums: bool = False) -> str:
     # A checkpoint exists if its index does, which TensorFlow writes last.
     if tf.io.gfile.exists(target + ".index"):
         tf.io.gfile.remove(target + ".index")
-    write_changed(path, target, values, set(saved.shapes) - without)
+    try:
+        write_changed(path, target, values, set(saved.shapes) - without)
+    except BaseException:
+        for file in tf.io.gfile.glob(f"{target}.*.tempstate*"):  # what TensorFlow was writing
+            tf.io.gfile.remove(file)
+        raise
     return target
 
 
