@@ -26,6 +26,7 @@ from mtf_gradsync.mesh.axes import (
 )
 from mtf_gradsync.optimizers.pipeline.stack import Program, complete_stack, in_blocks
 from mtf_gradsync.optimizers.pipeline.words import About, Line, frequency_text
+from mtf_gradsync.optimizers.slots import optimizer_of
 from mtf_gradsync.optimizers.wrapper import Wrapper
 from mtf_gradsync.reduce import FusedAllReduce
 from mtf_gradsync.reduce.sums import plan_buckets
@@ -160,10 +161,15 @@ def _stage_lines(opt: Any, mesh: Any, variables: Sequence[mtf.Variable]) -> list
         return [*own, *_stage_lines(opt.opt, mesh, variables)]
     if not isinstance(opt, Wrapper):
         return _update_lines(opt, variables)
-    step = opt.step
+    step, innermost = opt.step, opt.innermost()
     grads: Sequence[mtf.Tensor] = ()
     if step is not None and step.received:
-        variables, grads = variables or step.received[0].owners, step.received[0].present
+        owners, grads = step.received[0].owners, step.received[0].present
+        others = [v for o in owners[:1] for v in o.graph.trainable_variables if v not in owners]
+        frozen = [v for v in others if optimizer_of(innermost, v) is None]
+        variables = variables or [*owners, *frozen]
+    # Gradients of the others are not reduced.
+    updated = tuple(v for v in variables if optimizer_of(innermost, v) is not None)
 
     def axes_of_program(names: Sequence[str]) -> ReplicaAxes | None:
         found = find_replica_axes(grads, names) if grads and mesh is None else None
@@ -184,7 +190,7 @@ def _stage_lines(opt: Any, mesh: Any, variables: Sequence[mtf.Variable]) -> list
             reductions = [segment.reduction for segment in stack.segments[number or 0 :]]
             known = next((one.axes for one in reductions if one.axes), None)
             axes = known or axes_of_program(reductions[0].batch_dims)
-            about = _about(axes, tuple(variables), dtype)
+            about = _about(axes, updated, dtype)
             lines += [_StageLine(line, reductions[0].name, when) for line in stage.describe(about)]
             dtype = stage._sums_in or dtype
     more = next((x for x in opt._segment()[1] if isinstance(x, Wrapper)), None)

@@ -130,8 +130,9 @@ class OuterSteps(Stage):
         what += f"learning rate {setting_text(wrapper.outer_learning_rate)}"
         what += f", momentum {setting_text(wrapper.outer_momentum)}" * bool(wrapper.outer_momentum)
         what += ", without islands that are not finite" * wrapper.leave_out_not_finite
-        when = frequency_text(wrapper.inner_steps // wrapper.fragments)
-        return [*lines, Line(what, f"{when} update", after=True)]
+        updates = wrapper.inner_steps // wrapper.fragments
+        when = "every update" if updates == 1 else f"{frequency_text(updates)} update"
+        return [*lines, Line(what, when, after=True)]
 
     def apply(self, gradients: GradientSet, step: StepBuilder) -> GradientSet:
         made = StepsOfIslands(self.wrapper, gradients, step)

@@ -506,3 +506,31 @@ def test_describe_has_a_line_for_each_group():
         "            leave variables as they are: embedding",
         "            update by AdamW: the others",
     ]
+
+
+def test_describe_counts_no_bytes_of_what_stays_as_it_is():
+    """Before the step is built, and after it."""
+    said = []
+
+    def build(mesh, inputs):
+        batch, wide = mtf.Dimension("batch", 4), mtf.Dimension("wide", 8)
+        x = mtf.import_tf_tensor(mesh, inputs["x"], mtf.Shape([batch, wide]))
+        kept, moved = (mtf.get_variable(mesh, n, mtf.Shape([wide])) for n in ("kept", "moved"))
+        sgd = mtf.optimize.SgdOptimizer(0.1)
+        opt = gs.ByVariable(sgd, [("kept", None)])
+        opt = gs.OuterOptimizer(opt, 1, 1.0, 0.0, outer_dims=(), **AXES)
+        both = [kept.operation, moved.operation]
+        said.append(str(gs.describe(opt, SHAPE, LAYOUT, both)))
+        updates = opt.minimize(mtf.reduce_mean(x * kept * moved))
+        said.append(str(gs.describe(opt)))
+        return updates, {}
+
+    harness.built("simd", SHAPE, LAYOUT, build, {"x": np.ones([4, 8], "f")})
+    before, after = said
+    assert before == after
+    assert [line.split("  (")[0].rstrip() for line in before.splitlines()] == [
+        "every step    reduce over batch, 2 shards: fused, 32 bytes in 1 group",
+        "              leave 1 variable as it is: kept",
+        "              update 1 variable by Sgd: the others",
+        "every update  outer step of the values: learning rate 1",
+    ]
