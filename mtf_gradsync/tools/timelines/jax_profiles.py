@@ -86,10 +86,7 @@ def _stats(event: Any) -> dict[str, Any]:
     An example of a named value is the identifier of the program's run. If the event has a name
     several times, the first value is returned.
     """
-    found: dict[str, Any] = {}
-    for name, value in event.stats:
-        found.setdefault(name, value)
-    return found
+    return dict(reversed(list(event.stats)))
 
 
 def _runs_on_accelerator(plane: Any, start: int, ordinal: int) -> Iterator[_ProfiledRun]:
@@ -375,10 +372,11 @@ def _with_core_numbers(
     for one in found:
         first[one.execution] = min(first.get(one.execution, one.begin), one.begin)
     known = sorted((e for e in first if e is not None), key=first.__getitem__)
-    number: dict[Any, int] = collections.defaultdict(lambda: -1)
-    number.update({execution: i for i, execution in enumerate(known)})
+    numbers = {execution: i for i, execution in enumerate(known)}
     return [
-        OperationRun(core_of[one.where], number[one.execution], one.operation, one.begin, one.end)
+        OperationRun(
+            core_of[one.where], numbers.get(one.execution, -1), one.operation, one.begin, one.end
+        )
         for one in found
         if one.where in core_of
     ]

@@ -52,21 +52,6 @@ KINDS = ("mesh", "batch", "model", "order", "microbatches", "wrappers", "masked"
 MICRO_STEPS = 2
 
 
-def configured_division(
-    mesh_shape: str, layout: str, drops: tuple[str, ...], runtime: RuntimeName
-) -> Division:
-    """Returns the program's own division: the mesh, layout and runtime that the user configured.
-
-    Args:
-      mesh_shape: the program's mesh shape, such as "batch:4;model:2".
-      layout: the program's layout rules, such as "batch:batch;heads:model".
-      drops: names of parts of the model to remove: "dropout", "random" (all random numbers),
-        "capacity" (limits to how many examples an expert takes).
-      runtime: the name of the runtime that runs the program.
-    """
-    return Division("as configured", mesh_shape, layout, runtime, Changes(drops=drops))
-
-
 def reference_division(base: Division) -> Division:
     """Returns the reference with which other divisions are compared: one core and no wrappers.
 

@@ -18,6 +18,7 @@ from mtf_gradsync.tools.verification.divisions import Division
 from mtf_gradsync.tools.verification.engine import CannotBeDivided, Engine, Outcome
 from mtf_gradsync.tools.verification.program_patches import DROPS
 from mtf_gradsync.tools.verification.programs import Batch, NotOnCoresError, UserProgram
+from mtf_gradsync.tools.verification.recorded_program import Changes
 from mtf_gradsync.tools.verification.verdicts import CANNOT_BE, DivisionResult, Verification
 from mtf_gradsync.tools.verification.verifier import REFERENCE, Verifier
 
@@ -86,9 +87,8 @@ def verify(
     """
     settings = [params] if isinstance(params, Mapping) else list(params)
     _check(settings, steps, divisions, without, runtime)
-    base = kinds.configured_division(
-        str(settings[0]["mesh_shape"]), str(settings[0]["layout"]), tuple(without), runtime
-    )
+    shape, layout = str(settings[0]["mesh_shape"]), str(settings[0]["layout"])
+    base = Division("as configured", shape, layout, runtime, Changes(drops=tuple(without)))
     engine = Engine(
         UserProgram(program, settings[0]), _batches(input_fn, settings[0]), steps, not own_values
     )
