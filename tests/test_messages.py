@@ -17,7 +17,13 @@ _BANNED = re.compile(
     r"|(told|tells?) apart|hand(s|ed)? on)\b"
 )
 # They become a part of another message.
-_QUOTED = {"ArgumentTypeError", "ConnectionBroken", "ConnectionRefusedError"}
+_QUOTED = {
+    "ArgumentTypeError",
+    "ConnectionBroken",
+    "ConnectionRefusedError",
+    "DamagedObjectError",
+    "OtherTensorsError",
+}
 # Names that are written small, besides those of arguments.
 _SMALL = {"gin", "jax", "lowering", "mode", "module"}
 # There is no value to show in them.
@@ -74,7 +80,10 @@ def _argument(call):
 
 
 def _names(node):
-    return {a.arg for f in ast.walk(node) if isinstance(f, ast.arguments) for a in _all(f)}
+    arguments = {a.arg for f in ast.walk(node) if isinstance(f, ast.arguments) for a in _all(f)}
+    fields = {f.target.id for c in ast.walk(node) if isinstance(c, ast.ClassDef) for f in c.body
+              if isinstance(f, ast.AnnAssign)}  # fmt: skip
+    return arguments | fields
 
 
 def _all(arguments):
