@@ -78,6 +78,12 @@ def mlp_loss(
     return mtf.reduce_mean(mtf.square(out - y))
 
 
+def variable(mesh: mtf.Mesh, name: str, dims: Any, value: Any = 0, **kwargs: Any) -> mtf.Tensor:
+    """A variable that begins with a value."""
+    first = tf.constant_initializer(value)
+    return mtf.get_variable(mesh, name, dims, initializer=first, **kwargs)
+
+
 def gradients(loss: mtf.Tensor) -> tuple[list[mtf.Tensor], list[mtf.Variable]]:
     """Gradients by all trainable variables of the graph, and these."""
     variables = list(loss.graph.trainable_variables)

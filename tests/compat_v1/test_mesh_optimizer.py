@@ -8,7 +8,7 @@ import pytest
 import mtf_gradsync as gs
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.compat_v1.mesh_optimizer import RULES
-from tests import harness
+from tests import harness, models
 from tests.compat_v1 import optimizers
 from tests.compat_v1.optimizers import OPTIMIZERS
 from tests.sessions import ran
@@ -116,8 +116,7 @@ def test_inside_a_wrapper_that_waits_two_steps_make_the_update_of_both_batches(k
 
 def mesh_variable(mesh, name, dtype=tf.float32):
     shape = mtf.Shape([mtf.Dimension("features", 4)])
-    ones = tf.ones_initializer()
-    return mtf.get_variable(mesh, name, shape, dtype, initializer=ones).operation
+    return models.variable(mesh, name, shape, 1, dtype=dtype).operation
 
 
 def test_a_second_optimizer_takes_the_next_free_names_as_in_tensorflow():

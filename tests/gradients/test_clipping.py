@@ -6,7 +6,7 @@ import pytest
 import mtf_gradsync as gs
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.gradients import measures
-from tests import harness
+from tests import harness, models
 
 EPS = np.finfo(np.float32).eps
 MESH, LAYOUT = "rows:2;cols:2", "batch:rows;hidden:cols;experts:rows"
@@ -102,11 +102,7 @@ def test_gradients_below_the_norm_keep_their_bits(mesh_kind):
 CLIP_NORMS = {
     "mtf": lambda mesh: mtf.constant(mesh, 2.0, mtf.Shape([])),
     "tf": lambda mesh: tf.constant(2.0),
-    "mtf variable": lambda mesh: (
-        mtf.get_variable(
-            mesh, "c", mtf.Shape([]), initializer=tf.constant_initializer(2.0), trainable=False
-        ).operation
-    ),
+    "mtf variable": lambda mesh: models.variable(mesh, "c", [], 2.0, trainable=False).operation,
     "tf variable": lambda mesh: tf.get_variable("c", [], initializer=tf.constant_initializer(2.0)),
 }
 

@@ -80,9 +80,7 @@ TOLD = ["TensorFlow's", "dropped", "forgotten"]
 
 
 def gradients_on(mesh, inputs, gradient):
-    table = mtf.get_variable(
-        mesh, "table", mtf.Shape([VOCAB, D]), initializer=tf.ones_initializer()
-    )
+    table = models.variable(mesh, "table", [VOCAB, D], 1)
     ids = mtf.import_tf_tensor(mesh, inputs["ids"], mtf.Shape([BATCH]))
     target = mtf.import_tf_tensor(mesh, inputs["target"], mtf.Shape([BATCH, D]))
     rows = mtf.slicewise(

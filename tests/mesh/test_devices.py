@@ -128,8 +128,7 @@ def test_a_shared_slice_is_written_by_the_door_or_not_at_all(
         graph = mtf.Graph()
         mesh = mtf.Mesh(graph, "mesh")
         shape = mtf.Shape([mtf.Dimension(name, 8) for name in dims])
-        zeros = tf.zeros_initializer()
-        variable = mtf.get_variable(mesh, "v", shape, initializer=zeros).operation
+        variable = models.variable(mesh, "v", shape).operation
         if conditional:
             plan = StepPlan.of(graph)
             branch = Branch(plan)

@@ -46,8 +46,7 @@ def applied(make):
         variables, grads = [], []
         for name, dims in VARIABLES.items():
             shape = mtf.Shape([mtf.Dimension(*d) for d in dims])
-            first = tf.constant_initializer(first_values()[name])
-            variables.append(mtf.get_variable(mesh, name, shape, initializer=first).operation)
+            variables.append(models.variable(mesh, name, shape, first_values()[name]).operation)
             grads.append(mtf.import_tf_tensor(mesh, inputs[fed(name)], shape))
         return make(mesh).apply_grads(grads, variables), {}
 

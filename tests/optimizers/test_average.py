@@ -5,7 +5,7 @@ import pytest
 
 import mtf_gradsync as gs
 from mtf_gradsync._private.libraries import mtf, tf
-from tests import harness
+from tests import harness, models
 
 MESH, LAYOUT, _ = harness.MESHES["2x2"]
 AXES = gs.ReplicaAxes(MESH, LAYOUT)
@@ -18,8 +18,7 @@ FEEDS = [{"x": np.full((4, D), -k, "f")} for k in range(1, STEPS + 1)]
 def build(make):
     def build(mesh, inputs):
         batch, d = mtf.Dimension("batch", 4), mtf.Dimension("d", D)
-        begin = tf.constant_initializer(BEGIN)
-        w = mtf.get_variable(mesh, "w", mtf.Shape([d]), initializer=begin)
+        w = models.variable(mesh, "w", [d], BEGIN)
         x = mtf.import_tf_tensor(mesh, inputs["x"], mtf.Shape([batch, d]))
         grads = mtf.gradients([mtf.reduce_mean(w * x, output_shape=mtf.Shape([d]))], [w])
         optimizer = make(mtf.optimize.SgdOptimizer(1.0), w.operation)

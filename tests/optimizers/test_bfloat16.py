@@ -10,7 +10,7 @@ import pytest
 
 import mtf_gradsync as gs
 from mtf_gradsync._private.libraries import mtf, tf
-from tests import harness
+from tests import harness, models
 from tests.wrappers import KINDS, passes, wrap
 
 SHAPE, LAYOUT = "all:2", "batch:all"
@@ -117,10 +117,8 @@ def run(kind, dtypes, make, feeds=GRADS):
 
     def build(mesh, inputs):
         dim = mtf.Dimension("dim", 8)
-        first = tf.constant_initializer(START)
         variables = [
-            mtf.get_variable(mesh, name, mtf.Shape([dim]), DTYPES[name][0], initializer=first)
-            for name in dtypes
+            models.variable(mesh, name, [dim], START, dtype=DTYPES[name][0]) for name in dtypes
         ]
         grad = mtf.import_tf_tensor(mesh, inputs["grad"], mtf.Shape([dim]))
         loss = mtf.reduce_sum(mtf.cast(grad, tf.bfloat16) * mtf.add_n(variables))
@@ -240,8 +238,7 @@ def test_what_the_line_says_of_bfloat16_is_so():
     for rate in (2.0**-10, 2.0**-6):
 
         def build(mesh, inputs, rate=rate):
-            ones = tf.ones_initializer()
-            w = mtf.get_variable(mesh, "w", mtf.Shape([]), DTYPES["all"][0], initializer=ones)
+            w = models.variable(mesh, "w", [], 1, dtype=DTYPES["all"][0])
             opt = gs.CrossShardOptimizer(mtf.optimize.SgdOptimizer(rate))
             grad = mtf.import_tf_tensor(mesh, inputs["x"], mtf.Shape([]))
             return opt.apply_grads([mtf.cast(grad, tf.bfloat16)], [w.operation]), {}

@@ -115,11 +115,7 @@ def test_what_stays_as_it_is_has_no_slots_and_is_not_reduced(kind, wrapper):
 RATES = {
     "number": lambda mesh: 0.02,
     "tensor": lambda mesh: tf.constant(0.04) * 0.5,
-    "variable": lambda mesh: (
-        mtf.get_variable(
-            mesh, "rate", mtf.Shape([]), initializer=tf.constant_initializer(0.02), trainable=False
-        ).operation
-    ),
+    "variable": lambda mesh: models.variable(mesh, "rate", [], 0.02, trainable=False).operation,
     "schedule": lambda mesh: mtf.rsqrt(mtf.cast(gs.get_update_step(mesh), tf.float32) + 1.0) * 0.02,
 }
 

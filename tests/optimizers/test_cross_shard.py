@@ -7,7 +7,7 @@ import pytest
 
 import mtf_gradsync as gs
 from mtf_gradsync._private.libraries import mtf, tf
-from tests import harness
+from tests import harness, models
 
 EPS = np.finfo(np.float32).eps
 LR = 0.5
@@ -161,9 +161,7 @@ def test_an_experts_variable_is_left_split(mesh_kind):
         x = mtf.import_tf_tensor(mesh, inputs["x"], mtf.Shape([batch, d]))
         x = mtf.replace_dimensions(x, batch, [experts, rest])
         start = np.broadcast_to(W, (4, D))
-        w = mtf.get_variable(
-            mesh, "w", mtf.Shape([experts, d]), initializer=tf.constant_initializer(start)
-        )
+        w = models.variable(mesh, "w", [experts, d], start)
         loss = mtf.reduce_sum(x * w)
         return sgd(mesh_shape=MESH[0], layout="batch:rows;experts:rows").minimize(loss), {}
 
@@ -186,9 +184,7 @@ def test_dtypes_of_variables(mesh_kind, dtype):
         b, d = mtf.Dimension("batch", B), mtf.Dimension("features", D)
         activation = variable_dtype.activation_dtype
         x = mtf.import_tf_tensor(mesh, tf.cast(inputs["x"], activation), mtf.Shape([b, d]))
-        w = mtf.get_variable(
-            mesh, "w", mtf.Shape([d]), variable_dtype, initializer=tf.constant_initializer(W)
-        )
+        w = models.variable(mesh, "w", [d], W, dtype=variable_dtype)
         return sgd().minimize(mtf.reduce_sum(x * w)), {}
 
     w = harness.run(mesh_kind, "all:8", "batch:all", build, [feed]).variables["w"]

@@ -9,7 +9,7 @@ import mtf_gradsync as gs
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.optimizers import muon
 from mtf_gradsync.optimizers.muon import Matrix
-from tests import harness, reference
+from tests import harness, models, reference
 
 SHAPE, LAYOUT = "rows:2;cols:2", "batch:rows;hidden:cols"
 AXES = {"mesh_shape": SHAPE, "layout": LAYOUT}
@@ -79,8 +79,7 @@ def applied(make, names=tuple(VARIABLES)):
         for name in names:
             dims = VARIABLES[name]
             shape = mtf.Shape([mtf.Dimension(*d) for d in dims])
-            first = tf.constant_initializer(random(0)[name])
-            variables.append(mtf.get_variable(mesh, name, shape, initializer=first).operation)
+            variables.append(models.variable(mesh, name, shape, random(0)[name]).operation)
             grads.append(mtf.import_tf_tensor(mesh, inputs[f"gradient_of_{name}"], shape))
             use(variables[-1], *SIDES[name])
         return make().apply_grads(grads, variables), {}

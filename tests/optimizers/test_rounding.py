@@ -8,7 +8,7 @@ import pytest
 
 import mtf_gradsync as gs
 from mtf_gradsync._private.libraries import mtf, tf
-from tests import harness, reference, wrappers
+from tests import harness, models, reference, wrappers
 from tests.sessions import ran
 
 SHAPE, LAYOUT, _ = harness.MESHES["2x2"]
@@ -42,8 +42,7 @@ def applied(make, dtype=BFLOAT16):
         number = mtf.import_tf_tensor(mesh, inputs["gradient"], mtf.Shape([]))
         for name, dims in VARIABLES.items():
             shape = mtf.Shape([mtf.Dimension(*d) for d in dims])
-            ones = tf.ones_initializer()
-            values.append(mtf.get_variable(mesh, name, shape, dtype, initializer=ones))
+            values.append(models.variable(mesh, name, shape, 1, dtype=dtype))
             times = np.random.RandomState(len(values)).randint(1, 8, shape.to_integer_list)
             times = mtf.import_tf_tensor(mesh, tf.constant(times, tf.float32), shape)
             losses.append(mtf.reduce_sum(mtf.cast(values[-1], tf.float32) * times) * number)

@@ -10,7 +10,7 @@ import pytest
 
 import mtf_gradsync as gs
 from mtf_gradsync._private.libraries import mtf, tf
-from tests import harness
+from tests import harness, models
 from tests.optimizers.pipeline import stack_reference
 from tests.optimizers.pipeline.stack_reference import BATCH, HIDDEN, INPUTS, Spec
 from tests.wrappers import KINDS as WRAPPERS
@@ -83,9 +83,7 @@ def mean_squared_error(mesh, inputs, batch_dims):
         return mtf.import_tf_tensor(mesh, tf.reshape(inputs[name], shape.to_integer_list), shape)
 
     w, b = (
-        mtf.get_variable(
-            mesh, name, mtf.Shape(of), initializer=tf.constant_initializer(values[name])
-        )
+        models.variable(mesh, name, of, values[name])
         for name, of in (("w", [features, hidden]), ("b", [hidden]))
     )
     out = mtf.einsum([given("x", features), w], [*dims, hidden]) + b

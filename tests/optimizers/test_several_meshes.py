@@ -60,8 +60,7 @@ def feeds(bad=()):
 
 def model(first, second, inputs):
     def weight(mesh, name, *dims):
-        start = tf.constant_initializer(START[name])
-        return mtf.get_variable(mesh, name, mtf.Shape(dims), initializer=start)
+        return models.variable(mesh, name, dims, START[name])
 
     x = mtf.import_tf_tensor(first, inputs["x"], mtf.Shape([BATCH, D]))
     h = mtf.tanh(mtf.einsum([x, weight(first, "one", D, INNER)], mtf.Shape([BATCH, INNER])))
@@ -217,10 +216,7 @@ def by_pairs(optimizer, loss):
 
 def counted(optimizer, loss):
     """The counters are on the second mesh."""
-    start = tf.zeros_initializer()
-    counter = mtf.get_variable(
-        loss.mesh, "count", mtf.Shape([]), tf.int32, trainable=False, initializer=start
-    )
+    counter = models.variable(loss.mesh, "count", [], dtype=tf.int32, trainable=False)
     assert gs.get_update_step(loss.mesh).mesh is loss.mesh
     return optimizer.minimize(loss, counter.operation)
 

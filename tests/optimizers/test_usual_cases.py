@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import mtf_gradsync as gs
-from mtf_gradsync._private.libraries import mtf, tf
-from tests import harness, wrappers
+from mtf_gradsync._private.libraries import mtf
+from tests import harness, models, wrappers
 from tests.optimizers.pipeline.stack_reference import Islands, layers_of, specs_of
 from tests.reference import AdamW
 from tests.sessions import ran
@@ -50,8 +50,7 @@ def loss_of(mesh, inputs):
 
     def variable(name):
         dims = {"tied": [features, hidden], "gain": []}.get(name, [out_dim])
-        first = tf.constant_initializer(first_values()[name])
-        return mtf.get_variable(mesh, name, mtf.Shape(dims), initializer=first)
+        return models.variable(mesh, name, dims, first_values()[name])
 
     values = {name: variable(name) for name in SHAPES}
     x, y = (

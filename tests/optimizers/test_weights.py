@@ -83,8 +83,7 @@ def token_mean(mesh, inputs, how="shards", dims=BATCH_DIMS, sizes=(2, 2), unit=1
         mtf.import_tf_tensor(mesh, tf.reshape(inputs[k], shape.to_integer_list), shape)
         for k, shape in zip(("x", "mask"), given)
     )
-    first = tf.constant_initializer(START)
-    w = mtf.get_variable(mesh, "w", mtf.Shape([features]), initializer=first)
+    w = models.variable(mesh, "w", [features], START)
     errors = mtf.square(mtf.einsum([x, w], given[1]) - 1.0) * mask
     counts = mtf.reduce_sum(mask, output_shape=mtf.Shape(batch))
     kept = mtf.Shape(batch if how == "shards" else [])

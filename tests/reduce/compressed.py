@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from mtf_gradsync._private.libraries import mtf, tf
+from tests import models
 from tests.reduce import exact
 
 BATCH, INPUTS, HIDDEN = 16, 24, 20
@@ -26,8 +27,7 @@ def loss(mesh: mtf.Mesh, inputs: dict[str, tf.Tensor]) -> mtf.Tensor:
     y = mtf.import_tf_tensor(mesh, inputs["y"], mtf.Shape([batch, hidden]))
 
     def variable(name: str, *shape: mtf.Dimension) -> mtf.Tensor:
-        start = tf.zeros_initializer()
-        return mtf.get_variable(mesh, name, mtf.Shape(list(shape)), initializer=start)
+        return models.variable(mesh, name, shape)
 
     terms = [
         mtf.einsum([x, variable("w", features, hidden), y], []),

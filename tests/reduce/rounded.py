@@ -12,6 +12,7 @@ import numpy as np
 
 from mtf_gradsync import reduce
 from mtf_gradsync._private.libraries import mtf, tf
+from tests import models
 from tests.reduce import exact
 
 BATCH, INPUTS, HIDDEN = 8, 3, 4
@@ -74,8 +75,7 @@ def loss(mesh: mtf.Mesh, inputs: dict[str, tf.Tensor]) -> mtf.Tensor:
     y = mtf.import_tf_tensor(mesh, inputs["y"], mtf.Shape([batch, hidden]))
 
     def variable(name: str, *shape: mtf.Dimension) -> mtf.Tensor:
-        start = tf.ones_initializer()
-        return mtf.get_variable(mesh, name, mtf.Shape(list(shape)), initializer=start)
+        return models.variable(mesh, name, shape, 1)
 
     terms = [
         mtf.einsum([x, variable("w", features, hidden), y], []),

@@ -2,7 +2,7 @@
 
 import pytest
 
-from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync._private.libraries import tf
 from tests import harness, models
 from tests.step.steps import ancestors
 from tests.wrappers import wrap
@@ -16,10 +16,7 @@ def test_global_step_counts_once_a_step_after_the_update(mesh_kind, kind_of_step
         if kind_of_step == "tf":
             step = tf.train.get_or_create_global_step()
         else:
-            step = mtf.get_variable(
-                mesh, "global_step", mtf.Shape([]), tf.int32, trainable=False,
-                initializer=tf.zeros_initializer(),
-            )  # fmt: skip
+            step = models.variable(mesh, "global_step", [], dtype=tf.int32, trainable=False)
         optimizer = wrap(wrapper, models.OPTIMIZERS["sgd"](), axes)
         return optimizer.minimize(models.mlp_loss(mesh, inputs), step), {}
 

@@ -45,8 +45,7 @@ def replicated(mesh, *dims):
 
 
 def variable(mesh, name, *dims):
-    ones = tf.ones_initializer()
-    return mtf.get_variable(mesh, name, mtf.Shape(list(dims)), initializer=ones)
+    return models.variable(mesh, name, dims, 1)
 
 
 def blocks(x):

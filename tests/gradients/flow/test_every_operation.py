@@ -8,7 +8,7 @@ import pytest
 import mtf_gradsync as gs
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.gradients.shards import mixed_gradients
-from tests import harness
+from tests import harness, models
 from tests.gradients.flow.foreseen import EPS, check_foreseen
 
 MESH, LAYOUT, _ = harness.MESHES["2x2"]
@@ -142,9 +142,8 @@ def variables_of(mesh):
 
     def variable(dims):
         value = rng.uniform(0.5, 1.0, [d.size for d in dims])
-        start = tf.constant_initializer(value)
         name = f"v{next(count)}"
-        return mtf.get_variable(mesh, name, mtf.Shape(list(dims)), F32, initializer=start)
+        return models.variable(mesh, name, dims, value, dtype=F32)
 
     return variable
 

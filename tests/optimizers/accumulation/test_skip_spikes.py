@@ -257,8 +257,7 @@ def test_gradients_of_two_meshes_have_one_norm_and_one_loss(kind):
         *meshes, inputs = meshes_and_inputs
         grads, variables = [], []
         for number, mesh in enumerate(meshes):
-            zero = tf.zeros_initializer()
-            v = mtf.get_variable(mesh, f"v{number}", [], initializer=zero)
+            v = models.variable(mesh, f"v{number}", [])
             x = mtf.import_tf_tensor(mesh, inputs["of_b"], mtf.Shape([mtf.Dimension("batch", 4)]))
             loss = mtf.import_tf_tensor(mesh, inputs["of_loss"], x.shape)
             grads += mtf.gradients([mtf.reduce_mean(x * v + loss)], [v])

@@ -265,8 +265,7 @@ def test_what_a_skipped_shard_has_is_no_overflow(
         batch = mtf.Dimension("batch", 2)
         x = mtf.import_tf_tensor(mesh, inputs["x"], mtf.Shape([batch]))
         narrow = mtf.VariableDType(tf.float32, tf.float32, tf.float16)
-        zeros = tf.zeros_initializer()
-        w = mtf.get_variable(mesh, "w", mtf.Shape([]), narrow, initializer=zeros)
+        w = models.variable(mesh, "w", [], dtype=narrow)
         losses = mtf.cast(x, tf.float16) * w
         loss = mtf.reduce_mean(losses)
         where = {"mesh_shape": shape, "layout": layout}

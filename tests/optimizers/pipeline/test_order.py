@@ -12,7 +12,7 @@ import mtf_gradsync as gs
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.optimizers.pipeline.order import needs_shards
 from mtf_gradsync.optimizers.pipeline.stack import stages_of
-from tests import harness, wrappers
+from tests import harness, models, wrappers
 from tests.wrappers import BATCH_DIMS, LAYOUT, ROOT, SHAPE, TABLE, order_table
 
 
@@ -45,9 +45,7 @@ def build_by(make):
         features = mtf.Dimension("in", len(START))
         batch = [mtf.Dimension(name, 2) for name in BATCH_DIMS]
         x = mtf.import_tf_tensor(mesh, inputs["x"], mtf.Shape([*batch, features]))
-        w = mtf.get_variable(
-            mesh, "w", mtf.Shape([features]), initializer=tf.constant_initializer(START)
-        )
+        w = models.variable(mesh, "w", [features], START)
         loss = mtf.reduce_mean(mtf.square(mtf.einsum([x, w], mtf.Shape(batch)) - 1.0))
         return make().minimize(loss, tf.train.get_or_create_global_step()), {"loss": loss}
 

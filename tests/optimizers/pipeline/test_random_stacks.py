@@ -169,9 +169,7 @@ def program(stack, inner, mesh):
             for name, size in (("batch", BATCH), ("in", INPUTS), ("hidden", HIDDEN))
         )
         w, b = (
-            mtf.get_variable(
-                of, name, mtf.Shape(dims), initializer=tf.constant_initializer(values[name])
-            )
+            models.variable(of, name, dims, values[name])
             for name, dims in (("w", [features, hidden]), ("b", [hidden]))
         )
         x = mtf.import_tf_tensor(of, inputs["x"], mtf.Shape([batch, features]))

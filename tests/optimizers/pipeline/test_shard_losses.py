@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from mtf_gradsync._private.libraries import mtf, tf
-from tests import harness
+from tests import harness, models
 from tests.optimizers.pipeline import stack_reference
 from tests.optimizers.pipeline.shard_losses import (
     FEATURES,
@@ -175,9 +175,7 @@ def test_a_loop_over_microbatches(mesh_kind, stack):
 
     def build(mesh, inputs):
         opt = make(stack)
-        w = mtf.get_variable(
-            mesh, "w", [mtf.Dimension("in", FEATURES)], initializer=tf.constant_initializer(START)
-        )
+        w = models.variable(mesh, "w", [mtf.Dimension("in", FEATURES)], START)
         parts = tf.stack(tf.split(inputs["x"], 2, 2), 0)
         micro = mtf.Dimension("micro", 2)
         sizes = inputs["x"].shape.as_list()

@@ -23,12 +23,9 @@ class AdamByName(mtf.optimize.Optimizer):
             return []
         grad = mtf.to_float(grad)
         m, v = (
-            mtf.get_variable(
-                var.mesh, f"{var.name}/{slot}", var.shape, trainable=False,
-                initializer=tf.zeros_initializer(),
-            )
+            models.variable(var.mesh, f"{var.name}/{slot}", var.shape, trainable=False)
             for slot in ("adam_m", "adam_v")
-        )  # fmt: skip
+        )
         new_m = m * BETA1 + grad * (1 - BETA1)
         new_v = v * BETA2 + mtf.square(grad) * (1 - BETA2)
         change = new_m / (mtf.sqrt(new_v) + EPSILON)

@@ -8,7 +8,7 @@ import pytest
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.optimizers.state import is_marked
 from mtf_gradsync.runtimes.checkpoints import averaged_checkpoint
-from tests import harness
+from tests import harness, models
 from tests.sessions import assert_same_bits, session_of, train
 from tests.wrappers import wrap
 
@@ -45,8 +45,7 @@ def built(kind, mesh, stack, w=1.0, dtype=tf.float32):
             variable_averages=0.5,
             **({"variables_to_average": made} if stack == "replicas" else {}),
         )
-        zero = tf.zeros_initializer()
-        step = mtf.get_variable(mesh, "step", [], tf.int32, initializer=zero, trainable=False)
+        step = models.variable(mesh, "step", [], dtype=tf.int32, trainable=False)
         return opt.minimize(loss, step.operation), {"loss": loss}
 
     return harness.built(kind, shape, layout, build, feeds()[0])

@@ -284,9 +284,7 @@ def test_averages_follow_all_bits_of_what_activations_round(mesh_kind, autostack
         batch, d = mtf.Dimension("batch", 16), mtf.Dimension("features", models.INPUTS)
         x = mtf.import_tf_tensor(mesh, inputs["x"], mtf.Shape([batch, d]))
         w, u, still = (
-            mtf.get_variable(
-                mesh, name, mtf.Shape([d]), dtype, initializer=tf.constant_initializer(value)
-            ).operation
+            models.variable(mesh, name, [d], value, dtype=dtype).operation
             for name, value in start.items()
         )
         out = mtf.cast(mtf.cast(x, tf.bfloat16) * w.value * u.value, tf.float32)

@@ -7,6 +7,7 @@ from typing import Any, Callable, Sequence
 import numpy as np
 
 from mtf_gradsync._private.libraries import mtf, tf
+from tests import models
 from tests.properties.models import small_models, tape
 from tests.properties.sync_replicas_schedules import parts
 from tests.reference import Values
@@ -21,13 +22,7 @@ def gradients_on(
     """Makes the model's variables and loss; returns its gradients and variables."""
     values = model.values()
     tensors = {
-        name: mtf.get_variable(
-            mesh,
-            name,
-            mtf.Shape(list(dims)),
-            dtype=model.dtype,
-            initializer=tf.constant_initializer(values[name]),
-        )
+        name: models.variable(mesh, name, dims, values[name], dtype=model.dtype)
         for name, dims in model.variables.items()
     }
     variables = [t.operation for t in tensors.values()]
