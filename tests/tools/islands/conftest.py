@@ -14,7 +14,7 @@ from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.islands import Island, Merger, MergeSettings, Waiting
 from mtf_gradsync.tools.islands.folder import Folder
 from mtf_gradsync.tools.islands.journal import read_status
-from tests import harness, models
+from tests import harness, models, sessions
 from tests.tools.train.conftest import after_step, mesh_defaults, train  # noqa: F401
 
 STEPS = 20
@@ -90,14 +90,9 @@ class Program:
                 str(folder), name, inner_steps, lowering=self.built.lowering, **arguments
             )
 
-    @contextlib.contextmanager
-    def session(self) -> Iterator[Any]:
+    def session(self) -> contextlib.AbstractContextManager[Any]:
         """A session with initialized variables."""
-        with self.built.graph.as_default(), self.built._session() as session:
-            if self.built.program is None:
-                session.run(self.built.init)
-                session.run(self.built.restore)
-            yield session
+        return sessions.session_of(self.built, tf.train.Saver)
 
     @contextlib.contextmanager
     def begun(self, settings: MergeSettings) -> Iterator[Any]:

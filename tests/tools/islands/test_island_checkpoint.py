@@ -368,37 +368,19 @@ def test_steps_that_accumulate_go_on_where_the_checkpoint_is(kind, folder, tmp_p
         program = Program(kind, "2", line(wrap), feed(0.5), folder, "a", 8, wait="none")
         with program.session() as session, merging(folder, PLAIN):
             if life:
-                restore(program, session, path)
+                session.restore(path)
             program.island.begin(session, 6 * life, path)
             for _ in range(6):
                 program.learn(session, feed(0.5), 3.0)
             if not life:
-                saved(program, session, path)
+                session.save(path)
+                program.island.save(path)
                 program.island._exchange.lease.abandon()
                 continue
             program.island.finish(session)
     # 12 steps, 3 updates of 4 steps each.
     assert contributions(folder) == {"a": [(3, 36.0)]}
     np.testing.assert_allclose(values_of(folder)["w"], 1.0 - 6.0, rtol=0, atol=1e-6)
-
-
-def saved(program, session, path):
-    """Saves the session and its island."""
-    if program.built.program is None:
-        session.run(program.built.collect)
-        tf.train.Saver().save(session, path)
-    else:
-        session.save(path)
-    program.island.save(path)
-
-
-def restore(program, session, path):
-    """Restores the session."""
-    if program.built.program is None:
-        tf.train.Saver().restore(session, path)
-        session.run(program.built.restore)
-    else:
-        session.restore(path)
 
 
 def test_a_hook_keeps_what_checkpoints_have(folder, tmp_path):

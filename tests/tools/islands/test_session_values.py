@@ -6,7 +6,7 @@ import pytest
 import mtf_gradsync as gs
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.tools.islands.session_values import Values
-from tests import harness, models, reference
+from tests import harness, models, reference, sessions
 from tests.tools.islands.conftest import Program, batches
 
 D = mtf.Dimension("d", 6)
@@ -56,43 +56,23 @@ def test_averages_of_an_island_that_joins_begin_with_the_values_that_it_takes(ki
 
     feed = {"x": feeds[0]["x"]}
     built = harness.built(kind, shape, layout, build, feed)
-    average = "w/ExponentialMovingAverage"
+    average, joined = "w/ExponentialMovingAverage", np.full(6, 3.0, "f")
     with built.graph.as_default():
-        values = Values(built.lowering)
-        masters = {v.op.name: v for v in tf.global_variables()}
-
-        def now(session):
-            if built.program:
-                return session.variables()
-            session.run(built.collect)
-            return session.run(masters)
-
-        joined = np.full(6, 3.0, "f")
-        with built._session() as session:
-            if built.program is None:
-                session.run(built.init)
-                session.run(built.restore)
-            values.read(session)
-            values.write(session, {"w": joined})
-            np.testing.assert_array_equal(now(session)[average], joined)
-            session.run(built.updates, {built.inputs["x"]: feed["x"]})
-            learned = now(session)
-            np.testing.assert_array_equal(learned[average], (joined + learned["w"]) / 2)
-            # Merged values that come later are not what training began with.
-            values.write(session, {"w": joined})
-            np.testing.assert_array_equal(now(session)[average], learned[average])
-        again = Values(built.lowering)  # of an island that comes back
-        with built._session() as session:
-            if built.program is None:
-                session.run(built.init)
-                for name in masters:
-                    session.run(masters[name].assign(learned[name]))
-                session.run(built.restore)
-            else:
-                session.write(learned)
-            again.read(session)
-            again.write(session, {"w": joined})
-            np.testing.assert_array_equal(now(session)[average], learned[average])
+        values, again = Values(built.lowering), Values(built.lowering)
+    with sessions.session_of(built) as session:
+        values.read(session)
+        values.write(session, {"w": joined})
+        np.testing.assert_array_equal(session.variables()[average], joined)
+        learned = sessions.step(built, session, feed)
+        np.testing.assert_array_equal(learned[average], (joined + learned["w"]) / 2)
+        # Merged values that come later are not what training began with.
+        values.write(session, {"w": joined})
+        np.testing.assert_array_equal(session.variables()[average], learned[average])
+    # Of an island that comes back.
+    with sessions.session_of(built, first=learned) as session:
+        again.read(session)
+        again.write(session, {"w": joined})
+        np.testing.assert_array_equal(session.variables()[average], learned[average])
 
 
 @pytest.mark.parametrize("kind", ["simd", pytest.param("xla", marks=pytest.mark.xla)])
