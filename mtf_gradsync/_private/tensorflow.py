@@ -266,19 +266,9 @@ def local_devices() -> Sequence[Any]:
     return device_lib.list_local_devices()
 
 
-class MovingAverageSettings(NamedTuple):
-    """The arguments of a `tf.train.ExponentialMovingAverage`, numbers or tensors."""
-
-    decay: Any
-    num_updates: Any
-    zero_debias: bool
-
-
-def moving_average_settings(
-    average: tf.train.ExponentialMovingAverage,
-) -> MovingAverageSettings:
-    """Returns the arguments that an `ExponentialMovingAverage` was made with."""
-    return MovingAverageSettings(average._decay, average._num_updates, average._zero_debias)
+def moving_average_settings(average: tf.train.ExponentialMovingAverage) -> tuple[Any, Any, bool]:
+    """Returns the arguments `decay`, `num_updates` and `zero_debias` of a moving average."""
+    return average._decay, average._num_updates, average._zero_debias
 
 
 def checkpoint_initializers() -> list[Any]:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import abc
-import numbers
 import sys
 from typing import Any, Callable, Literal, Protocol, Sequence, Union, get_args
 
 import gin
 
-from mtf_gradsync._common import warn_once
+from mtf_gradsync._common import is_number, warn_once
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._private.tensorflow import control_flow_v1
 from mtf_gradsync.mesh.axes import ProcessorGroups
@@ -203,8 +202,7 @@ class CompressedAllReduce(Strategy):
         """
         self.reducer = check_strategy(FusedAllReduce() if reducer is None else reducer)
         self.compressed_dtype: tf.DType | None = _check_wire_dtype(wire_dtype)
-        number = isinstance(prescale, numbers.Real) and not isinstance(prescale, bool)
-        if not number or not _SMALLEST_PRESCALE <= prescale <= _LARGEST_PRESCALE:
+        if not is_number(prescale) or not _SMALLEST_PRESCALE <= prescale <= _LARGEST_PRESCALE:
             raise ValueError(
                 "prescale must be a number from 2**-126 to 2**127, which float32 holds, got "
                 f"{prescale!r}."
