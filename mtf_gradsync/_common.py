@@ -263,16 +263,16 @@ def walk(starts: Iterable[_T], following: Callable[[_T], Iterable[_T]]) -> Itera
 _K = TypeVar("_K", bound=Hashable)
 
 
-def grouped(items: Iterable[_T], key: Callable[[_T], _K]) -> dict[_K, list[_T]]:
-    """Returns for each key a list of the items that have it, in the order of `items`.
+def grouped(items: Iterable[_T], keys: Iterable[_K]) -> dict[_K, list[_T]]:
+    """Returns for each key a list of the items that have it; `keys` has the key of each item.
 
     Examples:
-      >>> grouped(["one", "two", "three"], len)
+      >>> grouped(["one", "two", "three"], [3, 3, 5])
       {3: ['one', 'two'], 5: ['three']}
     """
     found: dict[_K, list[_T]] = {}
-    for item in items:
-        found.setdefault(key(item), []).append(item)
+    for item, key in zip(items, keys):
+        found.setdefault(key, []).append(item)
     return found
 
 
@@ -298,7 +298,7 @@ def map_by_key(keys: Sequence[_K], make: Callable[[_K, list[int]], Sequence[Any]
       ['a0', 'b1', 'a2']
     """
     results: dict[int, Any] = {}
-    for key, positions in grouped(range(len(keys)), keys.__getitem__).items():
+    for key, positions in grouped(range(len(keys)), keys).items():
         results.update(zip(positions, make(key, positions)))
     return [results[position] for position in range(len(keys))]
 

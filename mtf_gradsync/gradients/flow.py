@@ -26,7 +26,7 @@ from mtf_gradsync._private.mesh_tensorflow import (
     slice_function,
 )
 from mtf_gradsync._private.tensorflow import trace_function
-from mtf_gradsync.gradients.layout import Axes, Layout, passes_on
+from mtf_gradsync.gradients.layout import IDENTITIES, Axes, Layout
 from mtf_gradsync.gradients.operations import GradientOperation
 from mtf_gradsync.step.plan import flat
 
@@ -153,7 +153,7 @@ class Flow:
         operation = tensor.operation
         if self._is_split(tensor) or isinstance(operation, mtf.Variable):
             return []
-        if passes_on(operation):
+        if isinstance(operation, IDENTITIES):
             return [_inputs_passed_on(operation)[operation.outputs.index(tensor)]]
         if isinstance(operation, mtf.WhileLoopOperation):
             if tensor not in operation.outputs:  # a loop's variable, seen from inside
@@ -197,7 +197,7 @@ class Flow:
         if late or self.carried.intersection(outputs):
             self._force(operation, own)
             return
-        if passes_on(operation):
+        if isinstance(operation, IDENTITIES):
             self._give(outputs, _inputs_passed_on(operation))
             return
         if pending and self._mesh_tf_delays(operation, pending):
@@ -333,14 +333,11 @@ class Flow:
             seen.add((tensor, needed))
             operation = tensor.operation
             derived = self.is_derived(tensor) and operation not in self.broadcast
-            if needed and tensor in self.axes and not derived and not passes_on(operation):
-                found[tensor] = None
-            if operation in self.reduced:
+            passed = needed and (derived or isinstance(operation, IDENTITIES))
+            if (needed and tensor in self.axes and not passed) or operation in self.reduced:
                 found[tensor] = None
             forced = self.forced.get(operation, ())
-            for source in self._sources(tensor):
-                passed = needed and (derived or passes_on(operation))
-                todo.append((source, passed or source in forced))
+            todo += [(source, passed or source in forced) for source in self._sources(tensor)]
         return list(found)
 
     def mixes_shards(
@@ -398,7 +395,7 @@ class Flow:
         """
         operation = tensor.operation
         is_loop = isinstance(operation, mtf.WhileLoopOperation)
-        if is_loop or passes_on(operation) or is_product_or_sum(operation):
+        if is_loop or isinstance(operation, IDENTITIES) or is_product_or_sum(operation):
             return False
         if is_between_meshes(operation):
             return True  # the shards of one mesh are not those of the other
@@ -432,7 +429,7 @@ def _carried_by_loops(operations: Iterable[mtf.Operation]) -> set[mtf.Tensor]:
 def _inputs_passed_on(operation: mtf.Operation) -> list[mtf.Tensor]:
     """Returns, for each output of `operation`, the tensor whose value this output has.
 
-    `operation` must be one that only passes tensors on: `passes_on(operation)` is true.
+    `operation` must be one of `IDENTITIES`.
     """
     if isinstance(operation, mtf.CustomGradientOperation):
         return custom_gradient_results(operation)

@@ -149,6 +149,8 @@ def find_own_data_axes(
 AxisOf = Callable[[mtf.Mesh, mtf.Dimension], "int | None"]
 # Operations whose outputs have dimensions that their inputs, the data, do not have.
 _WIDENS = (mtf.BroadcastOperation, mtf.OneHotOperation, mtf.WhileLoopOperation, GradientOperation)
+#: Operations whose outputs are lowered to the same objects as their inputs, pending or not.
+IDENTITIES = (mtf.StopGradient, mtf.CustomGradientOperation)
 # Operations on the way from each example's loss to the loss.
 _TO_LOSS = (
     mtf.AddOperation,
@@ -156,16 +158,8 @@ _TO_LOSS = (
     mtf.ReshapeOperation,
     mtf.ScalarAddOperation,
     mtf.ScalarMultiplyOperation,
+    *IDENTITIES,
 )
-
-
-# Operations whose outputs are lowered to the same objects as their inputs, pending or not.
-_PASSES_ON = (mtf.StopGradient, mtf.CustomGradientOperation)
-
-
-def passes_on(operation: mtf.Operation) -> bool:
-    """Returns whether an operation's outputs are its inputs, unchanged (mtf.stop_gradient, say)."""
-    return isinstance(operation, _PASSES_ON)
 
 
 class Split(NamedTuple):
@@ -392,7 +386,7 @@ def _losses(graph: mtf.Graph) -> list[mtf.Tensor]:
 
     def terms(tensor: mtf.Tensor) -> list[mtf.Tensor]:
         operation = tensor.operation
-        is_sum = isinstance(operation, _TO_LOSS) or passes_on(operation)
+        is_sum = isinstance(operation, _TO_LOSS)
         return operation.inputs if is_sum or not tensor.shape.dims else []
 
     losses = [loss for call in gradients_calls(graph) for loss in call.losses]

@@ -10,8 +10,8 @@ from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._private.mesh_tensorflow import scalar_of, slice_function
 from mtf_gradsync.gradients.flow import Flow, linear_positions
 from mtf_gradsync.gradients.layout import (
+    IDENTITIES,
     Layout,
-    passes_on,
 )
 from mtf_gradsync.gradients.operations import (
     GradientOperation,
@@ -379,7 +379,9 @@ def express_by_sums(grad: mtf.Tensor, flow: Flow, layout: Layout) -> GradientFro
             continue
         inputs = operation.inputs
         mixed = [i for i, x in enumerate(inputs) if is_pending(x) or flow.mixes_shards(x)]
-        positions = mixed if passes_on(operation) else linear_positions(operation, mixed)
+        positions = (
+            mixed if isinstance(operation, IDENTITIES) else linear_positions(operation, mixed)
+        )
         if (
             not mixed
             or positions is None

@@ -203,7 +203,7 @@ def memories(devices: Sequence[str]) -> list[list[int]]:
       >>> memories(["/cpu:0", "/cpu:1", "/gpu:0"])
       [[0, 1], [2]]
     """
-    return list(grouped(range(len(devices)), lambda position: _memory(devices[position])).values())
+    return list(grouped(range(len(devices)), [_memory(device) for device in devices]).values())
 
 
 # Asked for each device of each operation of a program.
@@ -231,7 +231,7 @@ def slicewise(mesh_impl: Any, fn: Callable[..., Any], inputs: Sequence[Any]) -> 
         return mtf.parallel([devices[processor]], fn, *[[x[processor]] for x in inputs])[0]
 
     for memory in memories(devices):
-        alike = grouped(memory, lambda processor: tuple(id(x[processor]) for x in inputs))
+        alike = grouped(memory, [tuple([id(x[p]) for x in inputs]) for p in memory])
         for members in alike.values():
             if len(members) == 1:
                 result[members[0]] = call(members[0])
@@ -303,7 +303,7 @@ class SharedVariable:
         slices: list[Any] = [None] * mesh_impl.size
         turn = mesh_impl.next_turn()
         for memory in memories(mesh_impl.devices):
-            holders = grouped(memory, lambda p: tuple(mesh_impl.slice_begin(shape, p)))
+            holders = grouped(memory, [tuple(mesh_impl.slice_begin(shape, p)) for p in memory])
             for members in holders.values():
                 writer = members[turn % len(members)]
                 with tf.device(mesh_impl.devices[writer]):

@@ -131,7 +131,7 @@ def _with_gpus(
             chips[p] = (topology.processes[p], description["pci bus id"])
     linked = None
     if len(found) == len(gpus):
-        by_process = grouped(gpus, lambda p: topology.processes[p]).values()
+        by_process = grouped(gpus, [topology.processes[p] for p in gpus]).values()
         linked = all(_are_linked([found[p] for p in members]) for members in by_process)
     return topology._replace(chips=chips, linked=linked, models=models)
 

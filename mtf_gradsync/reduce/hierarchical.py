@@ -79,7 +79,7 @@ def inner_groups(
     Each inner group keeps the order of `group`.
     """
     key = _inner_group_key(mesh_impl, group, outer_axes)
-    return list(grouped(group, key).values())
+    return list(grouped(group, [key(processor) for processor in group]).values())
 
 
 def level_groups(

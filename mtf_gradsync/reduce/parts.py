@@ -162,10 +162,9 @@ def buckets(tensors: Sequence[Any], cuts: Sequence[Cuts], bucket_bytes: int) -> 
       bucket_bytes: the largest size of a bucket of several tensors, in bytes per processor; 0 makes
         a bucket for each tensor.
     """
-    alike = grouped(
-        range(len(tensors)),
-        lambda i: (mesh_axes_of(cuts[i]), tensors[i].tensor_list[0].dtype.base_dtype),
-    )
+    dtypes = [x.tensor_list[0].dtype.base_dtype for x in tensors]
+    keys = [(mesh_axes_of(cut), dtype) for cut, dtype in zip(cuts, dtypes)]
+    alike = grouped(range(len(tensors)), keys)
     found = []
     for (_, dtype), indices in alike.items():
         num_bytes = [mtf.list_product(tensors[i].slice_shape) * dtype.size for i in indices]
@@ -367,7 +366,8 @@ def _group_by_collective(
         is_large = mtf.list_product(shape) >= (_ALONE_AMONG_MANY if are_many else least)
         return index if is_large else -1, tuple(shape), tuple(cuts[index]), dtype
 
-    return list(grouped(range(len(tensors)), collective).values())
+    positions = range(len(tensors))
+    return list(grouped(positions, [collective(i) for i in positions]).values())
 
 
 def _stack_to_send(mesh_impl: Any, values: Sequence[Any], cuts: Cuts) -> Any:
@@ -500,7 +500,7 @@ def _scatter_on_devices(
                 packs[processor] = [
                     pack(parts) if len(parts) > 1 else parts[0] for parts in zip(*pieces)
                 ]
-        wanted = grouped(group, functools.partial(part_number, mesh_impl, cuts[0]))
+        wanted = grouped(group, [part_number(mesh_impl, cuts[0], p) for p in group])
         for number, processors in wanted.items():
             device = mesh_impl.devices[processors[turn % len(processors)]]
             total = sum_on_one_device([packs[p][number] for p in group], device)
@@ -547,7 +547,7 @@ def _gather_on_devices(
     memory = {p: n for n, members in enumerate(memories(mesh_impl.devices)) for p in members}
     made: dict[tuple[Any, ...], list[Any]] = {}
     for number, group in enumerate(slice_groups(mesh_impl, cuts[0]).groups):
-        for home, members in grouped(group, memory.__getitem__).items():
+        for home, members in grouped(group, [memory[p] for p in group]).items():
             key = (home, *(id(slices[p]) for slices in packed for p in group))
             if key not in made:
                 with tf.device(mesh_impl.devices[members[(turn + number) % len(members)]]):

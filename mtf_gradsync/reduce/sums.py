@@ -447,7 +447,7 @@ def packed_all_reduce(
     turns = turns or itertools.count()
     # Collectives refuse empty tensors.
     sent = [i for i, value in enumerate(values) if mtf.list_product(value.slice_shape) > 0]
-    by_dtype = grouped(sent, lambda i: values[i].tensor_list[0].dtype.base_dtype)
+    by_dtype = grouped(sent, [values[i].tensor_list[0].dtype.base_dtype for i in sent])
     packs: Packs = []
     for dtype, indices in by_dtype.items():
         # Neighbours of one shape are stacked, not flattened.
@@ -480,7 +480,8 @@ def _sum_packs(
       turns: an iterator that yields whole numbers, one for each pack. By this number `sum_fn`
         chooses the device that adds up the pack, so that devices share the work.
     """
-    pieces = grouped(itertools.chain.from_iterable(packs), lambda piece: piece.tensor)
+    all_pieces = [piece for pack in packs for piece in pack]
+    pieces = grouped(all_pieces, [piece.tensor for piece in all_pieces])
     parts: dict[Piece, Any] = {}
     for index, some in pieces.items():
         parts.update(zip(some, _cut(mesh_impl, values[index], some)))

@@ -23,7 +23,7 @@ from mtf_gradsync._private.mesh_tensorflow import set_operation_outputs
 from mtf_gradsync._private.tensorflow import control_flow_v1, replace_capture, set_attr
 from mtf_gradsync.mesh.axes import is_simd
 from mtf_gradsync.mesh.devices import check_writers, process_of, writing_shared_slices
-from mtf_gradsync.step.plan import StepPlan, unstacks_variable
+from mtf_gradsync.step.plan import StepPlan, unstack_operations
 
 if TYPE_CHECKING:
     from mtf_gradsync.step.writes import Gate
@@ -223,8 +223,8 @@ def _read_variables_inside(
         lowering.tensors[variable.value] = mesh_impl.slicewise(
             lambda x, dtype=dtype: tf.cast(tf.convert_to_tensor(x), dtype), lowered
         )
-    for op in lowering.graph.operations:
-        if unstacks_variable(op) and op.inputs[0].operation in assigned:
+    for op in unstack_operations(lowering.graph):
+        if op.inputs[0].operation in assigned:
             op.lower_itself(lowering)
     yield
     lowering.tensors.clear()

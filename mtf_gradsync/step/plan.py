@@ -552,6 +552,11 @@ def unstacks_variable(operation: mtf.Operation) -> bool:
     )
 
 
+def unstack_operations(graph: mtf.Graph) -> list[mtf.Operation]:
+    """Returns a graph's operations that unstack variables; Mesh-TF's autostack makes them."""
+    return [operation for operation in graph.operations if unstacks_variable(operation)]
+
+
 def _read_once(variable: mtf.Variable, lowering: mtf.Lowering) -> None:
     """Reads a variable, and makes this read the lowered value that all operations share.
 

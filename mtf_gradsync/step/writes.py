@@ -50,7 +50,8 @@ class Gate:
         laid_out = [lowering.tensors[t].to_laid_out_tensor() for t in tensors]
         slices = [x for one in laid_out for x in one.tensor_list]
         # One operation on each device first, so that there are few edges between devices.
-        by_device = grouped(dict.fromkeys(x.op for x in slices), lambda op: op.device)
+        made_by = list(dict.fromkeys(x.op for x in slices))
+        by_device = grouped(made_by, [op.device for op in made_by])
         with lowered.name_scope("gate"):
             reached = []
             for device, ops in by_device.items():
