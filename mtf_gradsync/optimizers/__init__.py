@@ -19,11 +19,7 @@ from mtf_gradsync.optimizers.report import (
     split_by_shard,
 )
 from mtf_gradsync.optimizers.sharded_updates import ShardedUpdateOptimizer
-from mtf_gradsync.optimizers.skip_functions import (
-    skip_large_updates,
-    skip_not_finite,
-    skip_spikes,
-)
+from mtf_gradsync.optimizers.skip_functions import skip_large_updates, skip_not_finite, skip_spikes
 from mtf_gradsync.optimizers.skips import NoUpdateError
 from mtf_gradsync.optimizers.state import get_update_step, scalar_state
 from mtf_gradsync.optimizers.sync_replicas import SyncReplicasOptimizer

@@ -21,10 +21,7 @@ from mtf_gradsync.compat_v1.rules import refuse_with_v1
 from mtf_gradsync.gradients.arguments import PassedOnArguments, is_scalar
 from mtf_gradsync.gradients.operations import on_mesh
 from mtf_gradsync.mesh.axes import LayoutLike, MeshShapeLike, ReplicaAxes
-from mtf_gradsync.optimizers.pipeline.accumulators import (
-    Accumulators,
-    without_skipped,
-)
+from mtf_gradsync.optimizers.pipeline.accumulators import Accumulators, without_skipped
 from mtf_gradsync.optimizers.pipeline.builder import StepBuilder
 from mtf_gradsync.optimizers.pipeline.forms import Form, GradientSet, Mask, Partition, PerShard
 from mtf_gradsync.optimizers.pipeline.order import needs_not_finite, reduces
@@ -51,12 +48,7 @@ from mtf_gradsync.optimizers.skips import (
     waiting_after_step,
     waiting_state,
 )
-from mtf_gradsync.optimizers.state import (
-    ACCUMULATOR,
-    SUMS_NOT_KEPT,
-    named_state,
-    update_counter,
-)
+from mtf_gradsync.optimizers.state import ACCUMULATOR, SUMS_NOT_KEPT, named_state, update_counter
 from mtf_gradsync.optimizers.wrapper import CommonArguments, StepAttribute
 from mtf_gradsync.reduce import Strategy
 from mtf_gradsync.reduce.compressed import WireDtype
@@ -523,7 +515,7 @@ class _Accumulate(Stage):
                 None,  # only some steps have weights
             )
 
-        before = step.plan.state(wrapper, name, make_counters)
+        before = step.state(wrapper, make_counters)
         weights = gradients.weights
         if weights is not None:
             waiting = before.waiting or waiting_state(mesh, name, wrapper._limit)

@@ -21,12 +21,7 @@ from mtf_gradsync.gradients.operations import (
     reduced_values,
 )
 from mtf_gradsync.gradients.pending import PendingSums
-from mtf_gradsync.mesh.axes import (
-    LayoutLike,
-    MeshShapeLike,
-    ProcessorGroups,
-    ReplicaAxes,
-)
+from mtf_gradsync.mesh.axes import LayoutLike, MeshShapeLike, ProcessorGroups, ReplicaAxes
 from mtf_gradsync.optimizers.pipeline.builder import StepBuilder
 from mtf_gradsync.optimizers.pipeline.forms import Form, GradientSet
 from mtf_gradsync.optimizers.pipeline.stack import Place, Stage

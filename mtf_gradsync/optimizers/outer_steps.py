@@ -22,10 +22,10 @@ from mtf_gradsync.optimizers.pipeline.accumulators import masked, multiply_by_co
 from mtf_gradsync.optimizers.pipeline.builder import StepBuilder
 from mtf_gradsync.optimizers.pipeline.forms import Form, GradientSet, Mask, Reduction, Weights
 from mtf_gradsync.optimizers.pipeline.strategy_state import (
-    CutOut,
     Owner,
-    PutBack,
     VariablePiece,
+    cut_out,
+    put_back,
     variable_of,
 )
 from mtf_gradsync.optimizers.pipeline.weights import divided, nonzero
@@ -124,7 +124,7 @@ class StepsOfIslands:
         self._wrapper, self._islands, self._step = wrapper, wrapper.islands, step
         islands, mesh = wrapper.islands, gradients.mesh
         self._variables = gradients.owners
-        self._state: OuterState = step.plan.state(wrapper, wrapper.name, lambda: self._make(mesh))
+        self._state: OuterState = step.state(wrapper, lambda: self._make(mesh))
         self._weights: Sequence[mtf.Tensor] = ()
         self._has_data: mtf.Tensor | None = None
         if gradients.weights is not None and islands.shard_dims:
@@ -358,7 +358,7 @@ class StepsOfIslands:
         now = step.value_after([*variables, *moved, *momenta], updates)
         read = iter(x if x.dtype.size >= 4 else mtf.cast(x, tf.float32) for x in now)
         values = [[next(read) for _ in x] for x in (variables, moved, momenta)]
-        own, outer, velocity = (_cut_or_put_back(CutOut, owners, x) for x in values)
+        own, outer, velocity = (_cut_or_put_back(cut_out, owners, x) for x in values)
         shapes = [mtf.Shape([*self._islands.shard_dims, *x.shape.dims]) for x in owners]
         differences = SameSlices([y - x for x, y in zip(own, outer)], shapes).outputs
         given = GradientSet(tuple(differences), tuple(owners), Form.PER_SHARD)
@@ -396,7 +396,7 @@ class StepsOfIslands:
             [
                 mtf.assign(v, x)
                 for written, before, after in zip((variables, moved, momenta), values, new)
-                for v, x in zip(written, _cut_or_put_back(PutBack, owners, before, after))
+                for v, x in zip(written, _cut_or_put_back(put_back, owners, before, after))
             ]
         )
         step.add(writes)
@@ -495,28 +495,30 @@ class StepsOfIslands:
 
 
 def _cut_or_put_back(
-    kind: Callable[..., CutOut | PutBack], owners: Sequence[Owner], *values: Sequence[mtf.Tensor]
+    change: Callable[..., Sequence[mtf.Tensor]],
+    owners: Sequence[Owner],
+    *values: Sequence[mtf.Tensor],
 ) -> list[mtf.Tensor]:
     """Cuts pieces of variables out of the variables' values, or puts new pieces back into them.
 
     A piece is a range of the numbers in each core's slice of a variable.
 
     Args:
-      kind: `CutOut` to cut, `PutBack` to put back.
+      change: `cut_out` to cut, `put_back` to put back.
       owners: pieces of variables, and whole variables.
-      *values: lists with a value for each of `owners`. For `CutOut` one list, of values of
-        variables. For `PutBack` two lists: values of variables, and new values of the pieces.
+      *values: lists with a value for each of `owners`. For `cut_out` one list, of values of
+        variables. For `put_back` two lists: values of variables, and new values of the pieces.
 
     Returns:
-      A tensor for each of `owners`. For a piece it is the piece's value (`CutOut`), or the
-      variable's value with the new piece in it (`PutBack`). For a whole variable it is the
+      A tensor for each of `owners`. For a piece it is the piece's value (`cut_out`), or the
+      variable's value with the new piece in it (`put_back`). For a whole variable it is the
       variable's item of the last list in `values`.
     """
     result = list(values[-1])
     pieces = {i: x for i, x in enumerate(owners) if isinstance(x, VariablePiece)}
     if result and pieces:
         given = [[some[i] for i in pieces] for some in values]
-        for index, value in zip(pieces, kind(*given, list(pieces.values())).outputs):
+        for index, value in zip(pieces, change(*given, list(pieces.values()))):
             result[index] = value
     return result
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any, Mapping, Sequence, Union
 
 import gin
@@ -340,9 +341,8 @@ class _AggregateReplicas(Stage):
     def apply(self, gradients: GradientSet, step: StepBuilder) -> GradientSet:
         wrapper, given = self.wrapper, gradients
         axes, reducer, mesh = self.axes, wrapper.reducer, gradients.mesh
-        before = step.plan.state(
-            wrapper, wrapper.name, lambda: replicas.make_state(mesh, wrapper.name, axes.shard_dims)
-        )
+        make = functools.partial(replicas.make_state, mesh, wrapper.name, axes.shard_dims)
+        before = step.state(wrapper, make)
         steps = replicas.steps_of_gradients(wrapper._local_steps, before.local_step, axes)
         own, reduced, parts = _split_by_replica(gradients, axes, reducer)
         weights = gradients.weights

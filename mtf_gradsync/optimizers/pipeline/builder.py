@@ -381,25 +381,19 @@ class StepBuilder:
         with self.branch_when(when(), gate):
             self.add([mtf.assign(variable, value) for variable, value in state])
 
-    def reduce_and_divide(
-        self, gradients: GradientSet, reduction: Reduction, partition: Partition | None
-    ) -> GradientSet:
+    def reduce_and_divide(self, gradients: GradientSet, by: Reduction | Partition) -> GradientSet:
         """Reduces gradients over the mesh, divides them by their set's divisor, and casts them.
 
-        `reduction` has the settings of the reduction. If `partition` is given, the strategy and
-        axes of `partition` are used instead, and each replica gets its part of a gradient. Without
-        a partition, gradients that are parts already are divided and then gathered. For other
-        values than the gradients of the step, use `reduce_now`.
+        If `by` is a partition, each replica gets its part of a gradient. If `by` is a reduction,
+        gradients that are parts already are divided and then gathered. For other values than the
+        gradients of the step, use `reduce_now`.
         """
         given, unreduced = gradients.present, gradients
         if gradients.form is Form.PART:
             of_sums = divide_and_cast(gradients, self.stack.opt)
-            return of_sums if partition is not None else gather_parts(of_sums)
-        if partition is None:
-            strategy = reduction.strategy
-            gradients = self.reduce_now(gradients, reduction)
-        else:
-            axes, strategy, shapes_of, name = partition
+            return of_sums if isinstance(by, Partition) else gather_parts(of_sums)
+        if isinstance(by, Partition):
+            axes, strategy, shapes_of, name = by
             own = Reduction(strategy, axes.batch_dims, axes, name)
             gradients = self._by_strategies.reduce(gradients, own)
             unscattered = gradients.present
@@ -410,9 +404,11 @@ class StepBuilder:
             )
             given = [s if x is y else x for x, y, s in zip(given, unscattered, sources)]
             gradients = gradients.with_present(parts, Form.PART)
+        else:
+            gradients = self.reduce_now(gradients, by)
         if self.reduced_first is None:
             branch = self.plan.open_branch
-            self.reduced_first = Reduced(given, gradients.present, branch, strategy)
+            self.reduced_first = Reduced(given, gradients.present, branch, by.strategy)
         if not unreduced.form.is_reduced:
             gradients = dataclasses.replace(gradients, unreduced=unreduced)
         return divide_and_cast(gradients, self.stack.opt)

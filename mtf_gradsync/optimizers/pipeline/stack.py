@@ -305,43 +305,41 @@ class Reduce(Stage):
     """The stage that reduces gradients and divides them.
 
     Attributes:
-      reduction: the settings of the reduction.
-      partition: how gradients are split, if each replica is to get only its part of them; None if
-        each replica is to get full gradients.
+      by: the settings of the reduction, if each replica is to get full gradients; how gradients are
+        split, if each replica is to get only its part of them.
       divides: what `describe` says about the division of the gradients; "" if they are not divided.
       given: the form of the gradients that the stage gets. If the form is `Form.REDUCED` or
         `Form.PART`, the gradients are sums of gradients that were reduced before. The stage then
         only splits or gathers these sums, and divides them.
     """
 
-    reduction: Reduction
-    partition: Partition | None = None
+    by: Reduction | Partition
     divides: str = ""
     given: Form = Form.PENDING
 
     @property
     def form(self) -> Form:
         """The form of the gradients that this stage gives."""
-        return Form.REDUCED if self.partition is None else Form.PART
+        return Form.PART if isinstance(self.by, Partition) else Form.REDUCED
 
     def apply(self, gradients: GradientSet, step: Any) -> GradientSet:
-        return step.reduce_and_divide(gradients, self.reduction, self.partition)
+        return step.reduce_and_divide(gradients, self.by)
 
     def describe(self, about: About) -> list[Line]:
         what: tuple[str, ...] = (self.divides,)
-        if self.given is Form.PART and self.partition is None:
+        if self.given is Form.PART and self.form is Form.REDUCED:
             what = self.divides, "gather the sums"
-        elif self.given is Form.REDUCED and self.partition is not None:
+        elif self.given is Form.REDUCED and self.form is Form.PART:
             what = "take each replica's part of the sums", self.divides
         elif not self.given.is_reduced:
             what = self._reduces(about), self.divides
         return [Line("; ".join(filter(None, what)))] if any(what) else []
 
     def _reduces(self, about: About) -> str:
-        used = self.reduction if self.partition is None else self.partition
-        how = "reduce" if self.partition is None else "reduce, each replica its part,"
-        what = f"{how} over {shards_text(about.axes)}: {strategy_text(used.strategy)}"
-        found = about.num_bytes(None if self.partition else self.reduction.strategy)
+        is_part = self.form is Form.PART
+        how = "reduce, each replica its part," if is_part else "reduce"
+        what = f"{how} over {shards_text(about.axes)}: {strategy_text(self.by.strategy)}"
+        found = about.num_bytes(None if is_part else self.by.strategy)
         if found is None:
             return what
         groups = f"{found[1]} group{'s' * (found[1] != 1)}"
@@ -418,7 +416,8 @@ def with_conversions(segments: Sequence[Segment], takes_pending: bool) -> tuple[
     ) -> list[Reduce]:
         # A stage inside that adds up reduced gradients says whether it needs them in full.
         adds_up = next((stage for stage in left if stage._wants_reduced), None)
-        made = Reduce(by, adds_up._parts if adds_up else of_updates, divides, given or form)
+        parts = adds_up._parts if adds_up else of_updates
+        made = Reduce(parts or by, divides, given or form)
         return [] if form is made.form and given is None else [made]
 
     form, result = Form.PENDING, []

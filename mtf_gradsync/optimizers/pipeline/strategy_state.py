@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import itertools
 import logging
-from typing import Any, Collection, Sequence, Union
+from typing import Any, Callable, Collection, Sequence, Union
 
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.gradients.layout import find_replica_axes
@@ -68,21 +68,22 @@ class VariablePiece:
             own = [mtf.Dimension("_rows", size // columns), mtf.Dimension("_columns", columns)]
         return mtf.Shape([*(d for d in split if d.size > 1), *own])
 
-    def cut_out(self, x: tf.Tensor, shape: Sequence[int]) -> tf.Tensor:
+    def cut_out(self, shape: Sequence[int], x: tf.Tensor) -> tf.Tensor:
         """Returns the piece's numbers out of x, a core's slice of the variable, as a tf tensor.
 
         The returned tensor has the shape `shape`, with as many numbers as the piece.
         """
         return tf.reshape(tf.reshape(x, [-1])[self.start : self.stop], shape)
 
-    def put_back(self, x: tf.Tensor, value: tf.Tensor) -> tf.Tensor:
+    def put_back(self, shape: Sequence[int], x: tf.Tensor, value: tf.Tensor) -> tf.Tensor:
         """Returns a copy of x, a core's slice of the variable, with `value` as the piece's numbers.
 
-        `value` may have any shape with as many numbers as the piece, and is cast to the dtype of x.
+        `shape` is the shape of x. `value` may have any shape with as many numbers as the piece, and
+        is cast to the dtype of x.
         """
         flat = tf.reshape(x, [-1])
         new = tf.cast(tf.reshape(value, [-1]), x.dtype)
-        return tf.reshape(tf.concat([flat[: self.start], new, flat[self.stop :]], 0), x.shape)
+        return tf.reshape(tf.concat([flat[: self.start], new, flat[self.stop :]], 0), shape)
 
     @property
     def name(self) -> str:
@@ -117,7 +118,7 @@ class PieceOfState:
         self, variable: mtf.Variable, piece: VariablePiece, shard_dims: Sequence[mtf.Dimension]
     ):
         self.variable, self._piece = variable, piece
-        (self.value,) = CutOut([variable.value], [piece], shard_dims).outputs
+        (self.value,) = cut_out([variable.value], [piece], shard_dims)
         self.shape, self.activation_dtype = self.value.shape, variable.activation_dtype
 
     def put_back(self, value: mtf.Tensor) -> mtf.Tensor:
@@ -126,60 +127,64 @@ class PieceOfState:
         `value` and the result are mtf tensors, of the shapes of the attributes `value` and
         `variable`.
         """
-        return PutBack([self.variable.value], [value], [self._piece]).outputs[0]
+        return put_back([self.variable.value], [value], [self._piece])[0]
 
 
-class CutOut(GradientOperation):
-    """An operation that cuts one piece from each tensor; each core cuts it from its own slice.
-
-    The tensors have the shape `[shard dims...] + variable dims`, and `pieces` has the piece to cut
-    from each of them. The outputs have the shapes `[shard dims...] + piece dims`. The mesh splits
-    the shard dims, if there are any, so that a slice has size 1 along them.
-    """
+class _OfPieces(GradientOperation):
+    """An operation on pieces of tensors; each core works on its own slices."""
 
     def __init__(
         self,
-        tensors: Sequence[mtf.Tensor],
+        work: Callable[..., tf.Tensor],
         pieces: Sequence[VariablePiece],
-        shard_dims: Sequence[mtf.Dimension] = (),
+        shapes: Sequence[mtf.Shape],
+        *tensors: Sequence[mtf.Tensor],
     ):
-        self._pieces = list(pieces)
-        shapes = [mtf.Shape([*shard_dims, *piece.shape.dims]) for piece in pieces]
-        super().__init__(tensors, shapes, "cut_out")
+        """Adds the operation, which has an output for each piece.
+
+        Args:
+          work: the method of `VariablePiece` that makes a slice of the output.
+          pieces: the pieces.
+          shapes: the shapes of the outputs.
+          *tensors: lists with a tensor for each piece. `work` gets the slices of these tensors.
+        """
+        self._work, self._pieces = work, list(pieces)
+        super().__init__([x for some in tensors for x in some], shapes, work.__name__)
 
     def lower(self, lowering: mtf.Lowering) -> None:
-        mesh_impl = lowering.mesh_impl(self)
-        results = []
-        for x, piece, output in zip(
-            reduced_values(lowering, self.inputs), self._pieces, self.outputs
-        ):
-            shape = mesh_impl.slice_shape(output.shape)
-            results.append(mesh_impl.slicewise(functools.partial(piece.cut_out, shape=shape), x))
+        mesh_impl, count = lowering.mesh_impl(self), len(self._pieces)
+        values, results = reduced_values(lowering, self.inputs), []
+        for number, (piece, output) in enumerate(zip(self._pieces, self.outputs)):
+            work = functools.partial(self._work, piece, mesh_impl.slice_shape(output.shape))
+            results.append(mesh_impl.slicewise(work, *values[number::count]))
         self.set_outputs(lowering, results)
 
 
-class PutBack(GradientOperation):
-    """An operation that replaces one piece of each tensor; each core does so in its own slice.
+def cut_out(
+    tensors: Sequence[mtf.Tensor],
+    pieces: Sequence[VariablePiece],
+    shard_dims: Sequence[mtf.Dimension] = (),
+) -> Sequence[mtf.Tensor]:
+    """Cuts one piece from each tensor; each core cuts it from its own slice.
 
-    There is an output for each of `tensors`: the tensor, with an item of `values` in place of an
-    item of `pieces`. The three lists have the same length. An item of `values` has the shape that
-    `CutOut` gives the piece.
+    The tensors have the shape `[shard dims...] + variable dims`, and `pieces` has the piece to cut
+    from each of them. The results have the shapes `[shard dims...] + piece dims`. The mesh splits
+    the shard dims, if there are any, so that a slice has size 1 along them.
     """
+    shapes = [mtf.Shape([*shard_dims, *piece.shape.dims]) for piece in pieces]
+    return _OfPieces(VariablePiece.cut_out, pieces, shapes, tensors).outputs
 
-    def __init__(
-        self,
-        tensors: Sequence[mtf.Tensor],
-        values: Sequence[mtf.Tensor],
-        pieces: Sequence[VariablePiece],
-    ):
-        self._pieces = list(pieces)
-        super().__init__([*tensors, *values], [x.shape for x in tensors], "put_back")
 
-    def lower(self, lowering: mtf.Lowering) -> None:
-        slicewise, count = lowering.mesh_impl(self).slicewise, len(self._pieces)
-        values = reduced_values(lowering, self.inputs)
-        given = zip(self._pieces, values[:count], values[count:])
-        self.set_outputs(lowering, [slicewise(piece.put_back, x, new) for piece, x, new in given])
+def put_back(
+    tensors: Sequence[mtf.Tensor], values: Sequence[mtf.Tensor], pieces: Sequence[VariablePiece]
+) -> Sequence[mtf.Tensor]:
+    """Returns `tensors`, each with an item of `values` in place of the item of `pieces`.
+
+    The three lists have the same length. An item of `values` has the shape that `cut_out` gives the
+    piece.
+    """
+    shapes = [x.shape for x in tensors]
+    return _OfPieces(VariablePiece.put_back, pieces, shapes, tensors, values).outputs
 
 
 _logger = logging.getLogger("mtf_gradsync")
