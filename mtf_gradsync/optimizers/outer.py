@@ -30,7 +30,7 @@ from mtf_gradsync.optimizers.pipeline.forms import (
     PerShard,
     Reduction,
 )
-from mtf_gradsync.optimizers.pipeline.order import averages
+from mtf_gradsync.optimizers.pipeline.order import averages, shards_updates
 from mtf_gradsync.optimizers.pipeline.stack import ONE_FOR_EACH_MESH, Place, Stage, stages_of
 from mtf_gradsync.optimizers.pipeline.words import About, Line, frequency_text, setting_text
 from mtf_gradsync.optimizers.skips import check_limit
@@ -275,8 +275,14 @@ class OuterOptimizer(TrainsIslands):
                     f"of each island: put {type(inner).__name__} directly inside {self.name}, or "
                     "around it."
                 )
-            if self.islands.shard_dims and self.inside is not None:
-                inner._check_inside(self.islands, self.inside)
+            has_one_replica = self.inside is not None and self.inside.num_shards == 1
+            if self.islands.shard_dims and has_one_replica and shards_updates(stages_of(inner)):
+                raise ValueError(
+                    f"{inner.name} splits updates over replicas, but each of the islands along "
+                    f"{list(self.islands.batch_dims)} has one replica. Remove "
+                    f"{type(inner).__name__}, or give outer_dims that make islands of several "
+                    "replicas."
+                )
 
     def _gradient_reduction(
         self, place: Place | None = None, found_axes: ReplicaAxes | None = None

@@ -288,14 +288,6 @@ class ShardedUpdateOptimizer(Wrapper):
     def get_slot(self, var: mtf.Variable, name: str) -> mtf.Variable | None:
         return super().get_slot(self._parts.get(var) or var, name)
 
-    def _check_inside(self, islands: ReplicaAxes, inside: ReplicaAxes) -> None:
-        if inside.num_shards == 1:
-            raise ValueError(
-                f"{self.name} splits updates over replicas, but each of the islands along "
-                f"{list(islands.batch_dims)} has one replica. Remove {type(self).__name__}, or "
-                "give outer_dims that make islands of several replicas."
-            )
-
     def part_of(self, var: mtf.Variable) -> mtf.Shape | None:
         """Returns the shape of a variable's parts.
 

@@ -221,14 +221,6 @@ class Wrapper(TrainOptimizerInterface, mtf.optimize.Optimizer):
         """Raises ValueError if this wrapper must not be around one of the wrappers inside it."""
         check_order(self, self.inner_stack())
 
-    def _check_inside(self, islands: ReplicaAxes, inside: ReplicaAxes) -> None:
-        """Raises ValueError if the wrapper makes no sense inside islands of an `OuterOptimizer`.
-
-        The base class raises no error. `ShardedUpdateOptimizer` does if each island has one
-        replica. `islands` are the axes between islands, and `inside` are the replica axes inside an
-        island.
-        """
-
     # Methods that subclasses override.
 
     def stages(self, place: Place) -> Sequence[Stage]:
