@@ -515,7 +515,7 @@ class _Accumulate(Stage):
                 None,  # only some steps have weights
             )
 
-        before = step.state(wrapper, make_counters)
+        before = step.plan.state(wrapper, name, make_counters)
         weights = gradients.weights
         if weights is not None:
             waiting = before.waiting or waiting_state(mesh, name, wrapper._limit)

@@ -395,7 +395,8 @@ class StepBuilder:
         if isinstance(by, Partition):
             axes, strategy, shapes_of, name = by
             own = Reduction(strategy, axes.batch_dims, axes, name)
-            gradients = self._by_strategies.reduce(gradients, own)
+            if own.reduces_gradients:
+                gradients = self._by_strategies.reduce(gradients, own)
             unscattered = gradients.present
             of_parts = shapes_of(gradients.owners)
             shapes = [of_parts.get(v, v.shape) for v in gradients.owners]
@@ -434,7 +435,8 @@ class StepBuilder:
             with another number of shards, the mean of the strategy's state over the old shards is
             kept if `is_mean` is true, and the sum if it is false.
         """
-        gradients = self._by_strategies.reduce(gradients, reduction, extra, is_mean)
+        if reduction.reduces_gradients:
+            gradients = self._by_strategies.reduce(gradients, reduction, extra, is_mean)
         dims = dims_to_sum(gradients.present, gradients.owners)
         sums = sum_gradients(gradients.present, dims, reduction.strategy, reduction.batch_dims)
         return gradients.with_present(sums, Form.REDUCED)

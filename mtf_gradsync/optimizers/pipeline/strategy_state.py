@@ -261,22 +261,24 @@ class _Maker(StateMaker):
         self.compression = compression
 
 
+@dataclasses.dataclass(eq=False)
 class ReductionsByStrategies:
     """The reductions in a step that strategies make by their own method `reduce_gradients`.
 
     Attributes:
+      slots: the `SlotBook` in which the state of strategies is recorded.
       strategies: the strategies that have reduced gradients.
       new_state: pairs of a state variable of a strategy and its new value, not written yet.
       compressions: for each group of gradients that a strategy compresses, the bytes of the
         gradients and the bytes that it sends.
     """
 
-    def __init__(self, slots: SlotBook):
-        self._slots = slots
-        self._reduced: set[mtf.Variable] = set()  # variables of the step's gradients
-        self.strategies: list[Strategy] = []
-        self.new_state: list[tuple[mtf.Variable, mtf.Tensor]] = []
-        self.compressions: list[Compression] = []
+    slots: SlotBook
+    strategies: list[Strategy] = dataclasses.field(default_factory=list)
+    new_state: list[tuple[mtf.Variable, mtf.Tensor]] = dataclasses.field(default_factory=list)
+    compressions: list[Compression] = dataclasses.field(default_factory=list)
+    # The variables of the step's gradients that are reduced.
+    _reduced: set[mtf.Variable] = dataclasses.field(default_factory=set)
 
     def reduce(
         self,
@@ -287,9 +289,8 @@ class ReductionsByStrategies:
     ) -> GradientSet:
         """Returns gradients after a reduction by `Strategy.reduce_gradients`.
 
-        If the strategy has no such method, the gradients are returned as they are. A gradient that
-        is no sum over shards, or that was reduced here already, is returned as it is, too. The new
-        values of the strategy's state are added to `new_state`, and the caller writes them.
+        A gradient that is no sum over shards, or that was reduced already, is returned as it is.
+        The new values of the strategy's state are added to `new_state`, and the caller writes them.
 
         On a mesh of one shard there is nothing to reduce, but all gradients pass through the
         strategy. So the strategy's state exists on a mesh of one shard, too. A checkpoint with the
@@ -297,7 +298,7 @@ class ReductionsByStrategies:
 
         Args:
           gradients: the gradients, in any form.
-          reduction: how to reduce them.
+          reduction: how to reduce them, by a strategy that reduces gradients itself.
           extra: whether `gradients` holds other values than the step's gradients, such as the
             differences of values that outer steps reduce. A strategy may keep state for these
             values and for the gradients. If the graph has a variable of a state's name already, the
@@ -311,7 +312,7 @@ class ReductionsByStrategies:
             variable of the name of a state variable.
           TypeError: the strategy's state is not a structure of variables that its maker made.
         """
-        if gradients.form.is_reduced or not reduction.reduces_gradients:
+        if gradients.form.is_reduced:
             return gradients
         strategy, axes = reduction.strategy, reduction.axes
         first: dict[mtf.Mesh, str] = {}
@@ -336,7 +337,7 @@ class ReductionsByStrategies:
             variables, given = [v for v, _ in pairs], [g for _, g in pairs]
             some = [] if shard_dims == axes.shard_dims else [d.name for d in shard_dims]
             name = "/".join([reduction.name, *some])
-            maker = _Maker(gradients, name, self._slots, reduction.name if extra else "", is_mean)
+            maker = _Maker(gradients, name, self.slots, reduction.name if extra else "", is_mean)
             described = [
                 GradientOfCores(v.name, v.shape, shard_dims, g.dtype, axes.slice_shape(v.shape))
                 for g, v in zip(given, variables)
