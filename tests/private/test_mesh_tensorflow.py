@@ -29,15 +29,24 @@ def x(mesh):
     return mtf.import_tf_tensor(mesh, tf.constant(values), mtf.Shape([ROWS, COLUMNS]))
 
 
-def lower(mesh, size=2):
+def lower(mesh, size=2, **more):
     shape = f"all:{size}"
     mesh_impl = mtf.placement_mesh_impl.PlacementMeshImpl(shape, "rows:all", [""] * size)
-    return mtf.Lowering(mesh.graph, {mesh: mesh_impl})
+    return mtf.Lowering(mesh.graph, {mesh: mesh_impl}, **more)
 
 
 def run(fetches):
     with tf.Session() as session:
         return session.run(fetches)
+
+
+@contextlib.contextmanager
+def initialized(lowering):
+    """A session with initialized variables."""
+    with tf.Session() as session:
+        session.run(tf.global_variables_initializer())
+        session.run(lowering.copy_masters_to_slices())
+        yield session
 
 
 def test_a_pending_sum_keeps_what_it_has_become(mesh, x):
@@ -251,9 +260,7 @@ def test_a_variable_gets_a_value_of_another_shape_and_its_own_is_made_of_that(nu
     update = mtf.Assign(variables, [v + 1.0 + i for i, v in enumerate(values)])
     lowering = lower(mesh)
     (laid_out,) = lowering.variables.values()
-    with tf.Session() as session:
-        session.run(tf.global_variables_initializer())
-        session.run(lowering.copy_masters_to_slices())
+    with initialized(lowering) as session:
         # The new shape is laid out, its rows over two processors.
         assert laid_out.laid_out_tensor.slice_shape[-2:] == [2, 2]
         for x in doubled:
@@ -275,9 +282,7 @@ def test_an_assignment_is_made_one_to_another_variable():
     private.reassign(assign, [second], [value])
     assert (assign.variables, assign.inputs) == ([second], [value])
     lowering = lower(mesh)
-    with tf.Session() as session:
-        session.run(tf.global_variables_initializer())
-        session.run(lowering.copy_masters_to_slices())
+    with initialized(lowering) as session:
         session.run(lowering.lowered_operation(assign))
         session.run(lowering.copy_slices_to_masters())
         masters = {v.op.name: v for v in tf.global_variables()}
@@ -326,12 +331,9 @@ def test_calls_of_gradients_are_known_with_their_losses():
     seed.scale = mtf.import_tf_tensor(mesh, tf.constant(3.0), [])
     lowered = graph.operations.index(seed)  # what scales comes before it
     graph.operations.insert(lowered, graph.operations.pop())
-    mesh_impl = mtf.placement_mesh_impl.PlacementMeshImpl("a:1", "", [""])
-    lowering = mtf.Lowering(graph, {mesh: mesh_impl})
+    lowering = lower(mesh, 1)
     values = lowering.export_to_tf_tensor(grad), lowering.export_to_tf_tensor(loss)
-    with tf.Session() as session:
-        session.run(tf.global_variables_initializer())
-        session.run(lowering.copy_masters_to_slices())
+    with initialized(lowering) as session:
         scaled, value = session.run(values)
     assert scaled.tolist() == [6.0, 6.0]
     assert value == 2.0
@@ -356,10 +358,8 @@ def test_masks_stay_finite(dtype, scalar, expected):
     mesh = mtf.Mesh(mtf.Graph(), "mesh")
     x = mtf.import_tf_tensor(mesh, tf.constant([0.0, 1.0], dtype), [mtf.Dimension("d", 2)])
     product = x * scalar
-    mesh_impl = mtf.placement_mesh_impl.PlacementMeshImpl("a:1", "", [""])
-    value = mtf.Lowering(mesh.graph, {mesh: mesh_impl}).export_to_tf_tensor(product)
-    with tf.Session() as session:
-        assert session.run(value).tolist() == [0.0, expected]
+    value = lower(mesh, 1).export_to_tf_tensor(product)
+    assert run(value).tolist() == [0.0, expected]
 
 
 def scaled(x, w):
@@ -382,10 +382,8 @@ def test_recomputation_waits_for_gradients_of_the_same_examples(weight):
     (grad,) = mtf.gradients([mtf.reduce_sum(y * weights)], [x])
     waits = mesh.graph.operations[before:]
     assert any(isinstance(op, mtf.ScalarMultiplyOperation) for op in waits)
-    mesh_impl = mtf.placement_mesh_impl.PlacementMeshImpl("a:1", "", [""])
-    value = mtf.Lowering(mesh.graph, {mesh: mesh_impl}).export_to_tf_tensor(grad)
-    with tf.Session() as session:
-        found = session.run(value)
+    value = lower(mesh, 1).export_to_tf_tensor(grad)
+    found = run(value)
     assert found[0].tolist() == [2.0, 4.0]
     assert np.isnan(found[1]).all()
 
@@ -403,8 +401,7 @@ def test_steps_that_an_error_has_undone_are_built_again():
     with contextlib.suppress(ZeroDivisionError), plan.undone_on_error():
         doubled.build()
         raise ZeroDivisionError
-    mesh_impl = mtf.placement_mesh_impl.PlacementMeshImpl("a:1", "", [""])
-    lowering = mtf.Lowering(mesh.graph, {mesh: mesh_impl})
+    lowering = lower(mesh, 1)
     assert set(doubled.build()) <= {*mesh.graph.operations} & {*lowering.operations}
 
 
@@ -425,8 +422,7 @@ def test_steps_are_built_before_a_graph_is_rewritten_or_lowered(autostack):
         assert len(added) == 1
         assert len(mesh.graph.all_variables) == 1
     second = Added(StepPlan.of(mesh.graph))
-    mesh_impl = mtf.placement_mesh_impl.PlacementMeshImpl("a:1", "", [""])
-    lowering = mtf.Lowering(mesh.graph, {mesh: mesh_impl}, autostack=autostack)
+    lowering = lower(mesh, 1, autostack=autostack)
     assert [*first.build(), *second.build()] == added
     assert all(op in lowering.operations for op in added)
 

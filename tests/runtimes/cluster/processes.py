@@ -1,23 +1,16 @@
 """Starts programs as processes of their own, with a time limit, and leaves none behind.
 
-A program is a module. It is started as ``python -m <module> <arguments>``, or forked, which is as
-good and sooner ready; a member of a cluster gets ``<cluster spec as JSON> <job> <task>`` before the
-other arguments.
+They are forked, which is as good as ``python -m <module> <arguments>`` and sooner ready; a member
+of a cluster gets ``<cluster spec as JSON> <job> <task>`` before the other arguments.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import pathlib
-import signal
-import subprocess
-import sys
-import tempfile
 import time
-import weakref
-from typing import Any, Sequence
+from typing import Any
 
 from benchmarks.cluster import free_ports
 from tests.forked import TIME_LIMIT, Forked
@@ -38,60 +31,13 @@ def cluster_spec(jobs: dict[str, int]) -> dict[str, list[str]]:
     return {job: [f"127.0.0.1:{next(ports)}" for _ in range(n)] for job, n in jobs.items()}
 
 
-class Process:
-    """A program that an interpreter of its own runs, in a process group of its own.
-
-    Attributes:
-      pid: its process number.
-    """
-
-    def __init__(self, module: str, arguments: list[str]):
-        path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-        # A file and not a pipe: nobody has to read for the program to go on.
-        self._output = tempfile.TemporaryFile()  # noqa: SIM115
-        weakref.finalize(self, self._output.close)
-        self._popen = subprocess.Popen(
-            [sys.executable, "-m", "tests.runtimes.cluster.end_with_parent", module, *arguments],
-            cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": path, "TF_CPP_MIN_LOG_LEVEL": "2"},
-            # Never written to: its end tells the program that the parent is gone.
-            stdin=subprocess.PIPE,
-            stdout=self._output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-        self.pid: int = self._popen.pid
-
-    def output(self) -> str:
-        """What the program has printed, errors included."""
-        descriptor = self._output.fileno()
-        # At an offset of its own: the programs write at theirs.
-        return os.pread(descriptor, os.fstat(descriptor).st_size, 0).decode("utf-8", "replace")
-
-    def errors(self) -> str:
-        """Nothing: see `output`."""
-        return ""
-
-    def poll(self) -> int | None:
-        """What it ended with, negative for a signal; None while it runs."""
-        return self._popen.poll()
-
-    def kill(self) -> None:
-        """Ends the program and whatever it started, and waits for its end."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.pid, signal.SIGKILL)
-        self._popen.wait()
-        if self._popen.stdin:
-            self._popen.stdin.close()
-
-
 class Processes:
     """Programs that end together, at the latest when the ``with`` block does."""
 
     def __init__(self, time_limit: float = TIME_LIMIT):
         """Sets the time that all waiting together may take, in seconds from now."""
         self._end = time.monotonic() + time_limit
-        self.started: dict[Process | Forked, str] = {}
+        self.started: dict[Forked, str] = {}
 
     def __enter__(self) -> Processes:
         return self
@@ -100,18 +46,11 @@ class Processes:
         for process in self.started:
             process.kill()
 
-    def start(self, module: str, *arguments: Any) -> Process:
-        """Starts a module as a program, with an interpreter of its own."""
-        arguments = [str(argument) for argument in arguments]
-        return self._started(Process(module, arguments), [module, *arguments[-3:]])
-
     def fork(self, *command: Any) -> Forked:
         """Starts a program from a process that has TensorFlow; see `Forked`."""
         environment = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "2"}
-        return self._started(Forked(command, ROOT, environment), command[:2] + command[2:][-3:])
-
-    def _started(self, process: Any, words: Sequence[Any]) -> Any:
-        self.started[process] = " ".join(map(str, words))
+        process = Forked(command, ROOT, environment)
+        self.started[process] = " ".join(map(str, command[:2] + command[2:][-3:]))
         return process
 
     def start_cluster(
@@ -134,7 +73,7 @@ class Processes:
             for task in range(number)
         }
 
-    def wait(self, process: Process | Forked) -> str:
+    def wait(self, process: Forked) -> str:
         """Waits until a program has ended well, while no other one fails.
 
         Returns:
@@ -155,7 +94,7 @@ class Processes:
             raise RuntimeError(f"Ended with an error: {', '.join(failed)}\n{self._outputs()}")
         return process.output()
 
-    def wait_for(self, process: Process | Forked, text: str) -> None:
+    def wait_for(self, process: Forked, text: str) -> None:
         """Waits until a program has printed a text.
 
         Raises:

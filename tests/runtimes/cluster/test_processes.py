@@ -17,14 +17,12 @@ def pids(output):
     return [int(word) for word in output.split("started ")[1].split()[:2]]
 
 
-@pytest.fixture(params=["start", "fork"])
-def begin(request):
-    """Starts the idle program, in one of both ways."""
-    before = () if request.param == "start" else ("-m",)
-    return lambda processes, *words: getattr(processes, request.param)(*before, IDLE, *words)
+def begin(processes, *words):
+    """Starts the idle program."""
+    return processes.fork("-m", IDLE, *words)
 
 
-def test_a_failing_test_leaves_no_process(begin):
+def test_a_failing_test_leaves_no_process():
     def fails():
         with module.Processes() as processes:
             started.append(begin(processes))
@@ -37,13 +35,12 @@ def test_a_failing_test_leaves_no_process(begin):
     assert ended(pids(started[0].output()))
 
 
-@pytest.mark.parametrize("begin", [f"start({IDLE!r})", f"fork('-m', {IDLE!r})"])
-def test_a_killed_parent_leaves_no_program(begin):
+def test_a_killed_parent_leaves_no_program():
     code = (
         # The idle program needs nothing to be imported before it is forked.
         "from tests import forked; forked._FORK_SERVER.set_forkserver_preload([])\n"
         "from tests.runtimes.cluster.processes import Processes\n"
-        f"processes = Processes(); process = processes.{begin}\n"
+        f"processes = Processes(); process = processes.fork('-m', {IDLE!r})\n"
         "processes.wait_for(process, 'started'); print(process.output(), flush=True)\n"
         "processes.wait(process)"
     )
@@ -59,14 +56,14 @@ def test_a_killed_parent_leaves_no_program(begin):
         os.kill(grandchild, signal.SIGKILL)
 
 
-def test_waiting_ends_when_another_program_fails(processes, begin):
+def test_waiting_ends_when_another_program_fails(processes):
     waiting = begin(processes)
     begin(processes, "fail")
     with pytest.raises(RuntimeError, match="as asked"):
         processes.wait(waiting)
 
 
-def test_waiting_ends_when_the_time_is_up(begin):
+def test_waiting_ends_when_the_time_is_up():
     with module.Processes(time_limit=0) as processes:
         process = begin(processes)
         with pytest.raises(TimeoutError, match="idle"):

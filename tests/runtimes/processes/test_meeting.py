@@ -34,6 +34,13 @@ def a_meeting(port, index, count=2, facts=FACTS, timeout=60.0):
     )
 
 
+def close(*found):
+    """Closes the connections of processes that have met."""
+    for connections in found:
+        for connection in connections.values():
+            connection.close()
+
+
 def met(count, indices, timeout=60.0, facts=None):
     """What each of some processes gets from their meeting: connections, or an error."""
     for _ in range(10):
@@ -64,9 +71,7 @@ def test_process_0_is_connected_with_all_others():
         while not messages and time.monotonic() < end:
             messages = found[0][member(other)].receive()
         assert messages == [{"hello": other}]
-    for connections in found:
-        for connection in connections.values():
-            connection.close()
+    close(*found)
 
 
 def test_one_process_meets_nobody():
@@ -133,9 +138,7 @@ def test_strangers_are_dropped(intruders):
                     kind
                 )
         second = pool.submit(a_meeting, port, 1)
-    for connections in (first.result(), second.result()):
-        for connection in connections.values():
-            connection.close()
+    close(first.result(), second.result())
 
 
 def talk(connection, said):
@@ -156,9 +159,7 @@ def test_who_says_nothing_or_never_ends_holds_nobody_up(intruders, monkeypatch):
             talkers[-1].start()
         silent = [intruders(port) for _ in range(12)]
         second = pool.submit(a_meeting, port, 1)
-        for connections in (first.result(), second.result()):
-            for connection in connections.values():
-                connection.close()
+        close(first.result(), second.result())
     for talker in talkers:
         talker.join(30)
         assert not talker.is_alive()
@@ -177,9 +178,7 @@ def test_strangers_have_some_time_only(intruders, monkeypatch):
         assert b"challenge" in stranger.recv(1000)
         assert stranger.recv(1000) == b""
         second = pool.submit(a_meeting, port, 1)
-    for connections in (first.result(), second.result()):
-        for connection in connections.values():
-            connection.close()
+    close(first.result(), second.result())
 
 
 def test_where_all_are_on_one_machine_nobody_else_can_call(caplog):
@@ -229,9 +228,7 @@ def test_who_has_another_secret_is_denied(intruders, monkeypatch, caplog):
         stranger.sendall(introduction("made up"))
         assert b"denied" in stranger.recv(1000)
         second = pool.submit(a_meeting, port, 1)
-        for connections in (first.result(), second.result()):
-            for connection in connections.values():
-                connection.close()
+        close(first.result(), second.result())
     assert [r for r in caplog.records if members.SECRET_VARIABLE in r.getMessage()]
 
 

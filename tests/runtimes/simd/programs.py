@@ -4,6 +4,7 @@ import numpy as np
 
 from mtf_gradsync import simd
 from mtf_gradsync._private.libraries import mtf, tf
+from tests import harness
 
 # name -> mesh shape, layout, logical_to_physical
 MESHES = {
@@ -20,12 +21,6 @@ EPS = np.finfo(np.float32).eps
 def small_integers(shape, seed, limit=1):
     """Integers that float32 adds and multiplies without rounding."""
     return np.random.RandomState(seed).randint(-limit, limit + 1, shape).astype(np.float32)
-
-
-def one_processor():
-    return mtf.placement_mesh_impl.PlacementMeshImpl(
-        mtf.convert_to_shape("one:1"), mtf.convert_to_layout_rules(""), [""]
-    )
 
 
 class SGD(mtf.optimize.Optimizer):
@@ -112,7 +107,7 @@ class Regression:
         """Losses and final variables on a placement mesh of size 1."""
         with tf.Graph().as_default():
             self.placeholders()
-            lowering, loss, updates = self.build(one_processor())
+            lowering, loss, updates = self.build(harness.placement(*harness.ONE))
             with tf.Session(config=simd.cpu_config()) as session:
                 session.run(tf.global_variables_initializer())
                 session.run(lowering.copy_masters_to_slices())

@@ -6,6 +6,7 @@ import pytest
 
 from mtf_gradsync import simd
 from mtf_gradsync._private.libraries import mtf, tf
+from tests import harness
 from tests.runtimes.simd.programs import BATCH, HIDDEN, INPUTS, MESHES, SGD, Regression
 
 
@@ -167,20 +168,12 @@ def test_collective_in_a_function_is_refused():
         simd.list_collectives(program)
 
 
-def placement(mesh_shape, layout, devices=None):
-    shape = mtf.convert_to_shape(mesh_shape)
-    devices = devices or [f"/device:CPU:{i}" for i in range(shape.size)]
-    return mtf.placement_mesh_impl.PlacementMeshImpl(
-        shape, mtf.convert_to_layout_rules(layout), devices
-    )
-
-
 @pytest.mark.parametrize("cores", [2, 4])
 def test_transfers_of_a_ring_all_reduce(cores):
     graph = mtf.Graph()
     mesh = mtf.Mesh(graph, "mesh")
     batch, dim = mtf.Dimension("batch", cores), mtf.Dimension("x", 8)
-    impl = placement(f"all:{cores}", "batch:all")
+    impl = harness.placement(f"all:{cores}", "batch:all")
     x = mtf.ones(mesh, [batch, dim])
     total = mtf.reduce_sum(x, output_shape=[dim]) * 1.0
     lowering = mtf.Lowering(graph, {mesh: impl})
@@ -195,7 +188,7 @@ def test_transfers_name_the_axis_and_count_only_what_is_fetched():
     graph = mtf.Graph()
     mesh = mtf.Mesh(graph, "mesh")
     dims = [mtf.Dimension("batch", 2), mtf.Dimension("hidden", 4)]
-    impl = placement("rows:2;cols:2", "batch:rows;hidden:cols")
+    impl = harness.placement("rows:2;cols:2", "batch:rows;hidden:cols")
     x = mtf.ones(mesh, dims)
     over_batch = mtf.reduce_sum(x, reduced_dim=dims[0]) * 1.0
     mtf.reduce_sum(x, reduced_dim=dims[1]) * 1.0
@@ -205,7 +198,7 @@ def test_transfers_name_the_axis_and_count_only_what_is_fetched():
 
 
 def test_transfers_need_a_device_per_core():
-    impl = placement("all:2", "", ["", ""])
+    impl = mtf.placement_mesh_impl.PlacementMeshImpl("all:2", "", ["", ""])
     with pytest.raises(ValueError, match="device of its own for each of the 2 cores"):
         simd.list_transfers([tf.constant(1.0)], impl)
     with pytest.raises(ValueError, match="got none"):

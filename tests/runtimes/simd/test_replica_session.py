@@ -5,7 +5,8 @@ import pytest
 
 from mtf_gradsync import simd
 from mtf_gradsync._private.libraries import mtf, tf
-from tests.runtimes.simd.programs import MESHES, SGD, Regression, one_processor
+from tests import harness
+from tests.runtimes.simd.programs import MESHES, SGD, Regression
 
 pytestmark = pytest.mark.usefixtures("runtime")
 
@@ -132,7 +133,7 @@ def test_checkpoints_cross_between_emulated_cores_and_one_processor(tmp_path):
         w = session.read("w")
     with tf.Graph().as_default():
         model.placeholders()
-        model.build(one_processor())
+        model.build(harness.placement(*harness.ONE))
         saver = tf.train.Saver()
         with tf.Session() as session:
             saver.restore(session, path)

@@ -1,12 +1,15 @@
-"""Reading collectives out of HLO; needs neither jax nor a new TensorFlow."""
+"""Reading collectives out of HLO; of bytes in newer forms by any TensorFlow, without jax."""
 
 import pytest
 
 from mtf_gradsync import xla
+from mtf_gradsync.runtimes._private.jax import hlo_from_text
+from mtf_gradsync.runtimes._private.tensorflow import hlo_module
 from tests.runtimes.xla.topology.hlo_modules import (
     COLLECTIVE_DEVICE_LIST,
     FOUND,
     IOTA_DEVICE_LIST,
+    TEXT,
     TYPES,
     Module,
     device_list,
@@ -17,77 +20,32 @@ from tests.runtimes.xla.topology.hlo_modules import (
 )
 
 VECTOR = ("F32", 4)
-TRUTH = ("PRED",)
 
 
-def step():
-    """The module of `TEXT`, with its groups in the field that every TensorFlow knows."""
-    module, i = Module(), instruction
-    sum_ = module.computation(
-        "sum",
-        i("a", "parameter", ("F32",)),
-        i("b", "parameter", ("F32",)),
-        i("add", "add", ("F32",), ["a", "b"]),
-    )
-    yes = module.computation(
-        "yes",
-        i("t", "parameter", [VECTOR]),
-        i("x", "get-tuple-element", VECTOR, ["t"]),
-        i("r", "all-reduce", VECTOR, ["x"], [sum_], [[0, 1, 2, 3]]),
-        i("out", "tuple", [VECTOR], ["r"]),
-    )
-    no = module.computation("no", i("t2", "parameter", [VECTOR]))
-    body = module.computation(
-        "body",
-        i("t3", "parameter", [VECTOR]),
-        i("p", "constant", TRUTH),
-        i("c", "conditional", [VECTOR], ["p", "t3", "t3"], [yes, no]),
-    )
-    test = module.computation("test", i("t4", "parameter", [VECTOR]), i("q", "constant", TRUTH))
-    gather = module.computation(
-        "gather",
-        i("g1", "parameter", VECTOR),
-        i("all", "all-gather", ("F32", 16), ["g1"], groups=[[0, 1, 2, 3]]),
-    )
-    pair = [("BF16", 8, 2), ("PRED", 3)]
-    fused = module.computation(
-        "fused",
-        i("x5", "constant", pair[0]),
-        i("y5", "constant", pair[1]),
-        i("both", "all-to-all", pair, ["x5", "y5"], groups=[[0, 2], [1, 3]]),
-    )
-    module.computation(
-        "main",
-        i("arg", "parameter", VECTOR),
-        i("i", "constant", ("S32",)),
-        i("start", "all-reduce-start", VECTOR, ["arg"], [sum_]),
-        i("done", "all-reduce-done", VECTOR, ["start"]),
-        i("f", "call", pair, ["arg"], [fused]),
-        i("tuple", "tuple", [VECTOR], ["done"]),
-        i("w", "while", [VECTOR], ["tuple"], [body, test]),
-        i("g", "async-start", [[VECTOR], ("F32", 16)], ["done"], [gather]),
-        i("gd", "async-done", ("F32", 16), ["g"], [gather]),
-        i("moved", "collective-permute", VECTOR, ["done"], groups=[[0, 1], [1, 0]]),
-        i("again", "conditional", [VECTOR], ["i", "w", "w"], [yes, no]),
-        entry=True,
-    )
-    return module
+def scheduled(names):
+    """The module of `TEXT`, with an order of the main computation's instructions."""
+    module = hlo_module(hlo_from_text(TEXT))
+    (main,) = (c for c in module.computations if c.name == "main")
+    ids = {i.name: i.id for i in main.instructions}
+    module.schedule.sequences[main.id].instruction_ids.extend(ids[n] for n in names.split())
+    return module.SerializeToString()
 
 
+@pytest.mark.xla
 def test_lists_each_collective_with_what_is_around_it():
-    found = xla.find_hlo_collectives(step().serialized())
-    assert found == [xla.HloCollective(*facts) for facts in FOUND]
+    expected = [xla.HloCollective(*facts) for facts in FOUND]
+    found = xla.find_hlo_collectives(scheduled("arg i start done f tuple w g gd moved again"))
+    assert found == expected
     assert [c.is_conditional for c in found] == [False, False, True, False, False, True]
     assert [c.is_in_loop for c in found] == [False, False, True, False, False, False]
+    # XLA writes a module without a schedule in an order of its own.
+    found = xla.find_hlo_collectives(hlo_from_text(TEXT))
+    assert sorted(found, key=str) == sorted(expected, key=str)
 
 
+@pytest.mark.xla
 def test_the_order_is_that_of_the_schedule_where_there_is_one():
-    module = step()
-    main = module.proto.computations[-1]
-    ids = [i.id for i in main.instructions]
-    turned = [ids[i] for i in (0, 1, 9, 2, 3, 4, 5, 6, 7, 8, 10)]
-    module.proto.schedule.sequences[main.id].instruction_ids.extend(turned)
-    found = xla.find_hlo_collectives(module.serialized())
+    found = xla.find_hlo_collectives(scheduled("arg i moved start done f tuple w g gd again"))
     assert [c.name for c in found] == ["moved", "start", "both", "r", "all", "r"]
 
 

@@ -90,7 +90,7 @@ class Jobs:
         self._count = 0
 
     def __enter__(self):
-        self._processes.start("tests.runtimes.xla.distributed.forked", self._plans)
+        self._processes.fork("-m", "tests.runtimes.xla.distributed.forked", self._plans)
         return self
 
     def __exit__(self, *exception):

@@ -106,7 +106,7 @@ def _varint(value):
     return bytes([low]) if not rest else bytes([low | 128]) + _varint(rest)
 
 
-# The module of `step`, as XLA prints it.
+# A module as XLA prints it.
 TEXT = """\
 HloModule step, entry_computation_layout={(f32[4]{0})->(f32[4]{0})}
 
