@@ -161,7 +161,8 @@ class Watchdog:
         while not self._finished.is_set():
             ready = self._selector.select(_BEAT_S / 4)
             with self._lock:
-                self._take_turn([key.data for key, _ in ready])
+                if not self._finished.is_set():  # `fail` may have had the lock
+                    self._take_turn([key.data for key, _ in ready])
         _running = None
         with self._lock:
             for connection in self._peers.values():
