@@ -141,6 +141,10 @@ class Strategy(abc.ABC):
     them, is a `GradientStrategy`.
     """
 
+    def __init__(self) -> None:
+        # Without a constructor, gin would accept bindings of any arguments.
+        super().__init__()
+
     @abc.abstractmethod
     def all_reduce(
         self, mesh_impl: Any, values: Sequence[Any], groups: ProcessorGroups

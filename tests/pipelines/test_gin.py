@@ -5,6 +5,7 @@ import pytest
 
 import mtf_gradsync as gs
 from mtf_gradsync._private.libraries import mtf
+from mtf_gradsync.tools._private.gin import registered
 
 
 @gin.configurable(module="tests.pipelines")
@@ -18,6 +19,12 @@ def clean_gin():
     gin.clear_config()
     yield
     gin.clear_config()
+
+
+@pytest.mark.parametrize("name", sorted(n for n in registered() if n.startswith("mtf_gradsync.")))
+def test_a_parameter_that_is_not_there_is_refused_when_it_is_bound(name):
+    with pytest.raises(ValueError, match="doesn't have a parameter named 'nothing'"):
+        gin.parse_config(f"{name}.nothing = 1")
 
 
 def test_an_unscoped_class():
