@@ -13,7 +13,6 @@ from mtf_gradsync.runtimes.checkpoints import NoAveragesError
 from mtf_gradsync.runtimes.saving import check_has_variables
 from mtf_gradsync.runtimes.starting import UNREADABLE, Start
 from mtf_gradsync.tools.train.config import transformer_utils
-from mtf_gradsync.tools.train.errors import raised_as
 from mtf_gradsync.tools.train.model import MeshModel, ModelSettings
 
 
@@ -137,9 +136,10 @@ class Evaluator(ContextManager["Evaluator"]):
         check_has_variables(path, self._variables, model_dir)
         start = Start(path, with_averages=self._with_averages)
         try:
-            with raised_as(ConfigError, NoAveragesError), self._session.graph.as_default():
-                with start.restorable() as restored:
-                    self._saver.restore(self._session, restored)
+            with self._session.graph.as_default(), start.restorable() as restored:
+                self._saver.restore(self._session, restored)
+        except NoAveragesError as error:
+            raise ConfigError(str(error)) from error
         except UNREADABLE as error:
             raise TrainingError(
                 f"The checkpoint {path} cannot be read any more: {first_line(error)}"
