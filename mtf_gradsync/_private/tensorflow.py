@@ -287,8 +287,9 @@ def hyperparameters(optimizer: tf.train.Optimizer, call: bool = True) -> dict[st
     results are returned in place of the functions.
     """
     found = {}
+    of_all = inspect.signature(tf.train.Optimizer).parameters  # such as use_locking and name
     for name in inspect.signature(type(optimizer)).parameters:
-        if name not in ("use_locking", "name"):
+        if name not in of_all:
             # Adam and Adadelta keep the learning rate as `_lr`; all others are kept by name.
             is_short = name == "learning_rate" and hasattr(optimizer, "_lr")
             value = getattr(optimizer, "_lr" if is_short else f"_{name}")

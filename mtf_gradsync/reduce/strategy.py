@@ -142,6 +142,7 @@ class Strategy(abc.ABC):
     """
 
     def __init__(self) -> None:
+        """Makes a strategy without arguments."""
         # Without a constructor, gin would accept bindings of any arguments.
         super().__init__()
 

@@ -6,6 +6,7 @@ import pytest
 import mtf_gradsync as gs
 from mtf_gradsync._private.libraries import mtf
 from mtf_gradsync.tools._private.gin import registered
+from mtf_gradsync.tools.train import run, sampling  # noqa: F401 (they register more names)
 
 
 @gin.configurable(module="tests.pipelines")

@@ -22,6 +22,10 @@ class ByteVocabulary:
 
     NUM_SPECIAL_IDS = 3
 
+    def __init__(self) -> None:
+        # Without a constructor, gin would accept bindings of any arguments.
+        super().__init__()
+
     @property
     def vocab_size(self) -> int:
         """Number of ids, the special ones included."""
