@@ -134,7 +134,7 @@ def signal_of(error: KeyboardInterrupt) -> int:
     `StopSignal` and `Interruption` put this number into the exception. If the exception has no
     number, the result is SIGINT.
     """
-    return error.args[0] if error.args else signal.SIGINT
+    return next((x for x in error.args if isinstance(x, int)), signal.SIGINT)
 
 
 @contextlib.contextmanager

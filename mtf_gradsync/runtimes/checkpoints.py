@@ -552,7 +552,7 @@ def adapt_checkpoint(path: str, directory: str, drop_sums: bool = False) -> str:
     of = {c.note.weight for c in changed.values() if c.note.weight and not c.note.is_total}
     without = {n for name in of for n in (name, f"{name}/{ISLAND}")}
     name = os.path.basename(path)
-    if os.path.abspath(directory) == os.path.dirname(os.path.abspath(path)):
+    if os.path.realpath(directory) == os.path.realpath(os.path.dirname(path)):
         name += "-resharded"
     tf.io.gfile.makedirs(directory)
     target = os.path.join(directory, name)

@@ -82,7 +82,7 @@ def _flatten(fetches: Any, flat: list[Any]) -> Callable[[Any], Any]:
     return next
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class DeviceSessions(tf.train.SessionCreator):
     """A factory of sessions on devices. A session begins from a checkpoint if there is one.
 
@@ -116,7 +116,7 @@ class DeviceSessions(tf.train.SessionCreator):
             return session.run(variables)
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class ProgramSessions(tf.train.SessionCreator):
     """A factory of sessions on a SIMD program. A session begins from a checkpoint if there is one.
 

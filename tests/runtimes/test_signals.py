@@ -46,6 +46,7 @@ def test_handlers_of_c_code_are_restored_too(tmp_path):
 
 def test_without_a_number_it_stands_for_ctrl_c():
     assert signal_of(KeyboardInterrupt()) == signal.SIGINT
+    assert signal_of(KeyboardInterrupt("the user's own words")) == signal.SIGINT
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")

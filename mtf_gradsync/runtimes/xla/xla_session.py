@@ -43,7 +43,7 @@ _logger = logging.getLogger("mtf_gradsync")
 _STEPS_UNCHECKED = 4
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class Dispatched:
     """A step that was begun, and may still run or wait on the devices."""
 

@@ -209,6 +209,10 @@ def test_beside_the_original_it_gets_another_name(programs, written, tmp_path):
     before = files(path)
     with programs("2").graph.as_default():
         assert gs.adapt_checkpoint(path, str(tmp_path)) == f"{path}-resharded"
+        link = tmp_path / "link"
+        link.symlink_to(tmp_path, target_is_directory=True)
+        assert gs.adapt_checkpoint(path, str(link)) == f"{link}/model.ckpt-resharded"
+        link.unlink()
     after = files(path)
     assert {name: after[name] for name in before} == before
 

@@ -87,6 +87,7 @@ def test_steps_are_dispatched_ahead_and_inputs_may_be_changed_meanwhile():
             value[...] = -1000
         assert [step.result() for step in steps] == [0, 1, 3, 6, 10]
         assert steps[1].result() == 1
+        assert len(set(steps)) == 5  # two steps are never equal, whatever their values are
 
 
 def test_constant_inputs_go_to_the_devices_once_but_can_be_fed(monkeypatch):
