@@ -163,7 +163,7 @@ def test_resumed_run_is_bitwise_the_uninterrupted_one(train, plain_on, stop_afte
     finished, _, _ = train(NO_EVAL, REPORTS, choice, model_dir="parts")
     assert finished.step == 12
     assert metric(parts, "loss") == metric(plain, "loss")
-    assert metric(parts, "gradient_norm/applied") == metric(plain, "gradient_norm/applied")
+    assert_alike(parts, plain, "gradient_norm/applied", 0)
     shown = events_shown(parts)["loss"]
     assert [step for step, _ in shown] == list(range(1, 13))
     np.testing.assert_array_equal(
