@@ -210,6 +210,11 @@ class BestAllReduce(Strategy):
     the gradients, and makes all other sums by the strategy that is picked.
     """
 
+    def __init__(self) -> None:
+        """Makes a strategy without arguments."""
+        # Without a constructor, gin would accept bindings of any arguments.
+        super().__init__()
+
     def all_reduce(
         self, mesh_impl: Any, values: Sequence[Any], groups: ProcessorGroups
     ) -> list[Any]:

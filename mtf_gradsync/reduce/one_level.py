@@ -98,6 +98,11 @@ class RingAllReduce(OneLevel):
     float32.
     """
 
+    def __init__(self) -> None:
+        """Makes a strategy without arguments."""
+        # Without a constructor, gin would accept bindings of any arguments.
+        super().__init__()
+
     def _group_sum(self, mesh_impl: Any) -> GroupSum:
         return ring
 

@@ -141,11 +141,6 @@ class Strategy(abc.ABC):
     them, is a `GradientStrategy`.
     """
 
-    def __init__(self) -> None:
-        """Makes a strategy without arguments."""
-        # Without a constructor, gin would accept bindings of any arguments.
-        super().__init__()
-
     @abc.abstractmethod
     def all_reduce(
         self, mesh_impl: Any, values: Sequence[Any], groups: ProcessorGroups

@@ -147,3 +147,15 @@ def test_what_has_no_sum_is_refused_before_anything_is_built(strategy):
             with pytest.raises(ValueError, match=message):
                 STRATEGIES[strategy]().all_reduce(impl, [values[0], value], groups)
         assert len(graph.get_operations()) == before
+
+
+def test_a_strategy_may_get_its_constructor_from_another_base_class():
+    class Settings:
+        def __init__(self, size):
+            self.size = size
+
+    class Own(reduce.Strategy, Settings):
+        def all_reduce(self, mesh_impl, values, groups):
+            return list(values)
+
+    assert Own(3).size == 3
