@@ -208,10 +208,10 @@ def _recompute_each_shard_by_itself(
     block with the first. But the sum takes an all-reduce for each block, and spreads a NaN of one
     shard to all gradients.
 
-    The block is computed again from its
-    inputs by copies of `forward_operations`, which first computed `outputs`. `explicit_inputs` are
-    those of the inputs that the block gets as arguments. `output_grads` are the gradients by
-    `outputs`. If `control_dependencies` is true, the second computation waits for `output_grads`.
+    The block is computed again from its inputs by copies of `forward_operations`, which first
+    computed `outputs`. `explicit_inputs` are those of the inputs that the block gets as arguments.
+    `output_grads` are the gradients by `outputs`. If `control_dependencies` is true, the second
+    computation waits for `output_grads`.
     """
     given = {t: t for t in all_inputs}
     if control_dependencies:
