@@ -44,6 +44,7 @@ def assert_close(
     found: Values, expected: Values, rtol: float = 0.0, atol: float | None = None
 ) -> None:
     """Compares what is expected, by name; `atol` is `rtol` if nothing else is said."""
+    assert expected, "nothing is compared"
     for name, value in expected.items():
         np.testing.assert_allclose(
             found[name], value, rtol=rtol, atol=rtol if atol is None else atol, err_msg=name
@@ -52,6 +53,7 @@ def assert_close(
 
 def assert_equal(found: Values, expected: Values) -> None:
     """Compares what is expected, by name, to the bit."""
+    assert expected, "nothing is compared"
     for name, value in expected.items():
         np.testing.assert_array_equal(found[name], value, err_msg=name)
 
