@@ -97,8 +97,8 @@ class Interruption(StopSignal):
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        was_dropped = self.cancel_again()  # before the handler goes
         super().__exit__(kind, error, trace)
-        was_dropped = self.cancel_again()
         if self.received is not None and (isinstance(error, Exception) or was_dropped):
             raise KeyboardInterrupt(self.received) from error
 
