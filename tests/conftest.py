@@ -2,6 +2,7 @@
 
 import atexit
 import collections
+import contextlib
 import functools
 import gc
 import logging
@@ -94,6 +95,16 @@ def pytest_sessionfinish():
 def pytest_runtest_protocol(item):
     """Fixtures of a test that is marked ``grappler`` have it as well."""
     with grappler.as_users_have_it(item.get_closest_marker("grappler") is not None):
+        yield
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_fixture_setup(fixturedef):
+    """A fixture that several tests share builds in a graph of its own, as often as it is made.
+
+    Xdist's workers take tests from each other and come back to a module, where it is made again.
+    """
+    with contextlib.nullcontext() if fixturedef.scope == "function" else tf.Graph().as_default():
         yield
 
 

@@ -76,8 +76,10 @@ class Running:
 @pytest.fixture(scope="module", params=["placement", "shared", "simd", XLA])
 def running(request):
     made = harness.built(request.param, *MESH[:2], build, FEED)
-    with made.graph.as_default(), made._session() as session:
-        yield Running(request.param, made, session)
+    with made.graph.as_default():
+        running = Running(request.param, made, made._session())
+    yield running
+    running.session.close()
 
 
 def test_training_leaves_written_arrays_alone(running):
