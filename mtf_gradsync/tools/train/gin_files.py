@@ -63,13 +63,15 @@ def load(
             _parse(gin.parse_config_file, name, name)
         ignored = _take_over_utils_run()
         unused = unused_macros()
+        useless: set[str] = set()
         # One by one, because gin numbers lines where a binding wants to be quoted.
         for binding in gin_params:
             _parse(gin.parse_config, binding, f"--gin_param={binding!r}")
             _take_over_utils_run(overrides=True)
-    # A flag for another binding may well leave a macro of a file without a use.
-    given = re.findall(r"^\s*(\w+)\s*=", "\n".join(gin_params), re.MULTILINE)
-    more = [name for name in unused_macros() if name in given and name not in unused]
+            # A later flag for another binding may well leave a macro without a use.
+            useless.update(re.findall(r"^\s*(\w+)\s*=", binding, re.MULTILINE))
+            useless.intersection_update(unused_macros())
+    more = sorted(useless.difference(unused))
     if more:
         hint = did_you_mean(more[0], sorted(set(macros()) - set(more)))
         raise ConfigError(f"--gin_param: nothing in the config uses the macro {more[0]!r}{hint}")

@@ -92,6 +92,12 @@ def test_a_macro_that_nothing_uses_is_named(tmp_path):
     (ignored,) = gin_files.load([TINY, str(more)], ["num_layer = 5", "WIDTH = 16", "d_model = 8"])
     assert ignored == "num_layer (a macro that nothing uses)"
     assert gin.query_parameter("WIDTH/gin.macro.value") == 16
+    # A later flag for a parameter may leave the macro of an earlier flag without a use.
+    gin_files.load([TINY, str(more)], ["WIDTH = 16", "d_ff = 4"])
+    gin_files.load([TINY], ["WIDTH = 16", "d_ff = %WIDTH", "d_ff = 4"])
+    assert gin.query_parameter("d_ff/gin.macro.value") == 4
+    with pytest.raises(ConfigError, match="uses the macro 'WIDTH'"):
+        gin_files.load([TINY, str(more)], ["d_ff = 4", "WIDTH = 16"])
 
 
 @pytest.mark.slow
