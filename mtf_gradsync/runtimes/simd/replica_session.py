@@ -401,9 +401,10 @@ class VariableAccess:
         TensorFlow makes operations that read and assign a variable together with the variable, and
         these are found. Operations that the program itself adds later are not taken.
         """
-        self.read: dict[str, str] = {}  # variable -> name of a tensor that holds its value
+        # For each variable, the name of a tensor that holds its value.
+        self.read: dict[str, str] = _OfResourceVariables()
         self._exists: dict[str, str] = {}
-        self._assign: dict[str, tuple[str, str]] = {}
+        self._assign: dict[str, tuple[str, str]] = _OfResourceVariables()
         # Each variable is made with a read and an assignment; later ones are the program's.
         for op in graph.get_operations():
             if op.type == "ReadVariableOp" and op.inputs[0].op.type == "VarHandleOp":
@@ -444,6 +445,17 @@ class VariableAccess:
             session.run(operations, feed)
 
 
+class _OfResourceVariables(dict[str, Any]):
+    """A dictionary by the names of resource variables; it says why it has no ref variable."""
+
+    def __missing__(self, name: str) -> Any:
+        raise ValueError(
+            f"{name!r} is a TensorFlow ref variable, whose reads and writes race. It has to be a "
+            "resource variable: call tf.compat.v1.enable_resource_variables() after "
+            "tf.compat.v1.disable_v2_behavior(), and do not make it with use_resource=False."
+        )
+
+
 class MeshVariables:
     """Reads and sets the variables of a graph on placement meshes, in sessions of TensorFlow.
 
@@ -464,7 +476,7 @@ class MeshVariables:
         self._access, self._beginnings = VariableAccess(graph), Beginnings(graph)
 
     def read(self, session: tf.Session, names: Iterable[str]) -> dict[str, np.ndarray]:
-        """Returns the values that variables have now, by name."""
+        """Returns the values that variables have now, by name; ValueError for ref variables."""
         session.run(self._to_masters)
         return session.run({name: self._access.read[name] for name in names})
 

@@ -16,6 +16,7 @@ from mtf_gradsync.extension import (
     mtf,
     placement_mesh_impl,
     tf,
+    warn_once,
 )
 from mtf_gradsync.runtimes._private.mesh_tensorflow import variables_of_cores
 from mtf_gradsync.runtimes.sessions import program_session, runtime_for
@@ -59,6 +60,8 @@ class UserProgram:
             params["batch_size"] = size_of(batch)
         with tf.Graph().as_default() as graph, contextlib.ExitStack() as blocks:
             tf.set_random_seed(1)
+            # Ref variables race; a TPU program makes its variables resource variables in any case.
+            tf.get_variable_scope().set_use_resource(True)
             inputs = tf.nest.map_structure(
                 lambda x: tf.placeholder(tf.as_dtype(x.dtype), x.shape), batch
             )
@@ -70,6 +73,14 @@ class UserProgram:
             program = blocks.enter_context(place.building())
             if program is not None:
                 params["mesh_impl"] = program.mesh_impl
+            elif not division.is_reference and not tf.resource_variables_enabled():
+                warn_once(
+                    "ref variables",
+                    "This program is verified with resource variables, but on placement meshes it "
+                    "makes TensorFlow ref variables, whose reads and writes race. Call "
+                    "tf.compat.v1.enable_resource_variables() after "
+                    "tf.compat.v1.disable_v2_behavior().",
+                )
             build = self._build_model_fn if self.is_model_fn else self._build_step
             loss, updates = build(division, inputs, params, program)
             recorded.end()

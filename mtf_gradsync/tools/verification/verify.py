@@ -46,7 +46,8 @@ def verify(
     Some parts of a model cannot be the same in all divisions, and are removed first. They are
     random numbers, capacities (limits to how many examples an expert takes), and, for divisions
     with microbatches or masked shards, statistics over the batch. A model in bfloat16 or float16 is
-    run in float32.
+    run in float32. Where the program leaves the kind of its variables to TensorFlow, they are
+    resource variables.
 
     Args:
       program: a model_fn `(features, labels, mode, params[, config])` that returns a spec, or a

@@ -42,6 +42,16 @@ def test_the_error_says_what_to_call_and_when(global_step, who):
     assert text.count("Call ") == 1
 
 
+def test_a_session_that_sets_a_ref_variable_says_what_to_do(global_step):
+    with simd.tpu_program(SHAPE, LAYOUT) as program:
+        feed = {k: tf.constant(v) for k, v in models.mlp_batches(1)[0].items()}
+        loss = models.mlp_loss(mtf.Mesh(mtf.Graph(), "mesh"), feed)
+        lowering = mtf.Lowering(loss.graph, {loss.mesh: program.mesh_impl})
+    with program.session(lowering) as session:
+        with pytest.raises(ValueError, match=r"'global_step' is a TensorFlow ref variable"):
+            session.write({"global_step": 1})
+
+
 def test_without_ref_variables_an_error_stays_as_it_is():
     tf.train.get_or_create_global_step()
     with pytest.raises(NotImplementedError, match=r"^of its own$"):

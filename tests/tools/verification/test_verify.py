@@ -75,6 +75,28 @@ def test_losses_of_shards_with_weights_are_compared_by_their_weighted_mean():
     assert "the loss that is shown" in found.lines[0].cause
 
 
+@pytest.mark.parametrize("where", ["everywhere", "in a scope"])
+def test_ref_variables(where, caplog):
+    """Where they are TensorFlow's default they become resource variables; a scope's are named."""
+
+    def step(mesh, inputs, params):
+        with tf.variable_scope("refs", use_resource=None if where == "everywhere" else False):
+            loss = mtf.reduce_mean(model(mesh, inputs)[0])
+        return loss, sgd().apply_grads(*gradients(loss, mesh))
+
+    tf.disable_resource_variables()
+    try:
+        found = gs.verify(step, batches, MESH, divisions=(), runtime="placement_mesh")
+    finally:
+        tf.enable_resource_variables()
+    if where == "everywhere":
+        assert verdicts(found) == {"as configured": "equal"}
+        assert "verified with resource variables, but on placement meshes" in caplog.text
+    else:
+        assert "' is a TensorFlow ref variable" in found.lines[0].cause
+        assert "do not make it with use_resource=False" in found.lines[0].cause
+
+
 def verdicts(found):
     return {line.division: line.verdict for line in found.lines}
 
