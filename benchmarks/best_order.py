@@ -14,7 +14,7 @@ from mtf_gradsync import xla
 from mtf_gradsync.tools.planning.costs import Predictor, StepCosts
 from mtf_gradsync.tools.planning.machines import Machine, TpuMachine
 from mtf_gradsync.tools.planning.search import rules_of
-from mtf_gradsync.tools.planning.stacks import SUMS, Stack
+from mtf_gradsync.tools.planning.stacks import SUMS, StackSettings
 from mtf_gradsync.tools.train import gin_files
 from mtf_gradsync.tools.train.best_division import BestDivision
 
@@ -126,7 +126,7 @@ def _each_division(
                         and not costs.batch_size % (k * shape[0])
                         and not alone
                     ):
-                        yield predictor.predict(Stack(k, sums, shards)).seconds
+                        yield predictor.predict(StackSettings(k, sums, shards)).seconds
 
 
 if __name__ == "__main__":

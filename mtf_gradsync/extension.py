@@ -129,7 +129,7 @@ if TYPE_CHECKING:
         TOGETHER_ATTR,
         advance_step_after,
     )
-    from mtf_gradsync.compat_v1.rules import NOT_GIVEN, AppliesGradients
+    from mtf_gradsync.compat_v1.opt_argument import NOT_GIVEN, AppliesGradients
     from mtf_gradsync.mesh.axes import (
         LayoutLike,
         MeshShapeLike,
@@ -205,7 +205,7 @@ else:
         "mtf_gradsync._private.mesh_tensorflow",
         "mtf_gradsync._private.patches",
         "mtf_gradsync._private.tensorflow",
-        "mtf_gradsync.compat_v1.rules",
+        "mtf_gradsync.compat_v1.opt_argument",
         "mtf_gradsync.mesh.axes",
         "mtf_gradsync.mesh.devices",
         "mtf_gradsync.optimizers",

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 from mtf_gradsync._private.lazy import lazy_names
 from mtf_gradsync.compat_v1.mesh_optimizer import MeshOptimizer
-from mtf_gradsync.compat_v1.rules import (
+from mtf_gradsync.compat_v1.opt_argument import (
     NOT_GIVEN,
     AllReduceFn,
     AppliesGradients,

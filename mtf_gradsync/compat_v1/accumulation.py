@@ -13,7 +13,7 @@ from mtf_gradsync._private.tensorflow import (
     number_of_tpu_shards,
     optimizers_inside,
 )
-from mtf_gradsync.compat_v1.rules import AllReduceFn, OffMesh, Reduction
+from mtf_gradsync.compat_v1.opt_argument import AllReduceFn, OffMesh, Reduction
 
 
 class _State(NamedTuple):

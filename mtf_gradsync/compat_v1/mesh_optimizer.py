@@ -11,7 +11,7 @@ import numpy as np
 from mtf_gradsync._common import warn_once
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._private.tensorflow import hyperparameters, root_scope
-from mtf_gradsync.compat_v1.rules import NOT_GIVEN, V1OptimizerLike, given_optimizer
+from mtf_gradsync.compat_v1.opt_argument import NOT_GIVEN, V1OptimizerLike, given_optimizer
 from mtf_gradsync.gradients.arguments import check_grads_and_variables
 from mtf_gradsync.gradients.operations import on_mesh
 from mtf_gradsync.gradients.rounding import (

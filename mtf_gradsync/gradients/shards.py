@@ -304,7 +304,7 @@ def _raise_not_recoverable(
     )
 
 
-class PerShard(GradientOperation):
+class SplitIntoShards(GradientOperation):
     """A split of gradients into one per shard, without communication along the replica axes."""
 
     is_linear = True
@@ -469,7 +469,7 @@ def split_into_shards(
     def make(present: list[mtf.Tensor]) -> Sequence[mtf.Tensor]:
         if accept_summed:
             check_batch_dims(present, axes)
-        return PerShard(present, axes, strategy, accept_summed).outputs
+        return SplitIntoShards(present, axes, strategy, accept_summed).outputs
 
     return [new if new is not None else old for new, old in zip(map_present(pending, make), grads)]
 

@@ -17,7 +17,7 @@ from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync._private.mesh_tensorflow import meshes_made
 from mtf_gradsync._private.tensorflow import optimizers_inside
 from mtf_gradsync.compat_v1 import NOT_GIVEN, OptimizerLike, given_optimizer, is_v1
-from mtf_gradsync.compat_v1.rules import refuse_with_v1
+from mtf_gradsync.compat_v1.opt_argument import refuse_with_v1
 from mtf_gradsync.gradients.arguments import PassedOnArguments, is_scalar
 from mtf_gradsync.gradients.operations import on_mesh
 from mtf_gradsync.mesh.axes import LayoutLike, MeshShapeLike, ReplicaAxes

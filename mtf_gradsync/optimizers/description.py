@@ -24,7 +24,7 @@ from mtf_gradsync.mesh.axes import (
     as_mesh_shape,
     axes_by_names,
 )
-from mtf_gradsync.optimizers.pipeline.stack import Program, complete_stack, in_blocks
+from mtf_gradsync.optimizers.pipeline.stack import ProgramFacts, complete_stack, in_blocks
 from mtf_gradsync.optimizers.pipeline.words import About, Line, frequency_text
 from mtf_gradsync.optimizers.slots import optimizer_of
 from mtf_gradsync.optimizers.wrapper import Wrapper
@@ -177,7 +177,7 @@ def _stage_lines(opt: Any, mesh: Any, variables: Sequence[mtf.Variable]) -> list
 
     if step is None or mesh is not None:
         meshes = {v.mesh for v in variables} or {None}
-        program = Program(axes_of_program, len(meshes))
+        program = ProgramFacts(axes_of_program, len(meshes))
         stack = complete_stack(*opt._segment(), program)
     else:
         stack = step.stack

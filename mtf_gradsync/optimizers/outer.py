@@ -28,7 +28,7 @@ from mtf_gradsync.optimizers.pipeline.forms import (
     GradientSet,
     IslandAxes,
     PerShard,
-    Reduction,
+    ReductionSettings,
 )
 from mtf_gradsync.optimizers.pipeline.order import averages, shards_updates
 from mtf_gradsync.optimizers.pipeline.stack import ONE_FOR_EACH_MESH, Place, Stage, stages_of
@@ -286,7 +286,7 @@ class OuterOptimizer(TrainsIslands):
 
     def _gradient_reduction(
         self, place: Place | None = None, found_axes: ReplicaAxes | None = None
-    ) -> Reduction:
+    ) -> ReductionSettings:
         # Gradients are reduced inside an island; the wrapper's reducer is for outer steps.
         reduction = super()._gradient_reduction(place, found_axes)
         return reduction._replace(strategy=FusedAllReduce(), other_axes=None)

@@ -20,7 +20,13 @@ from mtf_gradsync.optimizers.outer_values import (
 )
 from mtf_gradsync.optimizers.pipeline.accumulators import masked, multiply_by_count
 from mtf_gradsync.optimizers.pipeline.builder import StepBuilder
-from mtf_gradsync.optimizers.pipeline.forms import Form, GradientSet, Mask, Reduction, Weights
+from mtf_gradsync.optimizers.pipeline.forms import (
+    Form,
+    GradientSet,
+    Mask,
+    ReductionSettings,
+    Weights,
+)
 from mtf_gradsync.optimizers.pipeline.strategy_state import (
     Owner,
     VariablePiece,
@@ -428,7 +434,7 @@ class StepsOfIslands:
         wrapper, islands, step = self._wrapper, self._islands, self._step
         if not islands.shard_dims:
             return differences.present
-        reduction = Reduction(wrapper.reducer, islands.batch_dims, islands, wrapper.name)
+        reduction = ReductionSettings(wrapper.reducer, islands.batch_dims, islands, wrapper.name)
         is_mean = self._state.weight is None  # with weights the sum is that of all tokens
         sums = step.reduce_now(differences, reduction, extra=True, is_mean=is_mean).present
         step.write_state()

@@ -376,12 +376,12 @@ class _RecordFlags(mtf.Operation):
             lowest = self._skips.lowest_scale
             due = tf.logical_or(due, tf.logical_and(scale_before[0] > lowest, scale[0] <= lowest))
 
-        def told() -> tf.Operation:
+        def print_line() -> tf.Operation:
             line = self._skips.log_line(now, found, scale[0] if scale else None)
             return tf.print(line, output_stream=sys.stderr)
 
         with control_flow_v1():
-            return tf.cond(due, lambda: tf.group(told()), tf.no_op)
+            return tf.cond(due, lambda: tf.group(print_line()), tf.no_op)
 
 
 class _CheckLimit(Watched):

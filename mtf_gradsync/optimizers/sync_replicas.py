@@ -12,7 +12,7 @@ from mtf_gradsync import compat_v1
 from mtf_gradsync._common import check_flag, check_whole_number, counted, elements
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.compat_v1 import NOT_GIVEN, OptimizerLike, given_optimizer, is_v1
-from mtf_gradsync.compat_v1.rules import refuse_with_v1
+from mtf_gradsync.compat_v1.opt_argument import refuse_with_v1
 from mtf_gradsync.gradients import arguments
 from mtf_gradsync.gradients.arguments import PassedOnArguments
 from mtf_gradsync.gradients.measures import NotFinite

@@ -25,14 +25,14 @@ from mtf_gradsync.optimizers.pipeline.builder import StepBuilder
 from mtf_gradsync.optimizers.pipeline.forms import (
     GradientSet,
     IslandAxes,
-    Reduction,
+    ReductionSettings,
     shard_names,
     without_frozen,
 )
 from mtf_gradsync.optimizers.pipeline.order import check_order
 from mtf_gradsync.optimizers.pipeline.stack import (
     Place,
-    Program,
+    ProgramFacts,
     Segment,
     Stack,
     Stage,
@@ -348,7 +348,7 @@ class Wrapper(TrainOptimizerInterface, mtf.optimize.Optimizer):
         `inner_arguments`, the arguments that `apply_grads` passes on to the innermost optimizer.
         """
         present = [g for g in grads if g is not None]
-        program = Program.of(present) if present else None
+        program = ProgramFacts.of(present) if present else None
         islands = StepPlan.of(variables[0].graph).islands if variables else None
         stack = complete_stack(*self._segment(), program, islands)
         check_meshes(stack, grads, variables)
@@ -400,7 +400,7 @@ class Wrapper(TrainOptimizerInterface, mtf.optimize.Optimizer):
         inner_arguments.check(self._segment()[0][-1].opt)
 
     def _place(
-        self, islands: IslandAxes | None, around: Sequence[Segment], program: Program | None
+        self, islands: IslandAxes | None, around: Sequence[Segment], program: ProgramFacts | None
     ) -> Place:
         """Returns this wrapper's place in the stack: its replica axes, and what is around it.
 
@@ -418,7 +418,7 @@ class Wrapper(TrainOptimizerInterface, mtf.optimize.Optimizer):
 
     def _gradient_reduction(
         self, place: Place | None = None, found_axes: ReplicaAxes | None = None
-    ) -> Reduction:
+    ) -> ReductionSettings:
         """Returns the settings with which this wrapper reduces gradients.
 
         `place` is what `_place` returned; None if nothing is around the wrapper. `found_axes` are
@@ -429,7 +429,7 @@ class Wrapper(TrainOptimizerInterface, mtf.optimize.Optimizer):
         names = axes.batch_dims if axes else place.names
         if axes is None and place.islands:
             axes = place.islands.inside
-        return Reduction(self._gradient_reducer, names, axes, self.name, self.reducer)
+        return ReductionSettings(self._gradient_reducer, names, axes, self.name, self.reducer)
 
     def _note_step(self, step: StepBuilder) -> None:
         again = self.step is not None and self.step.plan.graph is step.plan.graph

@@ -392,7 +392,7 @@ def say_where_sums_overflow(
                 )
         with tf.device(host):
             number = tf.reduce_sum(tf.cast(tf.stack(overflown), tf.int32))
-            return tf.cond(number > 0, lambda: _say(number, len(pairs)), lambda: False)
+            return tf.cond(number > 0, lambda: _print_overflow(number, len(pairs)), lambda: False)
 
     with tf.name_scope("overflow"), tf.device(host):
         with control_flow_v1():
@@ -411,7 +411,7 @@ def _all_finite(x: tf.Tensor, device: str) -> tf.Tensor:
         return tf.reduce_all(tf.math.is_finite(x))
 
 
-def _say(number: tf.Tensor, total: int) -> tf.Tensor:
+def _print_overflow(number: tf.Tensor, total: int) -> tf.Tensor:
     said = tf.print(
         "mtf_gradsync: float16 overflow:",
         number,

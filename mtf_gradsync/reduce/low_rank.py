@@ -375,7 +375,7 @@ class LowRankAllReduce(GradientStrategy):
             error = tf.cast(x, tf.float32) - product(p, q, x.shape.as_list())
             return tf.where_v2(tf.math.is_finite(error), error, 0.0)
 
-        def kept(q: tf.Tensor) -> tf.Tensor:
+        def transposed_if_finite(q: tf.Tensor) -> tf.Tensor:
             finite = tf.reduce_all(tf.math.is_finite(q))
             return tf.transpose(tf.where_v2(finite, q, 0.0))
 
@@ -401,7 +401,9 @@ class LowRankAllReduce(GradientStrategy):
                 errors[i] = mesh_impl.slicewise(left, wanted[i], p, mine)
             if factors[i] is not None:
                 to = factors[i].slice_shape
-                factors[i] = mesh_impl.slicewise(lambda q, to=to: tf.reshape(kept(q), to), q)
+                factors[i] = mesh_impl.slicewise(
+                    lambda q, to=to: tf.reshape(transposed_if_finite(q), to), q
+                )
         return sums, errors, factors
 
     def _matrix_of(self, dtype: tf.DType, shape: Sequence[int]) -> _Matrix | None:

@@ -27,7 +27,7 @@ from mtf_gradsync.optimizers.pipeline.forms import (
     Partition,
     PerShard,
     Reduced,
-    Reduction,
+    ReductionSettings,
     cast_for,
     divide_and_cast,
     gather_parts,
@@ -381,7 +381,9 @@ class StepBuilder:
         with self.branch_when(when(), gate):
             self.add([mtf.assign(variable, value) for variable, value in state])
 
-    def reduce_and_divide(self, gradients: GradientSet, by: Reduction | Partition) -> GradientSet:
+    def reduce_and_divide(
+        self, gradients: GradientSet, by: ReductionSettings | Partition
+    ) -> GradientSet:
         """Reduces gradients over the mesh, divides them by their set's divisor, and casts them.
 
         If `by` is a partition, each replica gets its part of a gradient. If `by` is a reduction,
@@ -394,7 +396,7 @@ class StepBuilder:
             return of_sums if isinstance(by, Partition) else gather_parts(of_sums)
         if isinstance(by, Partition):
             axes, strategy, shapes_of, name = by
-            own = Reduction(strategy, axes.batch_dims, axes, name)
+            own = ReductionSettings(strategy, axes.batch_dims, axes, name)
             if own.reduces_gradients:
                 gradients = self._by_strategies.reduce(gradients, own)
             unscattered = gradients.present
@@ -417,7 +419,7 @@ class StepBuilder:
     def reduce_now(
         self,
         gradients: GradientSet,
-        reduction: Reduction,
+        reduction: ReductionSettings,
         extra: bool = False,
         is_mean: bool = False,
     ) -> GradientSet:
@@ -453,7 +455,7 @@ class StepBuilder:
         return values_after(shown, [*updates, *self._shown_after])
 
     def split_by_shard(
-        self, gradients: GradientSet, reduction: Reduction, request: PerShard
+        self, gradients: GradientSet, reduction: ReductionSettings, request: PerShard
     ) -> GradientSet:
         """Returns gradients with one gradient per shard, as `Form.PER_SHARD`.
 

@@ -38,7 +38,7 @@ class Form(enum.Enum):
         return self in (Form.REDUCED, Form.PART)
 
 
-class Reduction(NamedTuple):
+class ReductionSettings(NamedTuple):
     """The settings of a wrapper's reduction of gradients.
 
     Attributes:
@@ -66,7 +66,7 @@ class Reduction(NamedTuple):
 _DEFAULT_BATCH_DIMS = ("batch",)
 
 
-def shard_names(reductions: Iterable[Reduction]) -> tuple[str, ...]:
+def shard_names(reductions: Iterable[ReductionSettings]) -> tuple[str, ...]:
     """Returns the names of a stack's shard dims, from the reductions of its wrappers.
 
     The names are the batch_dims of all wrappers that were given replica axes, or other batch_dims

@@ -36,7 +36,7 @@ from mtf_gradsync.optimizers.pipeline.forms import (
     IslandAxes,
     Partition,
     PerShard,
-    Reduction,
+    ReductionSettings,
 )
 from mtf_gradsync.optimizers.pipeline.words import (
     About,
@@ -173,7 +173,7 @@ class Stage:
         return []
 
 
-class Program(NamedTuple):
+class ProgramFacts(NamedTuple):
     """Facts about the program that applies gradients, with which a stack is completed.
 
     Attributes:
@@ -186,7 +186,7 @@ class Program(NamedTuple):
     num_meshes: int = 1
 
     @classmethod
-    def of(cls, grads: Sequence[mtf.Tensor]) -> Program:
+    def of(cls, grads: Sequence[mtf.Tensor]) -> ProgramFacts:
         """Returns what is known of the program that computed `grads`, a list without None."""
         return cls(lambda names: find_replica_axes(grads, names), len({g.mesh for g in grads}))
 
@@ -204,7 +204,7 @@ class Segment(NamedTuple):
 
     wrapper: str
     stages: tuple[Stage, ...]
-    reduction: Reduction
+    reduction: ReductionSettings
     islands: IslandAxes | None = None
 
 
@@ -224,7 +224,7 @@ class Place(NamedTuple):
     names: tuple[str, ...]
     islands: IslandAxes | None = None
     around: tuple[Segment, ...] = ()
-    program: Program | None = None
+    program: ProgramFacts | None = None
 
 
 class Stack(NamedTuple):
@@ -313,7 +313,7 @@ class Reduce(Stage):
         only splits or gathers these sums, and divides them.
     """
 
-    by: Reduction | Partition
+    by: ReductionSettings | Partition
     divides: str = ""
     given: Form = Form.PENDING
 
@@ -353,7 +353,7 @@ class SplitByShard(Stage):
     `reduction` has the settings of the wrapper whose stage makes the `request`.
     """
 
-    reduction: Reduction
+    reduction: ReductionSettings
     request: PerShard
 
     def apply(self, gradients: GradientSet, step: Any) -> GradientSet:
@@ -366,7 +366,7 @@ class SplitByShard(Stage):
 def complete_stack(
     wrappers: Sequence[Any],
     inside: Sequence[Any],
-    program: Program | None,
+    program: ProgramFacts | None,
     islands: IslandAxes | None = None,
 ) -> Stack:
     """Returns a stack with all stages of a step in order: those of wrappers, and added conversions.
@@ -412,7 +412,7 @@ def with_conversions(segments: Sequence[Segment], takes_pending: bool) -> tuple[
     of_updates = next((s._partition for s in left if s._partition is not None), None)
 
     def reduction_of(
-        form: Form, by: Reduction, given: Form | None = None, divides: str = ""
+        form: Form, by: ReductionSettings, given: Form | None = None, divides: str = ""
     ) -> list[Reduce]:
         # A stage inside that adds up reduced gradients says whether it needs them in full.
         adds_up = next((stage for stage in left if stage._wants_reduced), None)

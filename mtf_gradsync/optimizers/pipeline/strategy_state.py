@@ -18,7 +18,7 @@ from mtf_gradsync.gradients.operations import GradientOperation, reduced_values
 from mtf_gradsync.gradients.reduce_gradients import ReduceGradients
 from mtf_gradsync.gradients.shards import pending_over_shards
 from mtf_gradsync.mesh.axes import ReplicaAxes, axes_of_pipeline
-from mtf_gradsync.optimizers.pipeline.forms import GradientSet, Reduction
+from mtf_gradsync.optimizers.pipeline.forms import GradientSet, ReductionSettings
 from mtf_gradsync.optimizers.slots import SlotBook, owner_of
 from mtf_gradsync.optimizers.state import named_state
 from mtf_gradsync.reduce import Strategy
@@ -283,7 +283,7 @@ class ReductionsByStrategies:
     def reduce(
         self,
         gradients: GradientSet,
-        reduction: Reduction,
+        reduction: ReductionSettings,
         extra: bool = False,
         is_mean: bool = False,
     ) -> GradientSet:

@@ -123,7 +123,7 @@ class Host:
                     self._drop(stranger)
         for said, connection in self._arrived.values():
             proof = secret_proof("process 0", said.challenge)
-            self._tell(connection, all_here=self._me, proof=proof)
+            self._send(connection, all_here=self._me, proof=proof)
         return {said.member: connection for said, connection in self._arrived.values()}
 
     def _accept(self, server: socket.socket) -> None:
@@ -135,7 +135,7 @@ class Host:
         stranger = _Stranger(connection, address, new_challenge(), time.monotonic())
         self._strangers.append(stranger)
         self._selector.register(connection, selectors.EVENT_READ, stranger)
-        self._tell(connection, challenge=stranger.challenge)
+        self._send(connection, challenge=stranger.challenge)
 
     def _drop_idle_callers(self, most: int) -> None:
         """Drops callers that send nothing for `ANSWER_S` seconds, and the oldest above `most`.
@@ -176,7 +176,7 @@ class Host:
                     self._me, stranger.address, SECRET_VARIABLE,
                 )  # fmt: skip
             self._denied = True
-            self._tell(connection, denied=True)
+            self._send(connection, denied=True)
             self._drop(stranger)
             return
         member, facts, here = said.member, said.facts, self._facts
@@ -227,13 +227,13 @@ class Host:
         missing = error is MissingProcessesError
         for other in [connection, *(c for _, c in self._arrived.values())]:
             if other is not None:
-                self._tell(other, refused=reason, missing=missing)
+                self._send(other, refused=reason, missing=missing)
                 other.close()
         raise error(f"The job cannot start: {reason}.")
 
     def _reject_caller(self, stranger: _Stranger, reason: str) -> None:
         """Drops the caller `stranger`, and sends it the text `reason`; the start goes on."""
-        self._tell(stranger.connection, refused=f"{self._me} refused a caller: {reason}")
+        self._send(stranger.connection, refused=f"{self._me} refused a caller: {reason}")
         self._drop(stranger)
 
     def _drop(self, stranger: _Stranger) -> None:
@@ -242,7 +242,7 @@ class Host:
         stranger.connection.close()
 
     @staticmethod
-    def _tell(connection: Connection, **message: Any) -> None:
+    def _send(connection: Connection, **message: Any) -> None:
         with contextlib.suppress(ConnectionBroken):  # which the watchdog will say
             connection.send(**message)
 

@@ -14,7 +14,7 @@ from mtf_gradsync.runtimes._tables import text_table, wrapped
 from mtf_gradsync.tools.planning.costs import Predicted, Predictor, StepCosts
 from mtf_gradsync.tools.planning.machines import Machine, shapes_of
 from mtf_gradsync.tools.planning.search import rules_of
-from mtf_gradsync.tools.planning.stacks import Stack, stacks_of
+from mtf_gradsync.tools.planning.stacks import StackSettings, stacks_of
 
 # In all measurements the compiler's bytes were at least this share of the predicted bytes. So a
 # division whose predicted bytes, times this share, exceed the budget is not compiled.
@@ -36,7 +36,7 @@ class Choice(NamedTuple):
 
     mesh_shape: str
     layout: str
-    stack: Stack
+    stack: StackSettings
     predicted: Predicted
 
     @property
@@ -327,6 +327,6 @@ def best_of(
     return Best(machine.name, machine.cores, budget, chosen, found, tuple(choices), tuple(tried))
 
 
-def _without_steps(stack: Stack) -> tuple[Any, ...]:
+def _without_steps(stack: StackSettings) -> tuple[Any, ...]:
     """Returns the settings of a stack except the numbers of steps, to find stacks of one kind."""
     return stack.sums, stack.sharded_updates, stack.reducer, bool(stack.inner_steps)

@@ -12,7 +12,7 @@ from typing import Any, Iterator, Mapping, NamedTuple, Sequence
 from mtf_gradsync.extension import mtf
 from mtf_gradsync.tools.planning.machines import Machine
 from mtf_gradsync.tools.planning.search import rules_of, summed_dims
-from mtf_gradsync.tools.planning.stacks import Stack
+from mtf_gradsync.tools.planning.stacks import StackSettings
 
 # Operations that write no array in a compiled program, or only rename or reshape one.
 _FREE = (
@@ -383,7 +383,7 @@ class Predictor:
         dims = [number for number, name in enumerate(self._sizes) if name in axes]
         return [tuple(group) for group in mtf.processor_groups(self._shape, dims)]
 
-    def predict(self, stack: Stack) -> Predicted:
+    def predict(self, stack: StackSettings) -> Predicted:
         """Returns the predicted cost of an update of the whole batch.
 
         `stack` has the settings of the wrappers that make the update.
@@ -488,7 +488,7 @@ class Predictor:
             sizes.append([size for _, size in array.dims])
         return places[0] == places[1] and sizes[0] == sizes[1]
 
-    def _sync_seconds(self, stack: Stack) -> tuple[float, float]:
+    def _sync_seconds(self, stack: StackSettings) -> tuple[float, float]:
         """Returns the seconds of the collectives by which a stack's wrappers synchronize replicas.
 
         In these collectives, replicas exchange gradients, or new values of variables. `stack` has

@@ -8,7 +8,7 @@ from typing import NamedTuple, Sequence
 SUMS = ("local", "synced", "sharded")
 
 
-class Stack(NamedTuple):
+class StackSettings(NamedTuple):
     """The settings of a stack of wrappers, as far as they decide the cost of an update.
 
     Attributes:
@@ -40,15 +40,16 @@ class Stack(NamedTuple):
 
 def stacks_of(
     steps: Sequence[int], shards: int, replica_axes: int, inner_steps: Sequence[int] = ()
-) -> list[Stack]:
+) -> list[StackSettings]:
     """Returns all stacks of wrappers among which `plan --best` chooses for one mesh.
 
     Args:
-      steps: numbers to consider for `Stack.steps`, the microbatch steps in an update.
+      steps: numbers to consider for `StackSettings.steps`, the microbatch steps in an update.
       shards: the number of replicas; with one there is nothing to shard or to reduce.
       replica_axes: the number of mesh axes along which replicas lie.
-      inner_steps: numbers to consider for `Stack.inner_steps`, the steps between two outer steps.
-        Stacks with outer steps are listed only if there are several shards and `steps` has a 1.
+      inner_steps: numbers to consider for `StackSettings.inner_steps`, the steps between two outer
+        steps. Stacks with outer steps are listed only if there are several shards and `steps` has a
+        1.
     """
     reducers = ["fused", "hierarchical"] if replica_axes > 1 else ["fused"]
     found = []
@@ -57,7 +58,7 @@ def stacks_of(
             for is_sharded in (False, True)[: 1 + (shards > 1)]:
                 # A sharded update reduces gradients by a reduce-scatter, so it has no choice here.
                 of_stack = reducers if not is_sharded else reducers[:1]
-                found += [Stack(count, sums, is_sharded, reducer) for reducer in of_stack]
+                found += [StackSettings(count, sums, is_sharded, reducer) for reducer in of_stack]
     if shards > 1 and 1 in steps:
-        found += [Stack(inner_steps=number) for number in inner_steps]
+        found += [StackSettings(inner_steps=number) for number in inner_steps]
     return found

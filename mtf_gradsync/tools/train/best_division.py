@@ -26,7 +26,7 @@ from mtf_gradsync.tools.planning.best import Best, Checked, Choice, all_choices,
 from mtf_gradsync.tools.planning.costs import Predictor, StepCosts, read_costs
 from mtf_gradsync.tools.planning.machines import Machine
 from mtf_gradsync.tools.planning.search import Candidate, search
-from mtf_gradsync.tools.planning.stacks import Stack
+from mtf_gradsync.tools.planning.stacks import StackSettings
 from mtf_gradsync.tools.train import gin_files
 from mtf_gradsync.tools.train.config import RunConfig
 from mtf_gradsync.tools.train.config_stack import (
@@ -243,7 +243,7 @@ class BestDivision:
         return lines + gin_files.mesh_lines(choice.mesh_shape, choice.layout)
 
     @staticmethod
-    def _dividing_wrappers(stack: Stack) -> list[str]:
+    def _dividing_wrappers(stack: StackSettings) -> list[str]:
         """Returns the class names of the wrappers that a division needs, the outermost first.
 
         `stack` is how the division divides an update: its numbers of microbatch steps and inner

@@ -11,7 +11,7 @@ from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.tools.planning import machines
 from mtf_gradsync.tools.planning.best import Checked, Choice, all_choices, best_of
 from mtf_gradsync.tools.planning.costs import Predicted, Predictor, read_costs
-from mtf_gradsync.tools.planning.stacks import Stack
+from mtf_gradsync.tools.planning.stacks import StackSettings
 from tests.tools.planning.machines import Counting
 
 STEPS = (1, 2, 3, 4, 6, 12)
@@ -74,7 +74,7 @@ def by_hand(costs, machine, layout):
                 ):
                     if along == 1 and (sharded or sums in ("synced", "sharded")):
                         continue
-                    stack = Stack(k, sums, sharded)
+                    stack = StackSettings(k, sums, sharded)
                     predicted = Predictor(costs, machine, shape, rules).predict(stack)
                     found[shape, rules, stack] = predicted
     return found
@@ -139,7 +139,7 @@ def test_the_compiler_decides_what_fits_and_more_budget_is_never_slower():
     assert seconds < math.inf
 
 
-SHARDED, OUTER = Stack(2, "sharded", True), Stack(inner_steps=10)
+SHARDED, OUTER = StackSettings(2, "sharded", True), StackSettings(inner_steps=10)
 
 
 def chosen_of(*those, refused, budget=None):
@@ -161,7 +161,7 @@ def test_a_stack_that_several_meshes_refuse_is_not_asked_about_again():
     of_four = SHARDED._replace(steps=4)
     some = [("batch:4", SHARDED, 1.0), ("batch:2;model:2", of_four, 1.0)]
     refused = {one[:2] for one in some}
-    third, plain = ("batch:1;model:4", SHARDED, 1.0), ("batch:4", Stack(), 1.0)
+    third, plain = ("batch:1;model:4", SHARDED, 1.0), ("batch:4", StackSettings(), 1.0)
     assert chosen_of(*some, third, plain, refused=refused) == (plain[:2], [x[:2] for x in some])
     # Two that one mesh refuses say nothing of another mesh.
     some[1] = ("batch:4", of_four, 1.0)
@@ -172,14 +172,14 @@ def test_a_stack_that_several_meshes_refuse_is_not_asked_about_again():
 def test_what_is_refused_with_outer_steps_may_be_without():
     meshes = "batch:4", "batch:2;model:2"
     refused = {(mesh, OUTER) for mesh in meshes}
-    plain = "batch:4", Stack(), 1.0
+    plain = "batch:4", StackSettings(), 1.0
     assert chosen_of(*((*x, 1.0) for x in sorted(refused)), plain, refused=refused)[0] == plain[:2]
 
 
 def test_refusals_that_a_larger_budget_asks_for_do_not_make_the_answer_slower():
     large = [("batch:4", SHARDED, 9.0), ("batch:2;model:2", SHARDED, 8.0)]
     refused = {one[:2] for one in large}
-    small, slow = ("batch:1;model:4", SHARDED, 1.0), ("batch:4", Stack(), 1.0)
+    small, slow = ("batch:1;model:4", SHARDED, 1.0), ("batch:4", StackSettings(), 1.0)
     for budget in (5.0, 50.0):
         assert chosen_of(*large, small, slow, refused=refused, budget=budget)[0] == small[:2]
 
@@ -209,23 +209,27 @@ def test_what_each_division_saves():
         return predictor.predict(stack).bytes_per_core
 
     # Two slots and the sums.
-    local = Stack(2, "local")
-    assert needed(Stack()) - needed(Stack(sharded_updates=True)) == 2 * weight * (1 - 1 / shards)
-    assert needed(local) == needed(Stack(2, "synced"))
-    assert needed(local) - needed(Stack(2, "sharded")) == weight * (1 - 1 / shards)
-    half = predictor.predict(local), predictor.predict(Stack(4, "local"))
+    local = StackSettings(2, "local")
+    assert needed(StackSettings()) - needed(StackSettings(sharded_updates=True)) == 2 * weight * (
+        1 - 1 / shards
+    )
+    assert needed(local) == needed(StackSettings(2, "synced"))
+    assert needed(local) - needed(StackSettings(2, "sharded")) == weight * (1 - 1 / shards)
+    half = predictor.predict(local), predictor.predict(StackSettings(4, "local"))
     assert half[0].bytes_per_core > half[1].bytes_per_core
     # Synced sums cross in each step, local ones once.
-    local, synced = (predictor.predict(Stack(2, sums)).sync_seconds for sums in ("local", "synced"))
+    local, synced = (
+        predictor.predict(StackSettings(2, sums)).sync_seconds for sums in ("local", "synced")
+    )
     assert local == pytest.approx(machines.bytes_sent("all-reduce", shards, weight))
     assert synced == pytest.approx(2 * local)
     # Reduce-scattered in two steps, and new values gathered once: 2/2 and 1/2 of a sum.
-    sharded = predictor.predict(Stack(2, "sharded", True)).sync_seconds
+    sharded = predictor.predict(StackSettings(2, "sharded", True)).sync_seconds
     assert sharded == pytest.approx(1.5 * local)
     # Outer steps send values once in so many steps, and hold values and momentum besides.
-    outer = predictor.predict(Stack(inner_steps=10))
+    outer = predictor.predict(StackSettings(inner_steps=10))
     assert outer.sync_seconds == pytest.approx(local / 10)
-    assert outer.bytes_per_core - needed(Stack()) == 2 * weight
+    assert outer.bytes_per_core - needed(StackSettings()) == 2 * weight
 
 
 def test_outer_steps_are_considered_only_if_asked():

@@ -210,11 +210,11 @@ def _merge(folder: Folder, args: argparse.Namespace) -> int:
     needed = "those of all living islands" if args.quorum == "living" else args.quorum
     print(f"merging in {folder.url}, {needed} contributions or more", flush=True)
     with StopSignal() as stop:
-        merger.run(lambda: stop.received is not None, _say)
+        merger.run(lambda: stop.received is not None, _print_version)
     return 128 + stop.received if stop.received else 0
 
 
-def _say(decision: Decision) -> None:
+def _print_version(decision: Decision) -> None:
     whose = ", ".join(f"{c.island} ({c.weight:g})" for c in decision.contributions)
     late = [c.island for c in decision.dropped]
     after = f"; too late: {', '.join(late)}" if late else ""
