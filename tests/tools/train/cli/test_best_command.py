@@ -88,9 +88,10 @@ def test_frozen_variables_cost_no_gradients():
 )
 def test_lines_of_gin_make_the_optimizer_that_is_described(stack, clipped):
     more = ["CrossShardOptimizer.opt = @ClipByGlobalNormOptimizer", *SAME] if clipped else []
+    trained = variables()  # which may load another config
     best = loaded(*more)
     choice = choice_of(stack)
-    lines, described = best.gin_lines(choice), best.describe_optimizer(choice, variables())
+    lines, described = best.gin_lines(choice), best.describe_optimizer(choice, trained)
     # As a user would: at the end of the config.
     gin_files.load([TINY], [*more, *lines])
     config = gin_files.bound_run_config()
