@@ -9,6 +9,7 @@ import time
 
 import pytest
 
+from mtf_gradsync.runtimes import _signals
 from mtf_gradsync.runtimes._signals import Interruption, StopSignal, signal_of
 from tests.tools.planning.machines import interrupted_and_dropped
 
@@ -69,7 +70,7 @@ def test_outside_the_main_thread_nothing_is_changed():
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_loop_begins_with_a_signal_that_was_dropped_before_it():
-    with Interruption([signal.SIGINT]):
+    with Interruption():
         with StopSignal() as stop:
             assert stop.received is None
         interrupted_and_dropped(signal.SIGINT)
@@ -98,6 +99,20 @@ def test_an_interrupt_that_python_drops_is_raised_again():
     with pytest.raises(KeyboardInterrupt) as raised, Interruption():
         work()
     assert signal_of(raised.value) == signal.SIGTERM
+
+
+def test_the_second_signal_of_a_loop_is_raised_again_if_python_drops_it(monkeypatch):
+    monkeypatch.setattr(_signals, "_SAME_KEYSTROKE_SECONDS", 0.0)
+
+    def work():
+        os.kill(os.getpid(), signal.SIGINT)
+        interrupted_and_dropped(signal.SIGTERM)
+        time.sleep(60)
+
+    with pytest.raises(KeyboardInterrupt) as raised, StopSignal() as stop:
+        work()
+    assert signal_of(raised.value) == signal.SIGTERM
+    assert stop.received == signal.SIGINT
 
 
 def test_an_interrupt_that_python_drops_at_the_end_of_a_block_is_raised_by_the_block():

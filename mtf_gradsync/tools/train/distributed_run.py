@@ -10,7 +10,6 @@ from typing import Any, Callable, Iterator, Mapping
 from mtf_gradsync.extension import mtf, tf
 from mtf_gradsync.runtimes import xla
 from mtf_gradsync.runtimes._common import ConfigError, TrainingError, mesh_text
-from mtf_gradsync.runtimes._signals import Interruption
 from mtf_gradsync.runtimes.cluster import Task, join_cluster
 from mtf_gradsync.runtimes.processes.members import MissingProcessesError, ProcessesError
 from mtf_gradsync.runtimes.starting import Start
@@ -88,7 +87,7 @@ def run_on_processes(
             cpu_devices=each,
             **meeting,
             settings={**schedule, **(settings or {})},
-        ) as processes, Interruption():
+        ) as processes:
             role = RunRole(choose_start=lambda choose: _choose_on_all_processes(processes, choose))
             if process_id == 0:
                 return work(config, model_dir, say, role=role)

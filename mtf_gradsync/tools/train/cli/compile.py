@@ -22,7 +22,6 @@ import argparse
 from typing import Any
 
 from mtf_gradsync.runtimes._common import ConfigError, TrainingError
-from mtf_gradsync.runtimes._signals import Interruption
 from mtf_gradsync.tools.train.cli import flags
 from mtf_gradsync.tools.train.cli.loading import loaded_config
 
@@ -61,8 +60,7 @@ def main(args: argparse.Namespace) -> int:
     """
     json_file = flags.output_path("--json", args.json)
     flags.make_output_folder("--save_hlo", args.save_hlo)
-    # So that SIGTERM, too, ends the compiler and removes its folder.
-    with Interruption(), loaded_config(args):
+    with loaded_config(args):
         compiled = compile_config(
             args.topology, args.save_hlo, args.compare_with_bare, args.update_not_split
         )

@@ -120,8 +120,8 @@ def main(argv: list[str] | None = None) -> int:
         parser.print_help()
         return 0
     try:
-        # SIGTERM ends the process at once, even in a library's C code, unless a command catches it.
-        with Interruption([signal.SIGINT]):
+        # So that SIGTERM, too, removes temporary folders and ends the processes of the command.
+        with Interruption():
             code = _run(args)
         sys.stdout.flush()
         return code

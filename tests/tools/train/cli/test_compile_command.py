@@ -1,8 +1,6 @@
 """The command ``mtf-gradsync compile``."""
 
 import json
-import os
-import signal
 
 import pytest
 
@@ -13,13 +11,6 @@ from mtf_gradsync.tools.train.cli import main as cli
 from tests.tools.train.conftest import NO_ATTENTION, TINY
 
 missing = xla.why_no_tpu_compiler()
-
-
-def test_sigterm_stops_it_as_ctrl_c_does(capsys, monkeypatch):
-    """An exception ends the compiler's process and removes its folder."""
-    monkeypatch.setattr(command, "compile_config", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
-    assert cli.main(["compile", f"--gin_file={TINY}"]) == 128 + signal.SIGTERM
-    assert "interrupted" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(not missing, reason="the TPU compiler is installed")

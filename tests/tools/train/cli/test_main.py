@@ -1,11 +1,13 @@
 import os
 import signal
+import tempfile
 import time
 
 import pytest
 
 from mtf_gradsync.runtimes.starting import choose_checkpoint
 from mtf_gradsync.tools.train.cli import main as cli
+from mtf_gradsync.tools.train.cli import report
 from tests.forked import TIME_LIMIT
 from tests.runtimes.cluster.processes import Processes
 from tests.tools.train.conftest import NO_EVAL, QUICK, TINY
@@ -145,6 +147,21 @@ def test_unknown_arguments_are_told_with_similar_ones(capsys, arguments, said):
         cli.main(arguments)
     assert ended.value.code == 2
     assert said in capsys.readouterr().err
+
+
+def test_sigterm_ends_a_command_as_ctrl_c_does(tmp_path, capsys, monkeypatch):
+    def work(args):
+        with tempfile.TemporaryDirectory(dir=tmp_path):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(report, "main", work)
+    before = signal.signal(signal.SIGTERM, lambda *_: None)
+    try:
+        assert cli.main(["report"]) == 128 + signal.SIGTERM
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert not list(tmp_path.iterdir())
+    assert "interrupted" in capsys.readouterr().err
 
 
 @pytest.mark.slow
