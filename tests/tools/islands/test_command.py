@@ -5,7 +5,8 @@ import re
 import signal
 import subprocess
 import sys
-from unittest.mock import Mock
+import time
+from unittest.mock import Mock, call
 
 import numpy as np
 import pytest
@@ -38,6 +39,18 @@ def test_merges_until_it_is_stopped(folder):
 def test_a_second_sigterm_is_in_the_exit_code(folder, monkeypatch):
     monkeypatch.setattr(Merger, "run", Mock(side_effect=KeyboardInterrupt(signal.SIGTERM)))
     assert cli.main(["islands", str(folder)]) == 128 + signal.SIGTERM
+
+
+def test_ctrl_c_ends_a_watch_without_a_message(folder, monkeypatch, capsys):
+    begun(folder, ["one"])
+    waits = Mock(side_effect=[None, KeyboardInterrupt(signal.SIGINT)])
+    monkeypatch.setattr(time, "sleep", waits)
+    command = ["islands", str(folder), "--status", "--watch=7"]
+    assert cli.main(command) == 128 + signal.SIGINT
+    assert waits.mock_calls == [call(7.0)] * 2
+    out, error = capsys.readouterr()
+    assert out.count("one ") == 2
+    assert not error
 
 
 def test_status_plot_and_replay(folder, tmp_path, capsys):

@@ -24,7 +24,7 @@ import time
 from pathlib import Path
 
 from mtf_gradsync.runtimes._common import CONFIG_FILE, ConfigError, TrainingError
-from mtf_gradsync.runtimes._signals import StopSignal
+from mtf_gradsync.runtimes._signals import StopSignal, signal_of
 from mtf_gradsync.tools.islands.changes import MergeSettings
 from mtf_gradsync.tools.islands.folder import Folder, FolderError
 from mtf_gradsync.tools.islands.journal import plot_status, read_status
@@ -125,8 +125,8 @@ def main(args: argparse.Namespace) -> int:
                 raise ConfigError(f"--{flag} goes with --{needed}")
         if args.export:
             return _export(folder, Path(args.export), args.version, args.run)
-        while args.watch:
-            _show_status(folder, args.watch)
+        if args.watch:
+            return _watch(folder, args.watch)
         if args.status:
             outputs = {"--json": args.json, "--plot": args.plot}
             return _status(folder, *flags.output_paths(outputs))
@@ -156,17 +156,21 @@ def _status(folder: Folder, json_file: Path | None, plot: Path | None) -> int:
     return 0
 
 
-def _show_status(folder: Folder, seconds: float) -> None:
-    """Clears the screen, prints a table of the islands of `folder`, and waits `seconds` seconds.
+def _watch(folder: Folder, seconds: float) -> int:
+    """Prints a table of the islands of `folder` every `seconds` seconds, until a signal comes.
 
-    ``--status --watch`` calls `_show_status` again and again.
+    On a terminal the screen is cleared before. Returns the exit code, 128 + n for signal n.
     """
     clear = "\033[2J\033[H" if sys.stdout.isatty() else ""
     try:
-        print(f"{clear}{read_status(folder).table()}", flush=True)
-    except FolderError as error:
-        print(f"{clear}{error}", flush=True)
-    time.sleep(seconds)
+        while True:
+            try:
+                print(f"{clear}{read_status(folder).table()}", flush=True)
+            except FolderError as error:
+                print(f"{clear}{error}", flush=True)
+            time.sleep(seconds)
+    except KeyboardInterrupt as error:  # the only end of --watch, of which no message has to tell
+        return 128 + signal_of(error)
 
 
 def _export(folder: Folder, directory: Path, version: int | None, run: str | None) -> int:
