@@ -5,13 +5,15 @@ of the parent's Python to send a heartbeat. But TensorFlow's bridge to XLA keeps
 lowers a program, which takes seconds or minutes.
 
 The command line is ``proxy.py PID SECONDS SOCKET...``: the process id of the parent process, the
-  seconds between two heartbeats, and the file descriptors of the sockets.
+  seconds between two heartbeats, and the file descriptors of the sockets. Standard input is a pipe,
+  and the proxy ends when the parent process closes it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import select
 import socket
 import sys
 import time
@@ -31,10 +33,11 @@ def is_stopped(pid: int) -> bool:
 
 
 def main(pid: int, seconds: float, descriptors: list[int]) -> None:
-    """Sends a heartbeat every `seconds` on each of the sockets, until the parent process ends.
+    """Sends a heartbeat every `seconds` on each of the sockets, until the parent closes the pipe.
 
     `pid` is the process id of the parent process, and `descriptors` are the file descriptors of the
-    sockets. While the parent process is stopped by a signal, no heartbeat is sent.
+    sockets. While the parent process is stopped by a signal, no heartbeat is sent. The parent's end
+    ends the function, too, because another child of the parent may hold the pipe open.
     """
     sockets = [socket.socket(fileno=descriptor) for descriptor in descriptors]
     # The connections have to break soon after the parent's end.
@@ -45,7 +48,8 @@ def main(pid: int, seconds: float, descriptors: list[int]) -> None:
                     one.send(BEAT)
         end = time.monotonic() + seconds
         while time.monotonic() < end and os.getppid() == pid:
-            time.sleep(0.1)
+            if select.select([sys.stdin], [], [], 0.1)[0]:
+                return
 
 
 if __name__ == "__main__":

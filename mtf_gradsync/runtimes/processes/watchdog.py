@@ -126,28 +126,34 @@ class Watchdog:
         Meanwhile it is no error if the watchdog's thread stands still.
         """
         with contextlib.ExitStack() as stack:
-            # Duplicates stay open even if the watchdog's thread closes a connection.
-            with self._lock:
-                peers = [os.dup(connection.fileno()) for connection in self._peers.values()]
-            for descriptor in peers:
-                stack.callback(os.close, descriptor)
-            given = map(str, (os.getpid(), _BEAT_S, *peers))
-            child = subprocess.Popen(
-                [sys.executable, "-I", "-S", proxy.__file__, *given],
-                pass_fds=peers,
-                stdin=subprocess.DEVNULL,
-            )
-        self._is_spoken_for = True
-        try:
-            yield
-        finally:
-            child.kill()
-            child.wait()
-            # The thread may not have noticed yet how long it stood still.
-            self._compared.clear()
-            if not self._finished.is_set():
-                self._compared.wait(_LATE_S)
-            self._is_spoken_for = False
+            reading, writing = os.pipe()
+            # This ends the child, even if an interrupt comes before `try`.
+            stack.callback(os.close, writing)
+            with contextlib.ExitStack() as of_child:
+                of_child.callback(os.close, reading)
+                # Duplicates stay open even if the watchdog's thread closes a connection.
+                with self._lock:
+                    peers = [os.dup(connection.fileno()) for connection in self._peers.values()]
+                for descriptor in peers:
+                    of_child.callback(os.close, descriptor)
+                given = map(str, (os.getpid(), _BEAT_S, *peers))
+                child = subprocess.Popen(
+                    [sys.executable, "-I", "-S", proxy.__file__, *given],
+                    pass_fds=peers,
+                    stdin=reading,
+                    start_new_session=True,  # a terminal's Ctrl-C would end the child
+                )
+            try:
+                self._is_spoken_for = True
+                yield
+            finally:
+                child.kill()
+                child.wait()
+                # The thread may not have noticed yet how long it stood still.
+                self._compared.clear()
+                if not self._finished.is_set():
+                    self._compared.wait(_LATE_S)
+                self._is_spoken_for = False
 
     def wait_for_verdict(self) -> None:
         """Waits after an error for the watchdog to find out whether a lost process caused it.

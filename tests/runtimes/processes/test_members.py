@@ -15,6 +15,7 @@ from mtf_gradsync.runtimes.processes.members import (
     Connection,
     ConnectionBroken,
 )
+from tests.forked import TIME_LIMIT
 
 
 def test_the_proxy_says_what_a_connection_says():
@@ -26,12 +27,15 @@ def test_the_proxy_says_what_a_connection_says():
         child = subprocess.Popen(
             [sys.executable, "-I", "-S", proxy.__file__, str(os.getpid()), "0.1", str(fd)],
             pass_fds=[fd],
+            stdin=subprocess.PIPE,
         )
         theirs.settimeout(30)
         said = b""
         try:
             while len(said) < 3 * len(proxy.BEAT):
                 said += theirs.recv(1000)
+            child.stdin.close()
+            assert child.wait(TIME_LIMIT) == 0
         finally:
             child.kill()
             child.wait()

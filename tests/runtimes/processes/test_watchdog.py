@@ -91,6 +91,20 @@ def test_a_connection_may_break_while_another_process_is_started_to_speak(monkey
             assert not thread.is_alive()
 
 
+def test_an_interrupt_while_a_process_is_started_to_speak_ends_that_process(monkeypatch):
+    with serving() as (watchdog, _, _):
+        start, started = subprocess.Popen, []
+
+        def start_interrupted(*given, **named):
+            started.append(start(*given, **named))
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(subprocess, "Popen", start_interrupted)
+        with contextlib.suppress(KeyboardInterrupt), watchdog.send_heartbeats_by_proxy():
+            pass
+        assert started[0].wait(60) == 0
+
+
 @pytest.mark.parametrize(
     "said", [{"lost": [1]}, {"lost": [0, "a", 1, "b"], "how": 3, "grace": 0}, {"lost": None}]
 )
