@@ -15,7 +15,7 @@ from mtf_gradsync.runtimes._signals import Interruption, signal_of
 from mtf_gradsync.tools._private.gin import bindings, bound
 from mtf_gradsync.tools.planning.best import Choice
 from mtf_gradsync.tools.planning.costs import Predicted
-from mtf_gradsync.tools.planning.stacks import Stack
+from mtf_gradsync.tools.planning.stacks import StackSettings
 from mtf_gradsync.tools.train import best_division, gin_files
 from mtf_gradsync.tools.train.best_division import BestDivision
 from mtf_gradsync.tools.train.cli import main as cli
@@ -39,14 +39,14 @@ def loaded(*params, files=(TINY,)):
 
 
 ALL = [
-    Stack(),
-    Stack(sharded_updates=True),
-    Stack(2, "local"),
-    Stack(2, "synced"),
-    Stack(2, "sharded"),
-    Stack(2, "local", True),
-    Stack(2, "sharded", True),
-    Stack(inner_steps=10),
+    StackSettings(),
+    StackSettings(sharded_updates=True),
+    StackSettings(2, "local"),
+    StackSettings(2, "synced"),
+    StackSettings(2, "sharded"),
+    StackSettings(2, "local", True),
+    StackSettings(2, "sharded", True),
+    StackSettings(inner_steps=10),
 ]
 SAME = [
     "ClipByGlobalNormOptimizer.opt = @AdafactorOptimizer",
@@ -108,13 +108,13 @@ def test_lines_of_gin_make_the_optimizer_that_is_described(stack, clipped):
 
 def test_lengths_of_the_run_count_microbatch_steps():
     best = loaded("train.run.log_steps = 3", "train.run.total_run_steps = 20")
-    lines = best.gin_lines(choice_of(Stack(4, "local")))
+    lines = best.gin_lines(choice_of(StackSettings(4, "local")))
     assert "train.run.batch_size = 2" in lines
     assert "train.run.train_steps = 48" in lines
     assert "train.run.total_run_steps = 80" in lines
     assert "train.run.save_checkpoints_steps = 24" in lines
     assert "train.run.schedule_step = @get_update_step" in lines
-    assert not any("train_steps" in line for line in best.gin_lines(choice_of(Stack())))
+    assert not any("train_steps" in line for line in best.gin_lines(choice_of(StackSettings())))
 
 
 ACCUMULATES = accumulates()
@@ -168,7 +168,7 @@ def test_what_stands_around_the_accumulation_is_refused(outside):
         f"{order[1]}.opt = @AdafactorOptimizer",
     ]
     if not outside:
-        chain = loaded(*params).gin_lines(choice_of(Stack(4, "local")))
+        chain = loaded(*params).gin_lines(choice_of(StackSettings(4, "local")))
         assert "GradientAccumulationOptimizer.opt = @AverageOptimizer" in chain
         assert "AverageOptimizer.opt = @ClipByGlobalNormOptimizer" in chain
         return
@@ -187,7 +187,7 @@ def test_what_is_around_a_loss_scale_stays_around_it():
         "ClipByGlobalNormOptimizer.opt = @LossScaleOptimizer",
         "LossScaleOptimizer.opt = @AdafactorOptimizer",
     )
-    lines = best.gin_lines(choice_of(Stack(sharded_updates=True)))
+    lines = best.gin_lines(choice_of(StackSettings(sharded_updates=True)))
     assert "train.run.optimizer = @ClipByGlobalNormOptimizer" in lines
     assert "LossScaleOptimizer.opt = @ShardedUpdateOptimizer" in lines
 
@@ -195,10 +195,10 @@ def test_what_is_around_a_loss_scale_stays_around_it():
 def test_a_config_that_accumulates_keeps_the_batch_of_an_update():
     best = loaded(*ACCUMULATES, AVERAGE, COUNTS)
     assert best.steps == [1, 2, 4, 8]
-    lines = best.gin_lines(choice_of(Stack(2, "local")))
+    lines = best.gin_lines(choice_of(StackSettings(2, "local")))
     assert "train.run.batch_size = 16" in lines
     assert "train.run.train_steps = 6" in lines
-    single = best.gin_lines(choice_of(Stack()))
+    single = best.gin_lines(choice_of(StackSettings()))
     assert "train.run.batch_size = 32" in single
     assert "train.run.optimizer = @CrossShardOptimizer" in single
     # A sum of gradients is another one of another number of steps.
@@ -209,7 +209,7 @@ def test_a_config_that_accumulates_keeps_the_batch_of_an_update():
 
 def test_what_counts_updates_counts_the_new_ones():
     best = loaded(files=["lm_accumulate.gin"])
-    lines = best.gin_lines(choice_of(Stack(8, "local")))
+    lines = best.gin_lines(choice_of(StackSettings(8, "local")))
     for name in ("per_update", "adafactor_decay_rate_per_update"):
         assert f"{name}.backward_passes_per_step = 8" in lines
     assert 'GradientAccumulationOptimizer.mesh_shape = "batch:4;model:2"' in lines
