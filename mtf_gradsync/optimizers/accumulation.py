@@ -583,7 +583,7 @@ class _Accumulate(Stage):
         step.write(counts, gate)
         # As they were before a reduction, gradients may tell more about shards.
         received = step.received[-1]
-        axes, of_shards_only = step.shard_numbering(received.present)
+        axes, of_shards_only = step.shard_numbering(received)
         if skip_fn is not None or before.waiting is not None:
             skips = self._make_skips(checked, before, axes)
         if skip is not None and skips is not None:

@@ -407,7 +407,7 @@ class _SkipNotFinite(Stage):
         losses.applied |= {wrapper.name}
         before, rule = wrapper._state_of(gradients.variables[0].mesh), wrapper._rule
         given = step.received[-1]  # before they were reduced
-        axes, of_shards_only = step.shard_numbering(given.present)
+        axes, of_shards_only = step.shard_numbering(given)
 
         def change_scale(
             held: list[mtf.Tensor], finite: mtf.Tensor, has_data: mtf.Tensor | None

@@ -323,16 +323,19 @@ class StepBuilder:
         """
         return self.stack.axes_now(self._number, grads)
 
-    def shard_numbering(self, grads: Sequence[mtf.Tensor]) -> tuple[ReplicaAxes | None, bool]:
+    def shard_numbering(self, given: GradientSet) -> tuple[ReplicaAxes | None, bool]:
         """Returns how log lines of the stage that is being built number the shards, as two values.
 
         The first value has the replica axes whose shards are numbered: those of the whole mesh,
-        also inside islands; None if they are not known. The second value is true if a reduced
+        also inside islands; None if they are not known, or if gradients are replicas' parts of
+        sums, which tell nothing of a shard's own gradient. The second value is true if a reduced
         gradient is a sum over several of these shards. It is false inside islands of one shard
-        each, where a reduced gradient belongs to a single shard. `grads` are the gradients that the
+        each, where a reduced gradient belongs to a single shard. `given` are the gradients that the
         stage's wrapper has received.
         """
-        return self.stack.shard_numbering(self._number, grads)
+        if (given.unreduced or given).form is Form.PART:
+            return None, True
+        return self.stack.shard_numbering(self._number, given.present)
 
     def when_built(self, note: Callable[[], None]) -> None:
         """Registers a function that is called once the whole step was built without an error.

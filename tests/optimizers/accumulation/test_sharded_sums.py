@@ -325,6 +325,15 @@ def test_what_is_skipped_is_told_by_variable_and_shard(capfd):
     )
 
 
+@pytest.mark.mostly_slow
+def test_parts_of_sums_are_not_told_as_those_of_shards(caplog):
+    """The NaN of one shard is in every replica's part of a sum."""
+    opt = lambda: STACKS["loss scale inside"]("sharded", "2")  # noqa: E731
+    run("simd", "2", opt, with_a_nan(0)[:K], names=("w1", "w2", "odd"))
+    (line,) = [line for line in caplog.messages if "step skipped" in line]
+    assert "w1 (shard unknown), w2 (shard unknown), odd (shard unknown)." in line
+
+
 def test_describe_says_where_sums_are():
     lines = [(x.when, x.what) for x in gs.describe(stack("4", "sharded")).lines]
     assert lines[:4] == [
