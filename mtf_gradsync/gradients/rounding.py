@@ -4,7 +4,7 @@ Rounding by chance goes up or down, more often to the nearer number. If values a
 nearest, a change of less than half of the distance between two bfloat16 numbers is lost, however
 often it is made. If values are rounded by chance, the mean of all roundings of a number is the
 number itself. The random bits are a hash of the variable's name, the number of its update and the
-number of the element in the whole variable. So the same run has the same bits on every runtime, on
+number of the element in the whole variable. So equal values are rounded alike on every runtime, on
 all copies of a variable, and after a restart. It does not matter whether the mesh splits the
 variable.
 """

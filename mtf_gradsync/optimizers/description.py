@@ -239,9 +239,10 @@ def _update(opt: Any, more: str, count: int) -> str:
     inside = opt.opt if type(opt).__name__ == "MeshOptimizer" else opt
     name = type(inside).__name__
     name = name[: -len("Optimizer")] if name.endswith("Optimizer") else name
-    rounding = getattr(opt, "rounding", NEAREST)
-    if rounding != NEAREST and "rounding" not in more:
-        name += f", rounding {rounding}"
+    for setting, default in (("rounding", NEAREST), ("slot_dtype", None)):
+        value = getattr(opt, setting, default)
+        if value != default and f", {setting} " not in more:
+            name += f", {setting} {getattr(value, 'name', value)}"
     return f"update{which} by {name}{more}"
 
 

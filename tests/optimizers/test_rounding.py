@@ -290,10 +290,12 @@ def test_float16_is_refused_before_anything_is_built(name, position):
 def test_describe_and_gin():
     described = gs.describe(gs.CrossShardOptimizer(OPTIMIZERS["adam of tensorflow"]()))
     assert described.lines[-1].what == "update by Adam, rounding stochastic"
-    groups = [("heads", STOCHASTIC)]
+    narrow = OPTIMIZERS["adamw with narrow slots"]()
+    groups = [("heads", STOCHASTIC), ("rounding", narrow)]
     grouped = gs.ByVariable(lambda **kwargs: gs.AdamWOptimizer(0.1, **kwargs), groups)
     assert [line.what for line in gs.describe(grouped).lines] == [
         "update by AdamW, rounding stochastic: heads",
+        "update by AdamW, rounding stochastic, slot_dtype bfloat16: rounding",
         "update by AdamW: the others",
     ]
     with gin.unlock_config():
