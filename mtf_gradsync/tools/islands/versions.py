@@ -345,22 +345,19 @@ def export_version(
       DamagedObjectError: the folder has no version, or not the version `version`, or it cannot be
         read.
     """
-    from mtf_gradsync.extension import tf  # here, so that a merger does not load TensorFlow
+    # Here, so that a merger does not load TensorFlow.
+    from mtf_gradsync.extension import tf
+    from mtf_gradsync.runtimes.checkpoints import write_changed
 
     number = newest_version(folder) if version is None else version
     settings = MergeSettings.of(folder)
     if number is None or settings is None:
         raise DamagedObjectError(f"{folder.url} has no versions yet: no merger has begun there.")
     values, decision = read_version(folder, number, settings.fragments)
-    with tf.Graph().as_default(), tf.Session() as session:
-        for name, value in values.items():
-            plain = name.removeprefix(MEAN)
-            tf.get_variable(plain, initializer=tf.constant(value), use_resource=False)
-        step = decision.counts.get("step", 0)
-        if "global_step" not in values:
-            tf.get_variable("global_step", initializer=tf.constant(step, tf.int64))
-        session.run(tf.global_variables_initializer())
-        Path(directory).mkdir(parents=True, exist_ok=True)
-        return tf.train.Saver().save(
-            session, os.path.join(directory, "model.ckpt"), global_step=step, write_meta_graph=False
-        )
+    step = decision.counts.get("step", 0)
+    plain = {name.removeprefix(MEAN): value for name, value in values.items()}
+    Path(directory).mkdir(parents=True, exist_ok=True)
+    path = os.path.join(directory, f"model.ckpt-{step}")
+    write_changed(None, path, {"global_step": np.array(step, np.int64), **plain})
+    tf.train.update_checkpoint_state(os.fspath(directory), path)
+    return path

@@ -10,11 +10,13 @@ from unittest.mock import Mock, call
 
 import numpy as np
 import pytest
+from tensorflow.python.framework import tensor_util
 
 from mtf_gradsync._private.libraries import tf
 from mtf_gradsync.tools.islands.folder import Folder
 from mtf_gradsync.tools.islands.journal import read_status
 from mtf_gradsync.tools.islands.merger import Merger
+from mtf_gradsync.tools.islands.versions import export_version
 from mtf_gradsync.tools.train.cli import main as cli
 from mtf_gradsync.tools.train.page import Ended, write_page
 from tests.tools.islands.toy import Toy, begun, merge
@@ -87,9 +89,25 @@ def test_a_version_is_exported_as_a_checkpoint(folder, tmp_path, capsys):
     begun(folder, ["one"])
     out = tmp_path / "out"
     assert cli.main(["islands", str(folder), f"--export={out}"]) == 0
-    assert tf.train.load_checkpoint(str(out)).get_tensor("b") == 2.0
+    saved = tf.train.load_checkpoint(str(out))
+    assert (saved.get_tensor("b"), saved.get_tensor("global_step")) == (2.0, 0)
     assert cli.main(["islands", str(folder), f"--export={out}", "--version=7"]) == cli.EXIT_FAILED
     assert "versions/00000007.safetensors" in capsys.readouterr().err
+
+
+def test_an_export_makes_no_constants_which_have_at_most_2_gb(folder, tmp_path, monkeypatch):
+    begun(folder, ["one"])
+    make = tensor_util.make_tensor_proto
+
+    def make_small(values, *args, **kwargs):
+        if isinstance(values, np.ndarray) and values.dtype.kind == "f":
+            raise ValueError("Cannot create a tensor proto whose content is larger than 2GB.")
+        return make(values, *args, **kwargs)
+
+    monkeypatch.setattr(tensor_util, "make_tensor_proto", make_small)
+    path = export_version(Folder(str(folder)), tmp_path)
+    assert tf.train.latest_checkpoint(str(tmp_path)) == path
+    np.testing.assert_array_equal(tf.train.load_checkpoint(path).get_tensor("a").ravel(), range(6))
 
 
 @pytest.mark.parametrize(
