@@ -61,8 +61,8 @@ def measure(options: report.Options) -> report.Table:
         notes=(
             "On N cores the layers are 128 wide, and the batch of 2N sequences of 64 tokens is"
             " split N/2 ways.",
-            'In programs "to be compiled" all cores share variables (simd.compiled_only), as in the'
-            " commands plan and compile.",
+            'In programs "to be compiled" all cores share variables (simd.program.compiled_only),'
+            " as in the commands plan and compile.",
             '"compile s" is wall-clock time in the compiler\'s process. "GiB" is the memory of this'
             " process or of the process that builds the program, whichever is larger.",
         ),
