@@ -132,7 +132,6 @@ TESTED_BY = {
     "private/test_libraries.py": ["_private/estimator_stand_ins"],
     "test_imports.py": ["_private/lazy", "extension"],
     "properties/test_arguments.py": ["_common"],
-    "tools/train/test_errors.py": ["runtimes/_common"],
 }
 
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
+import os
+import secrets
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from mtf_gradsync.extension import mtf
@@ -75,3 +79,50 @@ def configs_dir() -> Path:
 def mesh_text(shape: mtf.Shape) -> str:
     """Returns a mesh's shape as users write it, such as "batch:4;model:2"."""
     return ";".join(f"{dim.name}:{dim.size}" for dim in shape.dims)
+
+
+def unused_path(path: Path) -> Path:
+    """Returns `path` if nothing exists there, else the first free one of path.2, path.3, ..."""
+    number, free = 1, path
+    while free.exists():
+        number += 1
+        free = path.with_name(f"{path.name}.{number}")
+    return free
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replaces the file `path` by one that has `text`.
+
+    The file is replaced atomically: a killed process leaves the old or the new file.
+    """
+    write_bytes(path, text.encode("utf-8"))
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Replaces the file `path` by one that has `content` as JSON.
+
+    The file is replaced atomically: a killed process leaves the old or the new file.
+    """
+    write_text(path, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """Replaces the file `path` by one that has the bytes `content`.
+
+    The file is replaced atomically: a killed process leaves the old or the new file. The file's
+    folder is made if it is missing. Devices and pipes are written to, not replaced.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.exists() and not path.is_file():
+        # /dev/null and pipes stay what they are.
+        path.write_bytes(content)
+        return
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    try:
+        with open(temporary, "xb") as file:
+            file.write(content)
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(temporary)
+        raise

@@ -15,57 +15,14 @@ from typing import Any, Callable, Iterator, Mapping, NamedTuple, Sequence
 from tqdm import tqdm
 
 from mtf_gradsync.extension import tf
-from mtf_gradsync.runtimes._common import SKIP_FLAG, ConfigError, first_line
+from mtf_gradsync.runtimes._common import (
+    SKIP_FLAG,
+    ConfigError,
+    first_line,
+    unused_path,
+    write_json,
+)
 from mtf_gradsync.runtimes.checkpoints import averaged_checkpoint, write_changed
-
-
-def unused_path(path: Path) -> Path:
-    """Returns `path` if nothing exists there, else the first free one of path.2, path.3, ..."""
-    number, free = 1, path
-    while free.exists():
-        number += 1
-        free = path.with_name(f"{path.name}.{number}")
-    return free
-
-
-def write_text(path: Path, text: str) -> None:
-    """Replaces the file `path` by one that has `text`.
-
-    The file is replaced atomically: a killed process leaves the old or the new file.
-    """
-    write_bytes(path, text.encode("utf-8"))
-
-
-def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Replaces the file `path` by one that has `content` as JSON.
-
-    The file is replaced atomically: a killed process leaves the old or the new file.
-    """
-    write_text(path, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
-
-
-def write_bytes(path: Path, content: bytes) -> None:
-    """Replaces the file `path` by one that has the bytes `content`.
-
-    The file is replaced atomically: a killed process leaves the old or the new file. The file's
-    folder is made if it is missing. Devices and pipes are written to, not replaced.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if path.exists() and not path.is_file():
-        # /dev/null and pipes stay what they are.
-        path.write_bytes(content)
-        return
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
-        # mkstemp makes private files; results are for everyone whom the directory is for.
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
-
 
 MANIFEST_FILE = "checkpoints.json"
 
@@ -376,7 +333,7 @@ def _put_aside(path: str) -> None:
         os.replace(file, unused_path(aside / file.name))
 
 
-# Files that TensorFlow and `files.write_text` rename once they are written, and checkpoints made to
+# Files that TensorFlow and `write_bytes` rename once they are written, and checkpoints made to
 # restore one of another configuration.
 _LEFTOVER = re.compile(
     r"model\.ckpt-\d+\.(data-\d+-of-\d+|index)\.tempstate\d+|model\.ckpt-\d+_temp"

@@ -194,6 +194,17 @@ def test_sums_equal_numpy_and_the_choice_is_logged_once(mesh_kind, caplog):
     assert len(messages(caplog, logging.INFO)) == 1
 
 
+def test_another_choice_in_the_same_process_is_logged_too(caplog):
+    caplog.set_level(logging.INFO, "mtf_gradsync")
+    for devices in (cpus(4, 0), cpus(2, 0) + cpus(2, 1), cpus(4, 0)):
+        mesh_impl = placement(devices)
+        groups = reduce.ProcessorGroups.along(mesh_impl, [0])
+        reduce.BestAllReduce()._chosen(mesh_impl, [], groups)
+    first, second = messages(caplog, logging.INFO)
+    assert "FusedAllReduce" in first
+    assert "HierarchicalAllReduce" in second
+
+
 def test_wire_dtype_is_that_of_the_choice():
     processes = placement(cpus(2, 0) + cpus(2, 1))
     best, groups = reduce.BestAllReduce(), reduce.ProcessorGroups.along(processes, [0])

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
-from typing import Any, Sequence
+from typing import Any, Iterable, Sequence
 
-from mtf_gradsync.extension import mtf, tf
+from mtf_gradsync.extension import mtf, schedules_updates, stages_of, tf
 from mtf_gradsync.runtimes._common import mesh_text
 from mtf_gradsync.runtimes.simd.checks import check_functions_lack_collectives
 from mtf_gradsync.runtimes.simd.communication import (
     CommunicationReport,
     CommunicationRow,
     bytes_of,
+    list_transfers,
     when_run,
 )
 from mtf_gradsync.runtimes.simd.graph_facts import GraphFacts, UnsupportedProgramError
@@ -22,6 +24,35 @@ from mtf_gradsync.runtimes.simd.side_effects import (
     find_collectives,
     written_variables,
 )
+
+# Operations that call functions, whose content `list_transfers` does not examine.
+_CALLS = ("PartitionedCall", "StatefulPartitionedCall")
+
+
+def list_step(
+    place: Any, fetches: Sequence[Any], optimizers: Iterable[Any], lowering: Any = None
+) -> CommunicationReport | None:
+    """Lists what cores or devices exchange in a training step in the default graph.
+
+    Args:
+      place: the SIMD `Program` of the step, or the ``PlacementMeshImpl`` that it was lowered with.
+      fetches: the tensors and operations that the step fetches; not needed for a program.
+      optimizers: the step's optimizers. If some of its steps skip the update, the update may be a
+        function of TensorFlow, and the report is then not complete; not needed for a program.
+      lowering: argument of `list_collectives`.
+
+    Returns:
+      The report; None if it cannot be made, as on a mesh whose processors share a device.
+    """
+    try:
+        if isinstance(place, Program):
+            return list_collectives(place, lowering=lowering)
+        report = list_transfers(fetches, place)
+    except (UnsupportedProgramError, TypeError, ValueError):
+        return None
+    skips = any(schedules_updates(stages_of(opt)) for opt in optimizers)
+    calls = any(op.type in _CALLS for op in tf.get_default_graph().get_operations())
+    return dataclasses.replace(report, is_complete=not (skips and calls))
 
 
 def list_collectives(

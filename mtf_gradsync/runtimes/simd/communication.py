@@ -124,10 +124,12 @@ class CommunicationReport:
     Attributes:
       rows: one row per operation, in program order.
       mesh: the mesh, as in "batch:4;model:2", or "" if it is not known.
+      is_complete: False if the update may be in functions of TensorFlow, which are not examined.
     """
 
     rows: tuple[CommunicationRow, ...]
     mesh: str = ""
+    is_complete: bool = True
 
     @property
     def every_step(self) -> Total:
@@ -149,8 +151,11 @@ class CommunicationReport:
 
         "traffic/bytes_of_update_step" has the bytes of an update step.
         "traffic/bytes_of_other_step" has the bytes of other steps; it is in the result only if
-        other steps send fewer bytes than update steps.
+        other steps send fewer bytes than update steps. The result is empty if the report is not
+        complete.
         """
+        if not self.is_complete:
+            return {}
         other, update = self.every_step.bytes_per_core, self.update_step.bytes_per_core
         values: dict[str, float] = {"traffic/bytes_of_update_step": update}
         if other != update:
@@ -293,18 +298,6 @@ def _sentence(total: Total) -> str:
     # Operations in loops run more than once.
     runs = f"{about}{_count(total.runs, 'run')}, " if total.runs != total.operations else ""
     return f"{total.counts}, {runs}{about}{total.bytes_per_core:,} bytes per core"
-
-
-# Operations that call functions, whose content is not listed.
-_CALLS = ("PartitionedCall", "StatefulPartitionedCall")
-
-
-def has_calls(graph: tf.Graph) -> bool:
-    """Returns whether `graph` calls functions; `list_transfers` lists no copies inside functions.
-
-    For example, an update that some steps skip may be a function that the graph calls.
-    """
-    return any(operation.type in _CALLS for operation in graph.get_operations())
 
 
 def list_transfers(fetches: Sequence[Any], mesh_impl: Any) -> CommunicationReport:

@@ -15,7 +15,6 @@ from mtf_gradsync.extension import (
     check_whole_number,
     tf,
 )
-from mtf_gradsync.runtimes import simd
 from mtf_gradsync.runtimes.checkpoints import check_averages_kept
 from mtf_gradsync.runtimes.sessions import (
     OnCores,
@@ -25,6 +24,7 @@ from mtf_gradsync.runtimes.sessions import (
     runtime_for,
 )
 from mtf_gradsync.runtimes.settings import session_config
+from mtf_gradsync.runtimes.simd.collectives import list_step
 from mtf_gradsync.runtimes.starting import Start, choose_checkpoint, start_from_newest
 from mtf_gradsync.tools.estimator import specs
 from mtf_gradsync.tools.estimator.hooks import (
@@ -261,7 +261,8 @@ class Estimator(_TensorFlows):
                 self.config, all_hooks, spec, scaffold, program is not None, saving_listeners
             )
             if program is not None and self._setting("save_summary_steps"):
-                write_summary(self.model_dir, _traffic(program, spec), saved_step)
+                report = list_step(program, [], [], lowering=spec)
+                write_summary(self.model_dir, report.scalars() if report else {}, saved_step)
             # Called again after a worker was lost: by then there may be a newer checkpoint.
             sessions = place.sessions(spec, scaffold, lambda: start_from_newest(self.model_dir))
             made_a_step = False
@@ -521,18 +522,6 @@ def _runtime_name(runtime: RuntimeName | None, use_tpu: bool, num_cores: int | N
             "cores is not known: give num_cores, or a TPUConfig with num_shards in config."
         )
     return choose_runtime(chosen).name
-
-
-def _traffic(program: simd.Program, spec: Any) -> dict[str, float]:
-    """Returns the bytes that each core of a program sends in collectives in a step.
-
-    The result is a dictionary from the names of summaries to numbers of bytes. If the collectives
-    cannot be listed, the result is {}. `spec` is the model's spec.
-    """
-    try:
-        return simd.list_collectives(program, lowering=spec).scalars()
-    except (simd.UnsupportedProgramError, TypeError, ValueError):
-        return {}
 
 
 def run_config(

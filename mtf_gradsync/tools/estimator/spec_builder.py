@@ -20,14 +20,11 @@ from mtf_gradsync.extension import (
     mtf,
     placement_mesh_impl,
     reported,
-    schedules_updates,
     split_by_shard,
-    stages_of,
     tf,
     weight_now,
 )
-from mtf_gradsync.runtimes import simd
-from mtf_gradsync.runtimes.simd.communication import has_calls
+from mtf_gradsync.runtimes.simd.collectives import list_step
 from mtf_gradsync.tools.estimator.hooks import MeanLossHook, add_saver, saving_period
 
 _Modes = tf.estimator.ModeKeys
@@ -197,11 +194,12 @@ class SpecBuilder:
             )
         logging = []
         if optimizer is not None:
-            traffic = _traffic([tf_loss, train_op], self.mesh_impl, optimizer)
+            report = list_step(self.mesh_impl, [tf_loss, train_op], [optimizer])
             every = getattr(config, "log_step_count_steps", None)
             facts = _exported(lowering, {k: x for k, x in facts.items() if x is not None})
             if every and "in_sums" in facts:
                 logging.append(MeanLossHook(tf_loss, every, **facts))
+            traffic = report.scalars() if report else {}
             scalars.update((name, tf.constant(float(x))) for name, x in traffic.items())
         for name, value in scalars.items():
             tf.summary.scalar(name, value)  # for a `tf.train.SummarySaverHook`
@@ -357,23 +355,6 @@ def _exported(lowering: mtf.Lowering, tensors: Mapping[str, Any]) -> dict[str, t
         name: lowering.export_to_tf_tensor(x) if isinstance(x, mtf.Tensor) else x
         for name, x in tensors.items()
     }
-
-
-def _traffic(fetches: Sequence[Any], mesh_impl: mtf.MeshImpl, optimizer: Any) -> dict[str, float]:
-    """Counts the bytes that devices of a placement mesh receive in a step.
-
-    The result is a dictionary from the names of summaries to numbers of bytes. It is {} if the
-    bytes are not known: transfers inside a TensorFlow function cannot be counted, and the branch in
-    which `optimizer` makes an update may be such a function. `fetches` are the tf tensors and
-    operations that a step runs.
-    """
-    skips = schedules_updates(stages_of(optimizer))
-    if skips and has_calls(tf.get_default_graph()):
-        return {}
-    try:
-        return simd.list_transfers(fetches, mesh_impl).scalars()
-    except (simd.UnsupportedProgramError, ValueError):
-        return {}
 
 
 def _write_on_host(

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, ContextManager, Iterator, NamedTuple, Sequence
 
-from mtf_gradsync.runtimes.starting import write_bytes
+from mtf_gradsync.runtimes._common import write_bytes
 from mtf_gradsync.tools.timelines.recording import Event, Recording, TimelineError
 from mtf_gradsync.tools.timelines.table import Table, tabulate_times
 

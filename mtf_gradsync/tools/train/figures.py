@@ -9,8 +9,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from mtf_gradsync.runtimes._common import ConfigError, install_extra
-from mtf_gradsync.runtimes.starting import write_bytes
+from mtf_gradsync.runtimes._common import ConfigError, install_extra, write_bytes
 
 
 def check_library(library: str, work: str) -> None:

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any, Callable, ContextManager, Mapping, Sequence
 
 from mtf_gradsync.extension import tf
-from mtf_gradsync.runtimes._common import ConfigError, first_line
-from mtf_gradsync.runtimes.starting import write_json, write_text
+from mtf_gradsync.runtimes._common import ConfigError, first_line, write_json, write_text
 from mtf_gradsync.tools.train.config import RunConfig
 from mtf_gradsync.tools.train.data import datasets as data
 from mtf_gradsync.tools.train.data.batches import wrong_id_error

@@ -17,8 +17,7 @@ import numpy as np
 from tqdm import tqdm
 
 from mtf_gradsync.extension import split_by_shard, tf
-from mtf_gradsync.runtimes._common import first_line
-from mtf_gradsync.runtimes.starting import unused_path, write_text
+from mtf_gradsync.runtimes._common import first_line, unused_path, write_text
 from mtf_gradsync.runtimes.step_means import StepMeans
 
 # For example of a field with one number for each replica.

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import Any, NamedTuple, Sequence
 
-from mtf_gradsync.runtimes.starting import write_text
+from mtf_gradsync.runtimes._common import write_text
 from mtf_gradsync.tools.islands.journal import Status
 from mtf_gradsync.tools.train import plots
 from mtf_gradsync.tools.train.figures import check_library

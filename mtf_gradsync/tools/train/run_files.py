@@ -13,8 +13,7 @@ from typing import NamedTuple, Sequence
 
 import gin
 
-from mtf_gradsync.runtimes._common import CONFIG_FILE
-from mtf_gradsync.runtimes.starting import write_json, write_text
+from mtf_gradsync.runtimes._common import CONFIG_FILE, write_json, write_text
 from mtf_gradsync.tools.timelines import Table, TimelineError
 from mtf_gradsync.tools.train.traffic import Traffic, TrafficRow
 

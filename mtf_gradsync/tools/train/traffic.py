@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Callable, Iterable, NamedTuple
 
-from mtf_gradsync.extension import mtf, schedules_updates, stages_of, tf, walk
+from mtf_gradsync.extension import mtf, tf, walk
 from mtf_gradsync.runtimes import simd
 from mtf_gradsync.runtimes.simd import CommunicationReport
-from mtf_gradsync.runtimes.simd.communication import has_calls
+from mtf_gradsync.runtimes.simd.collectives import list_step
 from mtf_gradsync.tools.train.train_graph import TrainGraph
 
 # The forward and backward pass, the sums that reduce gradients, and everything else.
@@ -156,30 +156,16 @@ def list_traffic(graph: TrainGraph, program: simd.Program | None) -> Traffic | N
     Returns None if the totals of the traffic cannot be known, as on a mesh whose processors share a
     device.
     """
-    try:
-        if program is not None:
-            report = simd.list_collectives(program, lowering=graph.lowering)
-            parts = part_of_each_collective(graph, report)
-            return _totals(report, {row: _PART_LABELS[part] for row, part in parts.items()})
-        (mesh_impl,) = graph.lowering.mesh_to_impl.values()
-        report = simd.list_transfers([graph.loss, graph.step], mesh_impl)
-    except (simd.UnsupportedProgramError, ValueError):
+    (mesh_impl,) = graph.lowering.mesh_to_impl.values()
+    place = mesh_impl if program is None else program
+    report = list_step(place, [graph.loss, graph.step], graph.optimizers, graph.lowering)
+    if report is None:
         return None
-    skips = any(schedules_updates(stages_of(opt)) for opt in graph.optimizers)
-    return _totals(report, {}, is_complete=not (skips and has_calls(tf.get_default_graph())))
-
-
-def _totals(
-    report: simd.CommunicationReport, parts: dict[str, str], is_complete: bool = True
-) -> Traffic:
-    """Returns the bytes in a report as `Traffic`: a row for each kind of collective, largest first.
-
-    `parts` is a dictionary from the name of a row of the report to the label of the row's part of
-    the step; it may be empty. `is_complete` is whether the report has all that the step exchanges.
-    """
+    parts = part_of_each_collective(graph, report) if program is not None else {}
     kinds: dict[tuple[str, str, str, bool], list[simd.CommunicationRow]] = {}
     for row in report.rows:
-        key = (row.operation, row.group, parts.get(row.name, ""), row.is_conditional)
+        part = _PART_LABELS.get(parts.get(row.name, ""), "")
+        key = (row.operation, row.group, part, row.is_conditional)
         kinds.setdefault(key, []).append(row)
     rows = []
     for key, found in kinds.items():
@@ -189,6 +175,6 @@ def _totals(
         report.every_step.bytes_per_core,
         report.update_step.bytes_per_core,
         sorted(rows, key=lambda row: -row.bytes_per_core),
-        report.scalars() if is_complete else {},
-        is_complete,
+        report.scalars(),
+        report.is_complete,
     )

@@ -6,12 +6,11 @@ from unittest.mock import Mock
 import pytest
 
 from mtf_gradsync._private.libraries import tf
-from mtf_gradsync.runtimes._common import CONFIG_FILE, ConfigError
+from mtf_gradsync.runtimes._common import CONFIG_FILE, ConfigError, write_bytes
 from mtf_gradsync.runtimes.starting import (
     MANIFEST_FILE,
     lock_model_dir,
     remove_leftovers,
-    write_bytes,
 )
 from mtf_gradsync.tools.train import run_files
 

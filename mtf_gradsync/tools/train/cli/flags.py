@@ -9,7 +9,7 @@ import os
 from pathlib import Path
 from typing import Any, Callable, Iterator, Mapping, Sequence
 
-from mtf_gradsync.runtimes._common import CONFIG_FILE, ConfigError, TrainingError
+from mtf_gradsync.runtimes._common import CONFIG_FILE, ConfigError, TrainingError, write_text
 
 
 def output_path(flag: str, name: str | None) -> Path | None:
@@ -80,17 +80,8 @@ def write_output(flag: str, path: Path | None, text: str) -> None:
     """
     if path is None:
         return
-    # A device cannot be replaced.
-    is_file = path.is_file() or not path.exists()
-    beside = path.with_name(f".{path.name}.{os.getpid()}") if is_file else path
     with named_write_errors(flag, path):
-        try:
-            beside.write_text(text, encoding="utf-8")
-            if is_file:
-                os.replace(beside, path)
-        finally:
-            if is_file:
-                beside.unlink(missing_ok=True)
+        write_text(path, text)
 
 
 def output_paths(names: Mapping[str, str | None]) -> list[Path | None]:
