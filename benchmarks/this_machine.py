@@ -17,14 +17,10 @@ from typing import Any, Callable, Mapping, NamedTuple, Sequence
 import numpy as np
 from tqdm import tqdm
 
+from benchmarks.hlo import stablehlo_flops
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.optimizers.cross_shard import CrossShardOptimizer
-from mtf_gradsync.runtimes._private.jax import (
-    compiled_hlo,
-    cost_numbers,
-    memory_bytes,
-    stablehlo_flops,
-)
+from mtf_gradsync.runtimes._private.jax import compiled_hlo, cost_numbers, memory_bytes
 from mtf_gradsync.runtimes.simd.graph_facts import UnsupportedProgramError
 from mtf_gradsync.runtimes.simd.program import Program, tpu_program
 from mtf_gradsync.runtimes.xla.core_devices import devices_for

@@ -11,9 +11,9 @@ from typing import Any, Callable, NamedTuple, Sequence
 
 import mtf_gradsync as gs
 from benchmarks import lm_by_hand, models, report, wrappers_by_hand
+from benchmarks.hlo import hlo_from_text
 from mtf_gradsync import simd, xla
 from mtf_gradsync._private.libraries import mtf, tf
-from mtf_gradsync.runtimes._private.jax import hlo_from_text
 from mtf_gradsync.runtimes.xla.topology.compiled import CoreMemory
 from mtf_gradsync.runtimes.xla.topology.estimate import CostEstimate, read_estimate
 from mtf_gradsync.runtimes.xla.topology.slices import slice_of

@@ -8,6 +8,7 @@ import textwrap
 
 import pytest
 
+from benchmarks import hlo as benchmarks_hlo
 from mtf_gradsync import xla
 from mtf_gradsync.runtimes._private import jax as private
 from mtf_gradsync.runtimes._private.tensorflow import hlo_module
@@ -54,6 +55,7 @@ def run_fresh(code):
             return module
 
         private, profiles = load({private.__file__!r}), load({profiles.__file__!r})
+        benchmarks_hlo = load({benchmarks_hlo.__file__!r})
 
         def compile_program(devices, options={{}}, load=True):
             text = {PROGRAM!r}.replace("SIZE", str(len(devices)))
@@ -139,7 +141,7 @@ def test_a_compiled_program_says_its_memory_and_its_text():
         hlo = private.compiled_hlo(executable)
         text = private.hlo_text(hlo)
         out["text"] = text
-        again = private.hlo_text(private.hlo_from_text(text))
+        again = private.hlo_text(benchmarks_hlo.hlo_from_text(text))
         out["same"] = again == text
         out["hlo"] = hlo.hex()
     """)

@@ -58,18 +58,10 @@ def cost_numbers(executable: Any) -> dict[str, float]:
 
 def hlo_text(hlo: bytes) -> str:
     """Returns `hlo`, a serialized ``HloModuleProto``, as text, as XLA prints it."""
-    return _hlo().HloModule.from_serialized_hlo_module_proto(hlo).to_string()
-
-
-def hlo_from_text(text: str) -> bytes:
-    """Returns a serialized ``HloModuleProto`` from the text that `hlo_text` makes."""
-    return _hlo().hlo_module_from_text(text).as_serialized_hlo_module_proto()
-
-
-def _hlo() -> Any:
     from jaxlib import xla_client
 
-    return getattr(xla_client, "hlo", None) or xla_client._xla
+    library = getattr(xla_client, "hlo", None) or xla_client._xla
+    return library.HloModule.from_serialized_hlo_module_proto(hlo).to_string()
 
 
 def hlo_to_module(hlo: bytes) -> Any:
@@ -102,20 +94,6 @@ def stablehlo_to_hlo(module: str) -> bytes:
         mlir = xla_client._xla.mlir
     computation = mlir.mlir_module_to_xla_computation(module)
     return computation.as_serialized_hlo_module_proto()
-
-
-def stablehlo_flops(module: str, device: Any) -> float:
-    """Returns XLA's count of a StableHLO module's floating-point operations.
-
-    `module` is the module's text. `device` is any device of jax, whose compiler does the counting.
-    The operations in a loop are counted for one iteration.
-    """
-    read = _hlo().HloModule.from_serialized_hlo_module_proto(stablehlo_to_hlo(module))
-    try:
-        from jaxlib import _jax as library
-    except ImportError:
-        from jaxlib.xla_client import _xla as library
-    return library.hlo_module_cost_analysis(device.client, read).get("flops", 0.0)
 
 
 def compiled_for_topology(module: str, devices: Sequence[Any], options: Any) -> Any:

@@ -2,8 +2,8 @@
 
 import pytest
 
+from benchmarks.hlo import hlo_from_text
 from mtf_gradsync import xla
-from mtf_gradsync.runtimes._private.jax import hlo_from_text
 from mtf_gradsync.runtimes._private.tensorflow import hlo_module
 from tests.runtimes.xla.topology.hlo_modules import (
     COLLECTIVE_DEVICE_LIST,

@@ -10,10 +10,10 @@ import pytest
 
 import mtf_gradsync as gs
 from benchmarks import models as model_of_benchmarks
+from benchmarks.hlo import hlo_from_text
 from mtf_gradsync import reduce, simd, xla
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.reduce import parts
-from mtf_gradsync.runtimes._private.jax import hlo_from_text
 from mtf_gradsync.runtimes._private.mesh_tensorflow import SLICES_COLLECTION
 from mtf_gradsync.runtimes.xla.hlo_collectives import bytes_by_operation
 from mtf_gradsync.runtimes.xla.topology.compiling import compile_lowered, lower

@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from mtf_gradsync.runtimes._private.jax import hlo_from_text, stablehlo_to_hlo
+from benchmarks.hlo import hlo_from_text
+from mtf_gradsync.runtimes._private.jax import stablehlo_to_hlo
 from mtf_gradsync.runtimes.xla.topology.chips import Rates
 from mtf_gradsync.runtimes.xla.topology.estimate import CostEstimate, read_estimate, with_conditions
 

@@ -5,8 +5,8 @@ import itertools
 import numpy as np
 import pytest
 
+from benchmarks.hlo import hlo_from_text
 from mtf_gradsync import xla
-from mtf_gradsync.runtimes._private.jax import hlo_from_text
 from mtf_gradsync.runtimes.xla.hlo import read_module
 from mtf_gradsync.runtimes.xla.topology.chips import Rates
 from mtf_gradsync.runtimes.xla.topology.roofline import why_doubtful, work_of
