@@ -177,7 +177,10 @@ def _checks_of_shapes() -> list[tf.Operation]:
                     "tf.train.Saver: use gs.ReshardingSaver(...), which reshards it. Shapes in the "
                     "checkpoint and in the graph:"
                 )
-                checks.append(tf.Assert(fits, [message, shape, variable.shape.as_list()]))
+                data = [message, shape, variable.shape.as_list()]
+                # Not `tf.Assert`: with control flow v2 its branches are functions, which XLA
+                # sessions would add to TensorFlow's context twice.
+                checks.append(tf.raw_ops.Assert(condition=fits, data=data))
     return checks
 
 

@@ -104,3 +104,22 @@ def test_what_is_no_checkpoint_is_tensorflow_s_to_say(in_mid):
             for path, error in ((None, "None"), (in_mid + "-none", "valid checkpoint")):
                 with pytest.raises(ValueError, match=error):
                     saver.restore(session, path)
+
+
+def test_an_xla_session_runs_it_with_control_flow_of_version_2():
+    """The check of shapes is then no function that TensorFlow's context has already."""
+    shape, layout, _ = harness.MESHES["2"]
+
+    def build(mesh, inputs):
+        w = mtf.get_variable(mesh, "w", [], initializer=tf.zeros_initializer())
+        x = mtf.import_tf_tensor(mesh, inputs["x"], mtf.Shape([mtf.Dimension("batch", 2)]))
+        where = {"mesh_shape": shape, "layout": layout}
+        opt = gs.OuterOptimizer(mtf.optimize.SgdOptimizer(1.0), 1, 1.0, 0.0, outer_dims=(), **where)
+        return opt.minimize(mtf.reduce_mean(x * w)), {}
+
+    tf.enable_control_flow_v2()
+    try:
+        found = harness.run("xla", shape, layout, build, [{"x": np.ones(2, "f")}])
+    finally:
+        tf.disable_control_flow_v2()
+    assert found.variables["w"] == -1.0
