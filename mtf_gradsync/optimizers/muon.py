@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from typing import Any, NamedTuple, Sequence
+from typing import Any, Callable, NamedTuple, Sequence
 
 from mtf_gradsync._common import check_flag, check_number, check_whole_number
 from mtf_gradsync._private.libraries import mtf, tf
@@ -274,9 +274,11 @@ class _VariableUses:
         self.used: set[str] = set()
         self.matrices: dict[str, Matrix] = {}
         self.looked_up: set[mtf.Dimension] = set()
+        # How many operations are noted, and the last of them.
         self._number = 0
-        # Tensors that are variables, perhaps cast, scaled, or with other names of dimensions, which
-        # are in the variable's order.
+        self._last: Callable[[], mtf.Operation | None] = lambda: None
+        # Tensors that are variables, perhaps cast, scaled, masked, or with other names of
+        # dimensions, which are in the variable's order.
         self._same: weakref.WeakKeyDictionary[mtf.Tensor, tuple[str, list[mtf.Dimension]]] = (
             weakref.WeakKeyDictionary()
         )
@@ -284,13 +286,16 @@ class _VariableUses:
     @classmethod
     def of(cls, graph: mtf.Graph) -> _VariableUses:
         """Returns the graph's record, which includes all operations that the graph has now."""
-        uses = _uses_by_graph.setdefault(graph, cls())
-        operations = graph.operations
-        if len(operations) < uses._number:
-            uses._number = 0  # an error has taken some out again
+        operations, uses = graph.operations, _uses_by_graph.get(graph)
+        number = uses._number if uses else 0
+        if uses is None or operations[number - 1 : number] != [uses._last()]:
+            # There is no record, or an error has taken operations out again.
+            uses = _uses_by_graph[graph] = cls()
         for operation in operations[uses._number :]:
             uses._note(operation)
         uses._number = len(operations)
+        if operations:
+            uses._last = weakref.ref(operations[-1])
         return uses
 
     def _note(self, operation: mtf.Operation) -> None:
@@ -309,13 +314,16 @@ class _VariableUses:
             self.used.add(name)
             if out is None or more:
                 continue
-            if isinstance(operation, mtf.EinsumOperation) and others:
-                self._note_product(name, dims, others, out.shape)
-            elif not any(y.shape.dims for y in others):
-                if sorted(out.shape.dims) == sorted(dims):
+            is_alone = not any(y.shape.dims for y in others)
+            is_product = isinstance(operation, mtf.EinsumOperation) and bool(others)
+            if sorted(out.shape.dims) == sorted(dims):
+                # A product is one with a mask, or with a factor for each row or column.
+                if is_product or is_alone:
                     self._same[out] = name, dims
-                elif [d.size for d in out.shape.dims] == [d.size for d in dims]:
-                    self._same[out] = name, out.shape.dims
+            elif is_product:
+                self._note_product(name, dims, others, out.shape)
+            elif [d.size for d in out.shape.dims] == [d.size for d in dims] and is_alone:
+                self._same[out] = name, out.shape.dims
 
     def _note_product(
         self, name: str, dims: list[mtf.Dimension], others: list[mtf.Tensor], out: mtf.Shape

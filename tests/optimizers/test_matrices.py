@@ -29,6 +29,9 @@ def model(x, get):
     hidden = mtf.relu(mtf.einsum([h, renamed], reduced_dims=[D]))
     # As programs with matrices of outputs by inputs have it.
     h += mtf.einsum([hidden, mtf.rename_dimension(get("proj", D, FF), "ff", "hidden")], h.shape)
+    masked = get("masked", FF, D) * mtf.ones(h.mesh, mtf.Shape([D, FF]))
+    masked *= mtf.rsqrt(mtf.reduce_sum(mtf.square(masked), reduced_dim=D) + 1.0)
+    h += mtf.einsum([mtf.einsum([h, masked], [BATCH, FF]), masked], h.shape)
     of_experts = mtf.broadcast(h, [EXPERTS, BATCH, D])
     each = mtf.einsum([of_experts, get("wi", EXPERTS, D, FF)], [EXPERTS, BATCH, FF])
     h += mtf.einsum([mtf.relu(each), get("wo", EXPERTS, FF, D)], [BATCH, D])
@@ -62,6 +65,7 @@ MATRICES = {
     "o": Matrix((0, 1), (2,)),
     "fc": Matrix((0,), (1,)),
     "proj": Matrix((1,), (0,)),
+    "masked": Matrix((1,), (0,)),
     "wi": Matrix((1,), (2,), (0,)),
     "wo": Matrix((0, 1), (2,)),
 }
@@ -105,3 +109,8 @@ def test_operations_that_an_error_takes_out_are_not_counted():
         del graph.operations[before:]
         mtf.einsum([x, w.value], mtf.Shape([x.shape[0], dims[0]]))
         assert matrix_of(w).inputs == (1,)
+        # And others in their place, as many or more.
+        del graph.operations[before:]
+        y = mtf.ones(mesh, mtf.Shape([mtf.Dimension("batch", 4), dims[0]]))
+        mtf.einsum([y, w.value], mtf.Shape([y.shape[0], dims[1]]))
+        assert matrix_of(w).inputs == (0,)
