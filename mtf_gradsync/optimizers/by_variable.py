@@ -13,7 +13,7 @@ from mtf_gradsync.compat_v1 import NOT_GIVEN, given_optimizer, is_v1
 from mtf_gradsync.gradients.arguments import check_grads_and_variables, check_rate
 from mtf_gradsync.gradients.clipping import check_clip_norm, clip_together
 from mtf_gradsync.optimizers.sharded_variables import PartOfVariable
-from mtf_gradsync.optimizers.slots import record_bare_update
+from mtf_gradsync.optimizers.slots import optimizer_of, optimizers_of, record_bare_update
 from mtf_gradsync.optimizers.wrapper import Wrapper
 from mtf_gradsync.reduce import FusedAllReduce
 from mtf_gradsync.step.writes import gated_update
@@ -114,12 +114,15 @@ class ByVariable(mtf.optimize.Optimizer):
 
     @property
     def optimizers(self) -> tuple[Any, ...]:
-        """The optimizers of all groups, and `opt`, each of them once."""
-        return tuple({id(g.opt): g.opt for g in self._all if g.opt is not None}.values())
+        """The optimizers of all groups, and `opt`, each of them once.
+
+        In place of a `ByVariable`, its own optimizers are in the result.
+        """
+        return tuple(one for opt in _each_once(self._all) for one in optimizers_of(opt))
 
     def optimizer_of(self, variable: mtf.Variable) -> Any:
         """Returns the optimizer that updates a variable; None if nothing updates it."""
-        return self._group_of(variable).opt
+        return optimizer_of(self._group_of(variable).opt, variable)
 
     def _group_of(self, variable: mtf.Variable) -> _Group:
         return next(group for group in self._all if group.has(variable))
@@ -152,16 +155,20 @@ class ByVariable(mtf.optimize.Optimizer):
         self, grads: Sequence[mtf.Tensor | None], variables: Sequence[mtf.Variable]
     ) -> list[mtf.Operation]:
         updates: list[mtf.Operation] = []
-        of = [self._group_of(v) for v in variables]
+        grads, of = list(grads), [self._group_of(v) for v in variables]
         for group in self._all:
-            pairs = [(g, v) for g, v, its in zip(grads, variables, of) if its is group]
-            if group.opt is None or not pairs:
-                continue
-            some, owners = map(list, zip(*pairs))
             if group.clip_norm is not None:
+                places = [i for i, its in enumerate(of) if its is group]
                 owner = f"{self.name} ({group.name})"
+                some = [grads[i] for i in places]
                 some, _ = clip_together(some, group.clip_norm, None, FusedAllReduce(), owner)
-            updates += group.opt.apply_grads(some, owners)
+                for i, grad in zip(places, some):
+                    grads[i] = grad
+        # Once for all groups of an optimizer, as it may count its updates.
+        for opt in _each_once(self._all):
+            pairs = [(g, v) for g, v, its in zip(grads, variables, of) if its.opt is opt]
+            if pairs:
+                updates += opt.apply_grads(*map(list, zip(*pairs)))
         return updates
 
     def apply_grad(self, grad: mtf.Tensor | None, var: mtf.Variable) -> list[mtf.Operation]:
@@ -179,6 +186,24 @@ class ByVariable(mtf.optimize.Optimizer):
             )
         return self.apply_grads([grad], [var])
 
+    def get_slot(self, var: mtf.Variable, name: str) -> mtf.Variable | None:
+        """Returns the slot `name` of a variable if the optimizer of its group has `get_slot`.
+
+        The result is None if that optimizer has no such method or no such slot, as for
+        `MeshOptimizer.get_slot`. `get_slot` of a wrapper answers for all optimizers.
+        """
+        get_slot = getattr(self.optimizer_of(var), "get_slot", None)
+        return get_slot(var, name) if get_slot else None
+
+    def get_slot_names(self) -> list[str]:
+        """Returns the names of the slots of optimizers that have `get_slot`, sorted."""
+        some = (getattr(opt, "get_slot_names", list)() for opt in self.optimizers)
+        return sorted({name for names in some for name in names})
+
+    def variables(self) -> list[mtf.Variable]:
+        """Returns the variables of the optimizers that can tell them, such as `MeshOptimizer`."""
+        return [v for opt in self.optimizers for v in getattr(opt, "variables", list)()]
+
     def described(self, variables: Sequence[mtf.Variable]) -> list[tuple[Any, str, int]]:
         """Returns what `describe` prints: a triple (optimizer, text, count) for each group.
 
@@ -186,9 +211,15 @@ class ByVariable(mtf.optimize.Optimizer):
         then the group's name. The count says how many of `variables` are in the group. Groups in
         which none of `variables` is are left out, unless `variables` is empty.
         """
-        of = [self._group_of(v) for v in variables]
-        told = [(g.opt, f"{g.changes}: {g.name}", sum(its is g for its in of)) for g in self._all]
-        return [one for one in told if one[2] or not variables]
+        told: list[tuple[Any, str, int]] = []
+        for group in self._all:
+            its = [v for v in variables if self._group_of(v) is group]
+            if isinstance(group.opt, ByVariable) and (its or not variables):
+                of = group.opt.described(its)
+                told += [(opt, f"{text} of {group.name}{group.changes}", n) for opt, text, n in of]
+            elif its or not variables:
+                told.append((group.opt, f"{group.changes}: {group.name}", len(its)))
+        return told
 
     def _group(self, pair: Any, opt: Any) -> _Group:
         if not isinstance(pair, (tuple, list)) or len(pair) != 2:
@@ -203,14 +234,14 @@ class ByVariable(mtf.optimize.Optimizer):
         if not isinstance(what, dict):
             return _Group(which, self._make_optimizer(what))
         changes = dict(what)
-        clip_norm, make = changes.pop("clip_norm", None), changes.pop("optimizer", None)
+        clip_norm, make = changes.pop("clip_norm", None), changes.pop("optimizer", opt)
         if clip_norm is not None:
             check_clip_norm(clip_norm)
         told = "".join(f", {key} {value}" for key, value in what.items() if key != "optimizer")
         if changes:
-            made = self._make_group_optimizer(changes, opt if make is None else make, opt, which)
+            made = self._make_group_optimizer(changes, make, opt, which)
         else:
-            made = self._others.opt if make is None else self._make_optimizer(make)
+            made = self._others.opt if make is opt else self._make_optimizer(make)
         return _Group(which, made, clip_norm, told)
 
     def _make_group_optimizer(
@@ -295,6 +326,11 @@ class ByVariable(mtf.optimize.Optimizer):
                     group.name,
                     did_you_mean(group.name, known),
                 )
+
+
+def _each_once(groups: Sequence[_Group]) -> list[Any]:
+    """Returns the optimizers of groups, each of them once."""
+    return list({id(g.opt): g.opt for g in groups if g.opt is not None}.values())
 
 
 def _scaled_rate(rate: Any, factor: Any) -> Any:

@@ -211,7 +211,7 @@ class Wrapper(TrainOptimizerInterface, mtf.optimize.Optimizer):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Wrapper:
         # Objects of a graph (a learning rate, variables to average) are not copied.
-        for opt in (self, *self.inner_stack()):
+        for opt in (self, *self.inner_stack(), *optimizers_of(self.innermost())):
             memo.update((id(x), x) for x in _graph_objects(getattr(opt, "__dict__", {})))
         made = memo[id(self)] = copy.copy(self)
         made.__dict__.update(copy.deepcopy(self.__getstate__(), memo))
@@ -297,7 +297,7 @@ class Wrapper(TrainOptimizerInterface, mtf.optimize.Optimizer):
         inner_arguments = PassedOnArguments(args, kwargs)
         grads, variables = self._checked(grads, variables, inner_arguments)
         inner = self.innermost()
-        grads = without_frozen(inner, grads, variables)
+        given_grads, grads = grads, without_frozen(inner, grads, variables)
         weights = self._checked_weights(weights, grads, variables)
         if variables and self._to_build:
             self._build_pairs(variables[0].graph)
@@ -306,14 +306,15 @@ class Wrapper(TrainOptimizerInterface, mtf.optimize.Optimizer):
         if not owners:
             names = counted([v.name for v in variables], "variable") if variables else ""
             if names:
-                warn_once(
-                    f"no gradients {self.name} {names}",
-                    "%s trains nothing: every gradient is None, of %s. mtf.gradients has none for "
-                    "a variable that the loss does not depend on, or only through integers, "
-                    "complex numbers or mtf.stop_gradient.",
-                    self.name,
-                    names,
+                why = (
+                    f"every gradient is None, of {names}. mtf.gradients has none for a variable "
+                    "that the loss does not depend on, or only through integers, complex numbers "
+                    "or mtf.stop_gradient."
                 )
+                if any(g is not None for g in given_grads):
+                    why = f"by the groups of {type(inner).__name__}, nothing updates {names}."
+                key = f"no gradients {self.name} {names}"
+                warn_once(key, "%s trains nothing: %s", self.name, why)
             return []
         # Builds the steps of other pairs, which an error in this one does not undo.
         books = [wrapper._slots for wrapper in self._wrappers()]

@@ -1,5 +1,6 @@
 """ByVariable against numpy in float64, where each group has an optimizer of its own."""
 
+import copy
 import functools
 import logging
 
@@ -55,7 +56,7 @@ def expected_groups():
     )
 
 
-KINDS = ["placement", "simd"]
+KINDS = ["placement", "simd", "xla"]
 
 
 @pytest.mark.parametrize(("kind", "wrapper"), harness.pairs(KINDS, wrappers.ALIKE))
@@ -197,6 +198,79 @@ def test_a_group_is_clipped_by_its_own_norm(mesh_kind):
     expected = reference.train(Groups({("w1", "b1"): clipped, ("scale",): Sgd(0.1)}), feeds)
     assert clipped.clipped == len(feeds)
     reference.assert_close(values, expected, atol=1e-6)
+
+
+def test_an_optimizer_of_several_groups_makes_one_update_of_them():
+    """As it may count its updates, or know the state of all variables."""
+    calls = []
+
+    class Counting(mtf.optimize.SgdOptimizer):
+        def apply_grads(self, grads, variables):
+            calls.append([v.name for v in variables])
+            return super().apply_grads(grads, variables)
+
+    opt = gs.ByVariable(Counting(0.1), [("a", {"clip_norm": 1.0}), ("b", {"clip_norm": 2.0})])
+    mesh = mtf.Mesh(mtf.Graph(), "mesh")
+    made = [mtf.get_variable(mesh, n, mtf.Shape([])).operation for n in "cba"]
+    assert opt.apply_grads([mtf.ones(mesh, mtf.Shape([]))] * 3, made)
+    assert calls == [["c", "b", "a"]]
+
+
+def test_groups_inside_a_group_are_known():
+    inner = gs.ByVariable(mtf.optimize.SgdOptimizer(0.1), [("a$", None)])
+    opt = gs.ByVariable(ADAMW, [("^x", inner)])
+    mesh = mtf.Mesh(mtf.Graph(), "mesh")
+    made = [mtf.get_variable(mesh, n, mtf.Shape([])).operation for n in ("xa", "xb", "ya")]
+    xa, xb, ya = (opt.optimizer_of(v) for v in made)
+    assert (xa, opt.optimizers) == (None, (xb, ya))
+    assert type(xb) is mtf.optimize.SgdOptimizer
+    assert [line.what for line in gs.describe(opt).lines] == [
+        "leave variables as they are: a$ of ^x",
+        "update by Sgd: the others of ^x",
+        "update by AdamW: the others",
+    ]
+    assert [line.what for line in gs.describe(opt, variables=made[1:]).lines] == [
+        "update 1 variable by Sgd: the others of ^x",
+        "update 1 variable by AdamW: the others",
+    ]
+
+
+def test_slots_have_the_names_of_each_group_s_optimizer():
+    inner = gs.ByVariable(ADAMW, [("a", gs.MeshOptimizer(tf.train.AdamOptimizer(0.1)))])
+    opt = gs.CrossShardOptimizer(inner)
+    mesh = mtf.Mesh(mtf.Graph(), "mesh")
+    a, b = (mtf.get_variable(mesh, n, mtf.Shape([])).operation for n in "ab")
+    opt.apply_grads([mtf.ones(mesh, mtf.Shape([]))] * 2, [a, b])
+    assert opt.get_slot_names() == ["m", "v", "adam_m", "adam_t", "adam_v"]
+    found = [opt.get_slot(v, name) for v in (a, b) for name in ("m", "adam_m")]
+    assert [slot and slot.name for slot in found] == ["a/Adam", None, None, "b/adam_m"]
+    assert [v.name for v in inner.variables()] == ["a/Adam", "a/Adam_1", *POWERS]
+    assert sorted(v.name for v in opt.variables()) == sorted(
+        ["a/Adam", "a/Adam_1", *POWERS, "b/adam_m", "b/adam_t", "b/adam_v"]
+    )
+
+
+POWERS = ["beta1_power", "beta2_power"]
+
+
+def test_a_copy_has_the_groups_and_the_rate_of_the_graph():
+    rate = tf.constant(0.5)
+    factory = functools.partial(gs.AdamWOptimizer, learning_rate=rate)
+    groups = [("a", {"clip_norm": 1.0}), ("b", {"weight_decay_rate": 0.0})]
+    opt = gs.CrossShardOptimizer(gs.ByVariable(factory, groups))
+    copied = copy.deepcopy(opt).opt
+    a, b, others = (group.opt for group in copied._all)
+    assert a is others
+    assert others is not opt.opt._others.opt
+    assert a.learning_rate is b.learning_rate is rate
+
+
+def test_a_training_of_nothing_is_told(caplog):
+    mesh = mtf.Mesh(mtf.Graph(), "mesh")
+    w = mtf.get_variable(mesh, "w", mtf.Shape([])).operation
+    opt = gs.CrossShardOptimizer(gs.ByVariable(ADAMW, [("", None)]))
+    assert opt.apply_grads([mtf.ones(mesh, w.shape)], [w]) == []
+    assert "by the groups of ByVariable, nothing updates variable w." in caplog.text
 
 
 def test_the_first_group_that_has_a_variable_has_it():
@@ -462,6 +536,7 @@ def test_a_group_without_a_variable_is_told(caplog):
             "no learning_rate of its own",
         ),
         (lambda: ADAMW(), [("b", {"learning_rate_factor": 2})], TypeError, "that of opt is given"),
+        (ADAMW, [("b", {"optimizer": None})], ValueError, "got None"),
         (ADAMW, [("b", {"optimizer": ADAMW(), "beta_1": 0.5})], TypeError, "arguments are set"),
     ],
 )
