@@ -11,12 +11,15 @@ from mtf_gradsync.compat_v1 import Reduction
 from mtf_gradsync.gradients import arguments
 from mtf_gradsync.gradients.arguments import PassedOnArguments
 from mtf_gradsync.gradients.operations import on_mesh
+from mtf_gradsync.gradients.pending import PendingSums
+from mtf_gradsync.optimizers.pipeline.forms import without_frozen
 from mtf_gradsync.optimizers.pipeline.weights import (
     WeightsOfGradients,
     check_weights,
     weighted_loss,
 )
 from mtf_gradsync.optimizers.state import check_name
+from mtf_gradsync.reduce import Strategy
 from mtf_gradsync.step.plan import StandIn, StepPlan
 from mtf_gradsync.step.writes import advance_step
 
@@ -39,7 +42,9 @@ class TrainOptimizerInterface:
     _to_build: tuple[_DeferredPairs, ...] = ()
     # While `minimize` computes gradients: the arguments of the step that it makes afterwards.
     _minimizing: PassedOnArguments | None = None
+    reducer: Strategy
     apply_grads: Callable[..., list[mtf.Operation]]
+    innermost: Callable[[], Any]
     _checked: Callable[..., Any]
     _check_stack: Callable[..., Any]
     _without_scales: Callable[..., list[Any]]
@@ -108,12 +113,21 @@ class TrainOptimizerInterface:
             weighted = weighted_loss(loss, weights, self._stack_shard_names())
             joined = weighted if share == 1.0 else weighted * share
             grads = mtf.gradients([joined], [v.value for v in variables])
+            updated = without_frozen(self.innermost(), grads, variables)
+            if self._minimizing is not None:
+                grads = updated  # the others would be scaled, and never used
             if self._minimizing is not None and any(w._scales_loss for w in self._wrappers()):
                 # Before a loss scale makes its variables, which stay in the TensorFlow graph.
                 self._build_pairs(loss.graph)
                 self._check_stack(grads, variables, self._minimizing)
             grads = self._without_scales(grads, variables)
             names = self._stack_shard_names()
+            if any(w._scales_loss for w in self._wrappers()):
+                # Gradients that no update uses are not reduced unless the program itself uses them.
+                others = [g for g, used in zip(grads, updated) if used is None and g is not None]
+                for mesh in dict.fromkeys(g.mesh for g in others):
+                    some = [g for g in others if g.mesh is mesh]
+                    PendingSums.declare_use(some, False, names, self.reducer)
             is_of_shards = any(d.name in names and d.size > 1 for d in loss.shape.dims)
             if weights is not None or is_of_shards:
                 plan.extension(WeightsOfGradients).record(grads, weights)

@@ -113,6 +113,23 @@ def test_what_stays_as_it_is_has_no_slots_and_is_not_reduced(kind, wrapper):
         assert sent < all_sent
 
 
+@pytest.mark.parametrize("minimizes", [True, False])
+def test_a_loss_scale_sums_no_gradients_of_what_stays_as_it_is(minimizes):
+    def build(mesh, inputs):
+        loss = models.mlp_loss(mesh, inputs)
+        opt = gs.LossScaleOptimizer(gs.ByVariable(ADAMW, [("w1", None)]))
+        if minimizes:
+            return opt.minimize(loss), {}
+        pairs = opt.compute_gradients(loss)
+        assert all(g is not None for g, _ in pairs)
+        return opt.apply_gradients(pairs), {}
+
+    built = harness.built("simd", "all:2", "batch:all", build, models.mlp_batches(1)[0])
+    shapes = [row.shape for row in built.collectives().rows]
+    assert (models.HIDDEN,) in shapes
+    assert (models.INPUTS, models.HIDDEN) not in shapes
+
+
 RATES = {
     "number": lambda mesh: 0.02,
     "tensor": lambda mesh: tf.constant(0.04) * 0.5,
