@@ -128,15 +128,9 @@ class MeshOptimizer(mtf.optimize.Optimizer):
         if not pairs:
             return []
         rule = rule_of(self.opt)
-        for name, value in (*rule.powers, *((slot.key, slot.initial) for slot in rule.slots)):
-            if isinstance(value, (mtf.Tensor, mtf.Variable)):
-                raise ValueError(
-                    f"{name!r} of {self.opt.get_name()} begins with {value!r}, but what a variable "
-                    "begins with has to be a number or a tf tensor."
-                )
+        for _, variable in pairs:
+            self.check_variable(variable)
         if self.rounding == STOCHASTIC:
-            for _, variable in pairs:
-                check_not_float16("MeshOptimizer", variable)
             dtypes = {dtype for _, v in pairs for dtype in (v.slice_dtype, v.master_dtype)}
             warn_if_nothing_is_rounded("MeshOptimizer", dtypes)
         graph = pairs[0][1].graph
@@ -146,6 +140,22 @@ class MeshOptimizer(mtf.optimize.Optimizer):
 
         with StepPlan.of(graph).undone_on_error():
             return gated_update(make, [grad for grad, _ in pairs])
+
+    def check_variable(self, var: mtf.Variable) -> None:
+        """Raises ValueError for a variable that the optimizer cannot update.
+
+        The error is raised if a slot or a power would begin with an mtf tensor, or if `rounding` is
+        "stochastic" and the variable `var` is stored or read in float16.
+        """
+        rule = rule_of(self.opt)
+        for name, value in (*rule.powers, *((slot.key, slot.initial) for slot in rule.slots)):
+            if isinstance(value, (mtf.Tensor, mtf.Variable)):
+                raise ValueError(
+                    f"{name!r} of {self.opt.get_name()} begins with {value!r}, but what a variable "
+                    "begins with has to be a number or a tf tensor."
+                )
+        if self.rounding == STOCHASTIC:
+            check_not_float16("MeshOptimizer", var)
 
     def apply_grad(self, grad: mtf.Tensor | None, var: mtf.Variable) -> list[mtf.Operation]:
         """Updates the variable `var` by the gradient `grad`, which may be None.

@@ -28,8 +28,8 @@ from mtf_gradsync.step.writes import gated_update
 class InnerOptimizer(mtf.optimize.Optimizer):
     """The base class of optimizers that update each variable by itself.
 
-    A subclass defines the method `_update`, and can extend the method `_check`. Updates wait until
-    all gradients are computed and all variables are read, also if there is no wrapper.
+    A subclass defines the method `_update`, and can extend the method `check_variable`. Updates
+    wait until all gradients are computed and all variables are read, also if there is no wrapper.
 
     Attributes:
       rounding: how new values of bfloat16 variables and slots are rounded, "nearest" or
@@ -76,7 +76,7 @@ class InnerOptimizer(mtf.optimize.Optimizer):
         grads, variables = check_grads_and_variables(grads, variables, same_shapes=True)
         for grad, variable in zip(grads, variables):
             if grad is not None:
-                self._check(variable)
+                self.check_variable(variable)
         if self.rounding == STOCHASTIC and variables:
             dtypes = {self.slot_dtype, *(v.slice_dtype for v in variables)}
             warn_if_nothing_is_rounded(type(self).__name__, dtypes)
@@ -91,10 +91,10 @@ class InnerOptimizer(mtf.optimize.Optimizer):
         """
         if grad is None:
             return []
-        self._check(var)
+        self.check_variable(var)
         return gated_update(functools.partial(self._update, grad, var), [grad])
 
-    def _check(self, var: mtf.Variable) -> None:
+    def check_variable(self, var: mtf.Variable) -> None:
         """Raises ValueError for a variable that the optimizer cannot update.
 
         This base class raises the error if `rounding` is "stochastic" and the variable `var` is

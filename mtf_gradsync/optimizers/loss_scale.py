@@ -386,6 +386,13 @@ class _SkipNotFinite(Stage):
         arguments: PassedOnArguments,
     ) -> None:
         self.wrapper._check_arguments_scaled(arguments)
+        name = self.wrapper.name
+        if variables and name in StepPlan.of(variables[0].graph).extension(ScaledLosses).applied:
+            raise ValueError(
+                f"{name} has applied gradients in this graph already, but it has to decide "
+                "for all variables together whether to skip a step: give apply_grads the "
+                "gradients of all of them at once."
+            )
 
     def describe(self, about: About) -> list[Line]:
         rule = self.wrapper._rule
@@ -398,12 +405,6 @@ class _SkipNotFinite(Stage):
     def apply(self, gradients: GradientSet, step: StepBuilder) -> GradientSet:
         wrapper = self.wrapper
         losses = step.plan.extension(ScaledLosses)
-        if wrapper.name in losses.applied:
-            raise ValueError(
-                f"{wrapper.name} has applied gradients in this graph already, but it has to decide "
-                "for all variables together whether to skip a step: give apply_grads the "
-                "gradients of all of them at once."
-            )
         losses.applied |= {wrapper.name}
         before, rule = wrapper._state_of(gradients.variables[0].mesh), wrapper._rule
         given = step.received[-1]  # before they were reduced

@@ -93,8 +93,8 @@ class MuonOptimizer(InnerOptimizer):
         )
         self._set_rounding(rounding, slot_dtype)
 
-    def _check(self, var: mtf.Variable) -> None:
-        super()._check(var)
+    def check_variable(self, var: mtf.Variable) -> None:
+        super().check_variable(var)
         if var.shape.ndims < 2:
             raise ValueError(
                 f"MuonOptimizer updates matrices, and {var.name!r} of shape {var.shape.to_string} "

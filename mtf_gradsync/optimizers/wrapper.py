@@ -26,6 +26,7 @@ from mtf_gradsync.optimizers.pipeline.forms import (
     GradientSet,
     IslandAxes,
     ReductionSettings,
+    check_updates,
     shard_names,
     without_frozen,
 )
@@ -355,6 +356,7 @@ class Wrapper(TrainOptimizerInterface, mtf.optimize.Optimizer):
         check_meshes(stack, grads, variables)
         for one in stack.stages:
             one.check(grads, variables, inner_arguments)
+        check_updates(stack.opt, [v for g, v in zip(grads, variables) if g is not None])
         return stack
 
     def _checked_weights(

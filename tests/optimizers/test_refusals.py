@@ -7,7 +7,7 @@ import pytest
 
 import mtf_gradsync as gs
 from mtf_gradsync._private.libraries import mtf, tf
-from tests import wrappers
+from tests import harness, wrappers
 
 FOUR = {"mesh_shape": "all:4", "layout": "batch:all"}
 TWO_LEVELS = {
@@ -214,3 +214,48 @@ def test_the_docstring_names_just_these_errors(name):
     documented = set(re.findall(r"^\s*(\w+Error):", text, re.MULTILINE))
     assert name in REFUSED, "tests/optimizers/test_refusals.py has no refusals of it"
     assert documented == {error.__name__ for n, _, error, _ in CASES if n == name}
+
+
+@pytest.mark.parametrize(
+    ("inner", "words"),
+    [
+        (lambda: gs.MuonOptimizer(0.1), "MuonOptimizer updates matrices, and 'b'"),
+        (
+            lambda: gs.ByVariable(sgd(), [("b", gs.MuonOptimizer(0.1))]),
+            "MuonOptimizer updates matrices, and 'b'",
+        ),
+        (
+            lambda: gs.AdamWOptimizer(0.1, rounding="stochastic"),
+            "float16",
+        ),
+        (
+            lambda: gs.MeshOptimizer(tf.train.AdamOptimizer(0.1), rounding="stochastic"),
+            "float16",
+        ),
+    ],
+)
+def test_a_variable_is_refused_before_wrappers_make_their_state(inner, words, fresh_graph):
+    del fresh_graph
+    mesh = mtf.Mesh(mtf.Graph(), "mesh")
+    variable = mtf.get_variable(mesh, "b", mtf.Shape([mtf.Dimension("d", 4)]), tf.float16)
+    opt = gs.AverageOptimizer(gs.ClipByGlobalNormOptimizer(inner(), 1.0), zero_debias=True)
+    opt = gs.GradientAccumulationOptimizer(gs.LossScaleOptimizer(opt), 2)
+    loss = mtf.reduce_sum(mtf.square(variable))
+    grads = mtf.gradients([loss], [variable])
+    step = tf.train.get_or_create_global_step()
+    with harness.unchanged(mesh.graph), pytest.raises(ValueError, match=words):
+        opt.minimize(loss, step)
+    with harness.unchanged(mesh.graph), pytest.raises(ValueError, match=words):
+        opt.apply_grads(grads, [variable.operation], weights=3.0)
+
+
+def test_a_second_step_of_a_loss_scale_is_refused_before_others_make_their_state(fresh_graph):
+    del fresh_graph
+    mesh = mtf.Mesh(mtf.Graph(), "mesh")
+    a, b = (mtf.get_variable(mesh, n, mtf.Shape([mtf.Dimension("d", 4)])) for n in "ab")
+    grads = mtf.gradients([mtf.reduce_sum(mtf.square(a) * b)], [a, b])
+    opt = gs.LossScaleOptimizer(sgd())
+    opt.apply_grads(grads[:1], [a.operation])
+    around = gs.AverageOptimizer(opt, zero_debias=True)
+    with harness.unchanged(mesh.graph), pytest.raises(ValueError, match="has applied gradients"):
+        around.apply_grads(grads[1:], [b.operation])

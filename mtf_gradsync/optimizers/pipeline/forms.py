@@ -7,7 +7,7 @@ import enum
 import re
 from typing import Any, Callable, Iterable, Literal, Mapping, NamedTuple, Sequence
 
-from mtf_gradsync._common import counted, warn_once
+from mtf_gradsync._common import counted, grouped, warn_once
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.gradients.operations import map_present, on_mesh
 from mtf_gradsync.gradients.reduce_gradients import GatherParts, GradientFromSums
@@ -395,19 +395,26 @@ def _inner_dtype(dtype: tf.DType, opt: Any) -> tf.DType:
     return tf.float32
 
 
+def check_updates(opt: Any, variables: Sequence[mtf.Variable]) -> None:
+    """Raises ValueError if the inner optimizer `opt` cannot update one of `variables`.
+
+    Mesh-TF's AdamWeightDecayOptimizer cannot decay variables whose values are narrower than
+    float32. Optimizers of this package have a method `check_variable`.
+    """
+    for one, some in grouped(variables, [optimizer_of(opt, v) for v in variables]).items():
+        if isinstance(one, mtf.optimize.AdamWeightDecayOptimizer) and one.weight_decay_rate:
+            _check_decay(one, some)
+        for variable in some if hasattr(one, "check_variable") else ():
+            one.check_variable(variable)
+
+
 def cast_for(opt: Any, gradients: GradientSet) -> GradientSet:
     """Casts gradients to the dtypes that the inner optimizer needs.
 
     `opt` is the inner optimizer. If it is Mesh-TF's MomentumOptimizer, each gradient is cast to the
-    dtype of its variable's value. Other optimizers get the gradients as they are. Raises ValueError
-    for variables whose values are narrower than float32 if Mesh-TF's AdamWeightDecayOptimizer is to
-    decay them, because it cannot decay such variables.
+    dtype of its variable's value. Other optimizers get the gradients as they are.
     """
     of = [optimizer_of(opt, v) for v in gradients.variables]
-    for one in dict.fromkeys(of):
-        if isinstance(one, mtf.optimize.AdamWeightDecayOptimizer) and one.weight_decay_rate:
-            owners = zip(gradients.grads, gradients.variables, of)
-            _check_decay(one, [v for g, v, its in owners if g is not None and its is one])
     pairs = list(zip(gradients.grads, gradients.variables))
     other = [
         g is not None

@@ -267,9 +267,9 @@ def test_averages_of_another_graph_are_refused():
         other, loss = model()
     pairs = opt.compute_gradients(loss)
     words = r"variables_to_average has 3 variables: w1.*another mesh or graph"
-    unchanged = harness.unchanged(other.graph, tensorflow=False)
-    with unchanged, pytest.raises(ValueError, match=words):
-        opt.apply_gradients(pairs, tf.train.get_or_create_global_step())
+    step = tf.train.get_or_create_global_step()
+    with harness.unchanged(other.graph), pytest.raises(ValueError, match=words):
+        opt.apply_gradients(pairs, step)
 
 
 @pytest.mark.parametrize(("autostack", "optimizer"), [(True, "adafactor"), (False, "momentum")])
