@@ -271,6 +271,12 @@ def meshes_made() -> list[tuple[mtf.Shape, mtf.LayoutRules]]:
     return list(different.values())
 
 
+def mesh_impls_with(shape: mtf.Shape, layout: mtf.LayoutRules) -> list[mtf.MeshImpl]:
+    """Returns those of `mesh_impls_made()` that have the given shape and layout."""
+    key = mesh_key(shape, layout)
+    return [x for x in mesh_impls_made() if mesh_key(x.shape, x.layout_rules) == key]
+
+
 def forget_mesh(graph: tf.Graph, mesh_impl: mtf.MeshImpl) -> None:
     """Removes a mesh from the record of meshes made in a graph, which `meshes_made` returns."""
     made = graph.get_collection_ref(MESHES)

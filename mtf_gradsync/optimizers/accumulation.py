@@ -498,6 +498,8 @@ class _Accumulate(Stage):
         if wrapper._skip_fn is not None:
             fn = wrapper._skip_fn
             what += f"; skip steps by {getattr(fn, '__name__', type(fn).__name__)}"
+        if wrapper._flush is not None and wrapper._flush is not False:
+            what += "; update early where flush is true"
         return [Line(what)]
 
     def apply(self, gradients: GradientSet, step: StepBuilder) -> GradientSet:

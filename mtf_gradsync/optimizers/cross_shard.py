@@ -57,15 +57,8 @@ class _ReduceOverShards(Stage):
     def apply(self, gradients: GradientSet, step: StepBuilder) -> GradientSet:
         del step
         wrapper, place = self.wrapper, self.place
-        around = [stage for one in place.around for stage in one.stages]
-        others = [stage for stage in around if isinstance(stage, _ReduceOverShards)]
-
-        def is_to_sum(variable: mtf.Variable) -> bool:
-            summed = any(x.wrapper._has_own_copy(variable, x.place) for x in others)
-            return wrapper._has_own_copy(variable, place) and not summed
-
         pairs = list(zip(gradients.grads, gradients.variables))
-        copies = [g if g is not None and is_to_sum(v) else None for g, v in pairs]
+        copies = [g if g is not None and self._sums(v) else None for g, v in pairs]
 
         def sum_copies(mesh: mtf.Mesh, present: list[mtf.Tensor]) -> Sequence[mtf.Tensor]:
             del mesh
@@ -75,11 +68,19 @@ class _ReduceOverShards(Stage):
         sums = map_present(copies, lambda present: map_by_mesh(present, sum_copies))
         return gradients.with_grads([g if s is None else s for s, (g, _) in zip(sums, pairs)])
 
+    def _sums(self, variable: mtf.Variable) -> bool:
+        """Returns whether this stage sums the gradients of the shards' copies of a variable."""
+        around = [stage for one in self.place.around for stage in one.stages]
+        others = [stage for stage in around if isinstance(stage, _ReduceOverShards)]
+        summed = any(x.wrapper._has_own_copy(variable, x.place) for x in others)
+        return self.wrapper._has_own_copy(variable, self.place) and not summed
+
     def describe(self, about: About) -> list[Line]:
         groups = self.wrapper._groups
-        if groups is None:
+        if not any(map(self._sums, about.variables)) and (about.variables or groups is None):
             return []
-        return [Line(f"sum gradients of the shards' own copies in {len(groups)} groups of shards")]
+        where = "over all shards" if groups is None else f"in {len(groups)} groups of shards"
+        return [Line(f"sum gradients of the shards' own copies {where}")]
 
 
 @gin.configurable(module="mtf_gradsync")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import textwrap
-from typing import Any, NamedTuple, Sequence
+from typing import Any, Mapping, NamedTuple, Sequence
 
 from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync._private.mesh_tensorflow import mesh_impls_with
 from mtf_gradsync.compat_v1 import (
     AppliesGradients,
     CrossShardOptimizer,
@@ -28,8 +30,7 @@ from mtf_gradsync.optimizers.pipeline.stack import ProgramFacts, complete_stack,
 from mtf_gradsync.optimizers.pipeline.words import About, Line, frequency_text
 from mtf_gradsync.optimizers.slots import optimizer_of
 from mtf_gradsync.optimizers.wrapper import Wrapper
-from mtf_gradsync.reduce import FusedAllReduce
-from mtf_gradsync.reduce.sums import plan_buckets
+from mtf_gradsync.reduce.strategy import OneLevel, has_gradient_reduction
 
 
 class DescribedLine(NamedTuple):
@@ -127,7 +128,11 @@ def describe(
         )
     mesh = None if mesh_shape is None else (as_mesh_shape(mesh_shape), as_layout(layout))
     given = () if variables is None else tuple(check_variables(variables))
-    return Description(tuple(_in_order_of_work(_stage_lines(opt, mesh, given))))
+    step = opt.step if isinstance(opt, Wrapper) else None
+    # The mesh of a step is that of the step's TensorFlow graph.
+    owners = step.received[0].owners if step is not None and step.received else ()
+    with owners[0].get_master().graph.as_default() if owners else contextlib.nullcontext():
+        return Description(tuple(_in_order_of_work(_stage_lines(opt, mesh, given))))
 
 
 class _StageLine(NamedTuple):
@@ -163,7 +168,9 @@ def _stage_lines(opt: Any, mesh: Any, variables: Sequence[mtf.Variable]) -> list
         return _update_lines(opt, variables)
     step, innermost = opt.step, opt.innermost()
     grads: Sequence[mtf.Tensor] = ()
+    mixed: Mapping[str, Sequence[mtf.Variable]] = {}
     if step is not None and step.received:
+        mixed = step.mixed
         owners, grads = step.received[0].owners, step.received[0].present
         others = [v for o in owners[:1] for v in o.graph.trainable_variables if v not in owners]
         frozen = [v for v in others if optimizer_of(innermost, v) is None]
@@ -190,8 +197,9 @@ def _stage_lines(opt: Any, mesh: Any, variables: Sequence[mtf.Variable]) -> list
             reductions = [segment.reduction for segment in stack.segments[number or 0 :]]
             known = next((one.axes for one in reductions if one.axes), None)
             axes = known or axes_of_program(reductions[0].batch_dims)
-            about = _about(axes, updated, dtype)
-            lines += [_StageLine(line, reductions[0].name, when) for line in stage.describe(about)]
+            name = reductions[0].name
+            about = _about(axes, updated, dtype, mixed.get(name, ()))
+            lines += [_StageLine(line, name, when) for line in stage.describe(about)]
             dtype = stage._sums_in or dtype
     more = next((x for x in opt._segment()[1] if isinstance(x, Wrapper)), None)
     if more is None:
@@ -246,35 +254,47 @@ def _update(opt: Any, more: str, count: int) -> str:
     return f"update{which} by {name}{more}"
 
 
-def _about(axes: ReplicaAxes | None, variables: tuple[mtf.Variable, ...], dtype: Any) -> About:
-    def num_bytes(strategy: Any) -> tuple[int, int] | None:
+def _about(
+    axes: ReplicaAxes | None,
+    variables: Sequence[mtf.Variable],
+    dtype: Any,
+    mixed: Sequence[mtf.Variable],
+) -> About:
+    """Returns the facts that the lines of a stage name.
+
+    `axes` are the replica axes, and `variables` those that get gradients. If gradients were added
+    up before, `dtype` is the dtype of the sums, or "wide" for at least float32. `mixed` are the
+    variables whose gradients are reduced already, because shards are mixed in them.
+    """
+
+    def num_bytes(strategy: Any) -> tuple[int, int | None] | None:
         if axes is None or not variables:
             return None
-        groups: dict[Any, list[int]] = {}
+        # For each set of axes: the slice's shape and the dtype of each gradient that is sent.
+        sent: dict[Any, list[tuple[tuple[int, ...], tf.DType]]] = {}
         for variable in variables:
-            free = axes.free_shard_dims(variable.shape)
-            size = _bytes_per_number(variable.activation_dtype, dtype, strategy)
-            if free:
-                count = math.prod(axes.slice_shape(variable.shape))
-                groups.setdefault(free, []).append(count * size)
-        number = len(groups)
-        if isinstance(strategy, FusedAllReduce) and strategy.bucket_bytes is not None:
-            limits = strategy.bucket_bytes, strategy.packed_bytes
-            number = sum(len(plan_buckets(sizes, *limits)) for sizes in groups.values())
-        return sum(map(sum, groups.values())), number
+            free = tuple(d for d in axes.free_shard_dims(variable.shape) if d.size > 1)
+            if free and variable not in mixed:
+                one = _sent_dtype(variable.activation_dtype, dtype, strategy)
+                sent.setdefault(free, []).append((tuple(axes.slice_shape(variable.shape)), one))
+        total = sum(math.prod(shape) * one.size for some in sent.values() for shape, one in some)
+        sums = getattr(strategy, "reducer", strategy)
+        if not isinstance(sums, OneLevel) or has_gradient_reduction(strategy):
+            return total, None
+        mesh_impl = next(iter(mesh_impls_with(axes.mesh_shape, axes.layout)), None)
+        return total, sum(sums.count_groups(*zip(*some), mesh_impl) for some in sent.values())
 
-    return About(axes, variables, num_bytes)
+    return About(axes, tuple(variables), num_bytes, tuple(mixed))
 
 
-def _bytes_per_number(dtype: tf.DType, summed_in: Any, strategy: Any) -> int:
-    """Returns the bytes that one number of a gradient takes when it is sent.
+def _sent_dtype(dtype: tf.DType, summed_in: Any, strategy: Any) -> tf.DType:
+    """Returns the dtype in which a gradient is sent.
 
     `dtype` is the gradient's dtype. If gradients are added up before they are sent, `summed_in` is
     the dtype of the sums, or "wide" for at least float32; otherwise `summed_in` is None. `strategy`
     is the reduction strategy, which may send numbers in a narrower dtype.
     """
-    size = dtype.size
-    if summed_in is not None:
-        size = max(size, 4) if summed_in == "wide" else summed_in.size
+    if summed_in is not None and (summed_in != "wide" or dtype.size < 4):
+        dtype = tf.float32 if summed_in == "wide" else summed_in
     narrow = getattr(strategy, "compressed_dtype", None)
-    return narrow.size if narrow is not None and size >= 4 else size
+    return narrow if narrow is not None and dtype.size >= 4 else dtype

@@ -12,8 +12,7 @@ from mtf_gradsync._common import some_lines
 from mtf_gradsync._private.libraries import mtf
 from mtf_gradsync._private.mesh_tensorflow import (
     init_replacement,
-    mesh_impls_made,
-    mesh_key,
+    mesh_impls_with,
     move_outputs,
     reassign,
     reshape_variable,
@@ -84,8 +83,7 @@ def replicas_share_copies(axes: ReplicaAxes) -> bool:
     On a mesh whose replicas share copies, each variable has one update for all replicas, so that
     splitting the update would only add operations. `axes` are the replica axes of the mesh.
     """
-    key = mesh_key(axes.mesh_shape, axes.layout)
-    impls = [x for x in mesh_impls_made() if mesh_key(x.shape, x.layout_rules) == key]
+    impls = mesh_impls_with(axes.mesh_shape, axes.layout)
     return bool(impls) and all(map(shares_all, impls))
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import abc
+import math
 from typing import Any, NamedTuple, Sequence
 
 import gin
 
-from mtf_gradsync._common import check_whole_number
+from mtf_gradsync._common import check_whole_number, grouped
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.mesh.axes import ProcessorGroups, check_groups, check_mesh, is_simd
 from mtf_gradsync.mesh.devices import (
@@ -481,6 +482,22 @@ class OneLevel(Strategy):
             return super().wire_dtype(mesh_impl, dtype, groups)
         return group_sum_dtype(self._group_sum(mesh_impl), dtype)
 
+    def count_groups(
+        self, shapes: Sequence[Sequence[int]], dtypes: Sequence[tf.DType], mesh_impl: Any = None
+    ) -> int:
+        """Returns the number of groups of sums in which `all_reduce` sums tensors.
+
+        `shapes` are the shapes of the tensors' slices, and `dtypes` are their dtypes. `mesh_impl`
+        is the mesh, or None for any SIMD mesh.
+        """
+        planner = self._planner(mesh_impl)
+        if planner is plan_unpacked and _is_simd(mesh_impl):
+            return 1
+        return sum(
+            len(planner([math.prod(shape) for shape in sorted(some)], dtype.size))
+            for dtype, some in grouped(shapes, dtypes).items()
+        )
+
     def _group_sum(self, mesh_impl: Any) -> GroupSum:
         """Returns the function that sums a group's slices; only placement meshes use it."""
         del mesh_impl
@@ -495,6 +512,10 @@ class OneLevel(Strategy):
         """
         del mesh_impl
         return plan_unpacked
+
+
+def _is_simd(mesh_impl: Any | None) -> bool:
+    return mesh_impl is None or is_simd(mesh_impl)
 
 
 # Measured by `python -m benchmarks.bucket_size` and `benchmarks.reductions`: between CPU devices of
@@ -540,11 +561,12 @@ class FusedAllReduce(OneLevel):
 
     def _planner(self, mesh_impl: Any) -> Planner:
         bucket_bytes, packed_bytes = self.bucket_bytes, self.packed_bytes
-        if is_simd(mesh_impl) and bucket_bytes is None and packed_bytes is None:
+        simd = _is_simd(mesh_impl)
+        if simd and bucket_bytes is None and packed_bytes is None:
             return plan_unpacked
         if bucket_bytes is None:
-            bucket_bytes = SIMD_BUCKET_BYTES if is_simd(mesh_impl) else PLACEMENT_BUCKET_BYTES
-            if packed_bytes is None and not is_simd(mesh_impl):
+            bucket_bytes = SIMD_BUCKET_BYTES if simd else PLACEMENT_BUCKET_BYTES
+            if packed_bytes is None and not simd:
                 packed_bytes = PLACEMENT_PACKED_BYTES
 
         def buckets(sizes: Sequence[int], itemsize: int) -> Packs:

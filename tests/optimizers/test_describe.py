@@ -95,6 +95,7 @@ def test_json_says_on_each_line_when():
         lambda opt: gs.CrossShardOptimizer(
             opt, reducer=gs.reduce.CompressedAllReduce(wire_dtype="bfloat16"), **MESH
         ),
+        lambda opt: gs.CrossShardOptimizer(opt, reducer=gs.reduce.FusedAllReduce(100), **MESH),
     ],
 )
 def test_bytes_and_groups_are_those_of_the_program(wrap):
@@ -190,3 +191,126 @@ def test_where_gradients_accumulate_is_said_of_a_mesh_that_is_not_made_yet():
         assert "add up the sums, because the program has made no mesh yet: give mesh" in unknown
         known = str(gs.describe(opt, "batch:8", "batch:batch"))
         assert known.startswith("every step  add up gradients on each shard ")
+
+
+@pytest.mark.parametrize(
+    ("reducer", "shape", "told"),
+    [
+        (gs.reduce.FusedAllReduce(2**20), SHAPE, "fused, 5.24 MB in 3 groups"),
+        (gs.reduce.FusedAllReduce(packed_bytes=2**20), SHAPE, "fused, 5.24 MB in 3 groups"),
+        (gs.reduce.AllReduce(num_packs=4), SHAPE, "by AllReduce, 5.24 MB in 4 groups"),
+        (gs.reduce.RingAllReduce(), SHAPE, "by RingAllReduce, 5.24 MB in 1 group"),
+        # These send other numbers than each core's gradients once.
+        (gs.reduce.HierarchicalAllReduce(), SHAPE, "by HierarchicalAllReduce, of 5.24 MB"),
+        (gs.reduce.LowRankAllReduce(2), SHAPE, "low rank, 2, of 5.24 MB"),
+        (gs.reduce.QuantizedAllReduce(), SHAPE, "quantized to 8 bits, of 5.24 MB"),
+        (None, "rows:1;cols:2", "fused, nothing to send"),
+    ],
+)
+def test_bytes_are_said_of_what_a_strategy_sends(reducer, shape, told):
+    mesh = {**MESH, "mesh_shape": shape}
+    opt = gs.CrossShardOptimizer(mtf.optimize.SgdOptimizer(0.1), reducer=reducer, **mesh)
+    reduces, _ = gs.describe(opt, variables=some_variables()).lines
+    assert reduces.what.endswith(f": {told}")
+
+
+def test_parts_are_sent_in_no_number_of_groups():
+    """Sums of variables that are split are apart from those of others."""
+    opt = gs.ShardedUpdateOptimizer(mtf.optimize.SgdOptimizer(0.1), **MESH)
+    reduces = gs.describe(opt, variables=some_variables()).lines[0]
+    assert reduces.what == "reduce, each replica its part, over batch, 4 shards: fused, of 5.24 MB"
+
+
+def test_what_is_reduced_is_not_said_to_be_reduced_again():
+    inside = gs.SyncReplicasOptimizer(mtf.optimize.SgdOptimizer(0.1), 2, accept_summed=True, **MESH)
+    assert [line[:2] for line in gs.describe(gs.ClipByGlobalNormOptimizer(inside, 1.0)).lines] == [
+        ("every step", "reduce over batch, 4 shards: fused"),
+        ("", "clip to a global norm of 1"),
+        ("", "add up gradients of replicas, if finite and not stale"),
+        ("once 2 contributed", "average over those that contributed"),
+        ("", "update by Sgd"),
+    ]
+
+
+def test_an_early_update_is_said():
+    sgd = mtf.optimize.SgdOptimizer(0.1)
+    opt = gs.GradientAccumulationOptimizer(sgd, 4, accumulate="synced", flush=True)
+    assert gs.describe(opt).lines[1].what == "add up the sums; update early where flush is true"
+
+
+def step_of(apply, on="simd", **more):
+    """The description of a step, its program, and the variables of the model."""
+    said, program = [], []
+
+    def build(mesh, inputs):
+        loss = models.mlp_loss(mesh, inputs, BATCH_DIMS)
+        opt, updates = apply(loss)
+        said.append(gs.describe(opt))
+        program.append(opt)
+        return updates, {"loss": loss}
+
+    built = harness.built(on, SHAPE, LAYOUT, build, models.mlp_batches(1)[0])
+    # The same of the step, wherever it is read.
+    assert gs.describe(program[0]) == said[0]
+    return [line[:2] for line in said[0].lines], built
+
+
+def test_gradients_that_the_program_has_mixed_are_said_to_be_reduced_on_each_step():
+    def apply(loss):
+        opt = gs.GradientAccumulationOptimizer(mtf.optimize.SgdOptimizer(0.1), 4, True)
+        pairs = opt.compute_gradients(loss)
+        some = [(g, v) for g, v in pairs if v.name != "b1"]
+        clipped, _ = gs.clip_by_global_norm([g for g, _ in some], 1.0)
+        mixed = list(zip(clipped, [v for _, v in some]))
+        return opt, opt.apply_gradients([*mixed, *(pair for pair in pairs if pair not in some)])
+
+    lines, built = step_of(apply)
+    assert lines == [
+        (
+            "every step",
+            "reduce the gradients of 2 variables, in which the program has mixed shards",
+        ),
+        ("", "add up gradients on each shard, float32"),
+        ("every 4th", "reduce over batch, 4 shards: fused, 16 bytes in 1 group; divide by 4"),
+        ("", "update 3 variables by Sgd"),
+    ]
+    sums = [row for row in built.collectives().rows if row.is_conditional]
+    assert [row.bytes_per_core for row in sums] == [16]
+
+
+def test_weights_are_said():
+    def apply(loss):
+        opt = gs.GradientAccumulationOptimizer(mtf.optimize.SgdOptimizer(0.1), 4, True)
+        return opt, opt.minimize(loss, weights=8.0)
+
+    lines, _ = step_of(apply)
+    assert lines[1:] == [
+        (
+            "every 4th",
+            "reduce over batch, 4 shards: fused, 116 bytes in 1 group; divide by their weights",
+        ),
+        ("", "skip where weights are 0"),
+        ("", "update 3 variables by Sgd"),
+    ]
+
+
+def test_sums_on_a_placement_mesh_are_in_buckets():
+    def apply(loss):
+        fused = gs.reduce.FusedAllReduce(packed_bytes=50)
+        opt = gs.CrossShardOptimizer(mtf.optimize.SgdOptimizer(0.1), reducer=fused)
+        return opt, opt.minimize(loss)
+
+    lines, _ = step_of(apply, "placement")
+    assert lines[0][1] == "reduce over batch, 4 shards: fused, 116 bytes in 2 groups"
+
+
+def test_copies_of_shards_are_said_to_be_summed():
+    mesh = mtf.Mesh(mtf.Graph(), "mesh")
+    dims = mtf.Shape([mtf.Dimension("batch", 8), mtf.Dimension("in", 4)])
+    copy = mtf.get_variable(mesh, "copy", dims).operation
+    opt = gs.CrossShardOptimizer(mtf.optimize.SgdOptimizer(0.1), **MESH)
+    assert [line.what for line in gs.describe(opt, variables=[copy]).lines] == [
+        "sum gradients of the shards' own copies over all shards",
+        "reduce over batch, 4 shards: fused, nothing to send",
+        "update 1 variable by Sgd",
+    ]

@@ -58,6 +58,8 @@ class StepBuilder:
         innermost.
       passed_on: the gradients that each wrapper passed on, in the same order.
       per_shard: per-shard gradients that a stage has recovered; None if there are none.
+      mixed: for each wrapper that has recovered per-shard gradients, by its name, the variables
+        whose gradients are reduced instead, because shards are mixed in them.
       stack: the stack that the step is made of.
       reduced_first: the first reduction of gradients in the step; None before any reduction.
       compressions: the reports of compressing strategies on the bytes that they save.
@@ -93,6 +95,7 @@ class StepBuilder:
         self.received: list[GradientSet] = []
         self.passed_on: list[GradientSet] = []
         self.per_shard: GradientSet | None = None
+        self.mixed: dict[str, list[mtf.Variable]] = {}
         self.reduced_first: Reduced | None = None
         self._by_strategies = ReductionsByStrategies(slots)
         self.compressions = self._by_strategies.compressions
@@ -501,8 +504,10 @@ class StepBuilder:
             already_reduced=frozenset({*to_reduce, *made}),
             from_sums=made,
         )
-        if not (recoverability.mixed or recoverability.shared or gradients.form.is_reduced):
-            self.per_shard = result
+        if not gradients.form.is_reduced:
+            self.mixed[reduction.name] = [gradients.variables[i] for i in result.already_reduced]
+            if not (recoverability.mixed or recoverability.shared):
+                self.per_shard = result
         return result
 
     def _update(

@@ -342,8 +342,12 @@ class Reduce(Stage):
         found = about.num_bytes(None if is_part else self.by.strategy)
         if found is None:
             return what
-        groups = f"{found[1]} group{'s' * (found[1] != 1)}"
-        return f"{what}, {bytes_text(found[0])} in {groups}"
+        num_bytes, number = found
+        if not num_bytes:
+            return f"{what}, nothing to send"
+        if number is None:
+            return f"{what}, of {bytes_text(num_bytes)}"
+        return f"{what}, {bytes_text(num_bytes)} in {number} group{'s' * (number != 1)}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -358,6 +362,12 @@ class SplitByShard(Stage):
 
     def apply(self, gradients: GradientSet, step: Any) -> GradientSet:
         return step.split_by_shard(gradients, self.reduction, self.request)
+
+    def describe(self, about: About) -> list[Line]:
+        count = len(about.mixed)
+        which = f"gradient{'s' * (count != 1)} of {count} variable{'s' * (count != 1)}"
+        what = f"reduce the {which}, in which the program has mixed shards"
+        return [Line(what)] if count else []
 
 
 # The passes that complete a stack. They change nothing and build nothing.
@@ -425,6 +435,7 @@ def with_conversions(segments: Sequence[Segment], takes_pending: bool) -> tuple[
         stages: list[Stage] = []
         for stage in segment.stages:
             before: list[Any] = []
+            are_sums = form.is_reduced
             if isinstance(stage.takes, PerShard):
                 before, form = [SplitByShard(segment.reduction, stage.takes)], Form.PER_SHARD
             elif stage.takes in (Form.REDUCED, Form.PART):
@@ -433,7 +444,9 @@ def with_conversions(segments: Sequence[Segment], takes_pending: bool) -> tuple[
             left.pop(0)
             after: list[Reduce] = []
             # Sums of reduced gradients are reduced already, but not divided yet.
-            given = form if stage._wants_reduced and form.is_reduced else stage._leaves
+            given = stage._leaves
+            if stage._wants_reduced and (are_sums or form.is_reduced):
+                given = form if form.is_reduced else Form.REDUCED
             form = stage._leaves or form
             if stage.gives is Form.REDUCED:
                 after = reduction_of(form, segment.reduction, given, stage._divides)

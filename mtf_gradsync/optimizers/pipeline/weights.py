@@ -14,7 +14,8 @@ from mtf_gradsync.gradients.operations import MaybeGradients, on_mesh
 from mtf_gradsync.gradients.shards import Recoverability, shard_dims_in, split_into_shards
 from mtf_gradsync.mesh.axes import ReplicaAxes
 from mtf_gradsync.optimizers.pipeline.forms import GradientSet, Weights
-from mtf_gradsync.optimizers.pipeline.stack import Condition, Stack, Stage
+from mtf_gradsync.optimizers.pipeline.stack import Condition, Reduce, Stack, Stage
+from mtf_gradsync.optimizers.pipeline.words import About, Line
 from mtf_gradsync.optimizers.slots import SlotBook
 from mtf_gradsync.optimizers.state import named_state
 from mtf_gradsync.reduce import Strategy
@@ -318,7 +319,8 @@ def with_weights(stack: Stack, axes: ReplicaAxes | None, slots: SlotBook) -> Sta
     """Returns a copy of `stack` with two more stages, which gradients with weights need.
 
     The first stage of the step fits the gradients of shards to the shards' weights. The last stage
-    before the update skips the update if the weights are 0.
+    before the update skips the update if the weights are 0. Sums of gradients are divided by the
+    sum of their weights.
 
     Args:
       stack: a completed stack.
@@ -327,7 +329,19 @@ def with_weights(stack: Stack, axes: ReplicaAxes | None, slots: SlotBook) -> Sta
     """
     outermost = stack.segments[0].reduction
     first = _WeighShards(outermost.strategy, axes)
-    return stack._replace(first=(first,), last=(_OnlyWithData(outermost.name, slots),))
+    segments = [
+        segment._replace(stages=tuple(_divided_by_weight(stage) for stage in segment.stages))
+        for segment in stack.segments
+    ]
+    last = _OnlyWithData(outermost.name, slots)
+    return stack._replace(segments=tuple(segments), first=(first,), last=(last,))
+
+
+def _divided_by_weight(stage: Stage) -> Stage:
+    """Returns a stage that divides gradients, with what `describe` says of weights."""
+    if isinstance(stage, Reduce) and stage.divides:
+        return dataclasses.replace(stage, divides="divide by their weights")
+    return stage
 
 
 @dataclasses.dataclass(frozen=True)
@@ -406,6 +420,9 @@ class _OnlyWithData(Stage):
     name: str
     slots: SlotBook
     condition = Condition()
+
+    def describe(self, about: About) -> list[Line]:
+        return [Line("skip where weights are 0")]
 
     def apply(self, gradients: GradientSet, step: Any) -> GradientSet:
         assert gradients.weights is not None

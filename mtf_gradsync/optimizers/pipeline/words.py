@@ -31,14 +31,19 @@ class About(NamedTuple):
     Attributes:
       axes: the replica axes of the stage; None if they are not known.
       variables: the variables that get gradients; () if they are not known.
-      num_bytes: a function that takes a reduction strategy and returns two numbers: the bytes of
-        gradients that a core sends if that strategy reduces them, and the number of groups of sums.
-        It returns None if these are not known.
+      num_bytes: a function that takes a reduction strategy and returns two numbers: the bytes of a
+        core's gradients that are to be reduced, and the number of groups of sums. The number of
+        groups is None for a strategy that sends something else than sums of these gradients, such
+        as sums in several levels, and for replicas' parts of gradients (the argument is then None).
+        The function returns None if variables or axes are not known.
+      mixed: the variables whose gradients are reduced before they are split by shard, because the
+        program has mixed shards in them; () if they are not known.
     """
 
     axes: ReplicaAxes | None
     variables: tuple[mtf.Variable, ...]
-    num_bytes: Callable[[Any], tuple[int, int] | None]
+    num_bytes: Callable[[Any], tuple[int, int | None] | None]
+    mixed: tuple[mtf.Variable, ...] = ()
 
 
 def shards_text(axes: ReplicaAxes | None) -> str:
