@@ -19,8 +19,8 @@ from mtf_gradsync.tools.planning.stacks import StackSettings, stacks_of
 # In all measurements the compiler's bytes were at least this share of the predicted bytes. So a
 # division whose predicted bytes, times this share, exceed the budget is not compiled.
 _LEAST_SHARE = 0.75
-# Up to so many rules of a layout are tried in all combinations; of more, only all together.
-_MOST_RULES = 6
+#: Up to so many rules of a layout are tried in all combinations; of more, only all together.
+MOST_RULES = 6
 _SHOWN = 5
 
 
@@ -237,14 +237,19 @@ def all_choices(
             why[f"{shape}, {layout}"] = str(error)
             continue
         # The batch of a step is divided among the shards.
-        fitting = [k for k in steps if costs.batch_size % (k * predictor.shards) == 0]
+        fitting = [k for k in steps if costs.batch_size % (k * predictor.batch_parts) == 0]
+        if not fitting:
+            why[f"{shape}, {layout}"] = (
+                f"{costs.batch_dims[-1]} = {costs.batch_size} cannot be divided among "
+                f"{predictor.batch_parts} shards in {' or '.join(map(str, steps))} microbatch steps"
+            )
         for stack in stacks_of(fitting, predictor.shards, len(predictor.replica_axes), inner_steps):
             found.append(Choice(shape, layout, stack, predictor.predict(stack)))
-    found.sort(key=_sort_key)
+    found.sort(key=sort_key)
     return found, why
 
 
-def _sort_key(choice: Choice) -> tuple[Any, ...]:
+def sort_key(choice: Choice) -> tuple[Any, ...]:
     """Returns a key of the division `choice`, by which the best of several divisions comes first.
 
     The division with the shorter predicted time comes first. If the times are equal, it is the
@@ -272,7 +277,7 @@ def _with_fewer_rules(layout: str, mesh_shape: str, batch_dims: Sequence[str]) -
     sizes = {dim.name: dim.size for dim in mtf.convert_to_shape(mesh_shape).dims}
     rules = rules_of(layout)
     some = [rule for rule in rules if sizes.get(rule[-1], 1) > 1 and rule[0] not in batch_dims]
-    if len(some) > _MOST_RULES:
+    if len(some) > MOST_RULES:
         some = []
     found = []
     for count in range(len(some), -1, -1):

@@ -106,11 +106,14 @@ class StepCosts(NamedTuple):
       variables: the trained variables, in the dtypes that cores hold.
       gradients: the gradients of the trained variables.
       others: variables that are not trained: slots, averages.
+      update_products: products of matrices in the update, such as Muon's.
       update_reads: arrays that the update reads to sum them, for example for a norm.
       shapes: dimensions of each array in the graph. A layout may not split two dimensions of one
         array over the same mesh axis.
+      whole_dims: names of the dimensions that no mesh axis may split, because Mesh-TensorFlow cuts
+        or joins arrays along them.
       batch_dims: names of the batch's dimensions; microbatch steps divide the last of them.
-      batch_size: the number of examples in an update.
+      batch_size: the size of the last of the batch's dimensions, for an update.
     """
 
     products: Mapping[_Product, int]
@@ -121,10 +124,24 @@ class StepCosts(NamedTuple):
     variables: Mapping[Array, int]
     gradients: Mapping[Array, int]
     others: Mapping[Array, int]
+    update_products: Mapping[_Product, int]
     update_reads: Mapping[Array, int]
     shapes: tuple[tuple[tuple[str, int], ...], ...]
+    whole_dims: frozenset[str]
     batch_dims: tuple[str, ...]
     batch_size: int
+
+    @property
+    def largest_dims(self) -> list[str]:
+        """The names of the trained variables' dimensions that a mesh may split.
+
+        The first name is of the dimension that the largest part of the variables has.
+        """
+        sizes: collections.Counter[str] = collections.Counter()
+        for array, count in self.variables.items():
+            numbers = count * math.prod(size for _, size in array.dims)
+            sizes.update({name: numbers for name in sorted(array.names - self.whole_dims)})
+        return [name for name, _ in sizes.most_common()]
 
 
 class Predicted(NamedTuple):
@@ -161,7 +178,7 @@ def read_costs(
       gradients: the gradients of the variables. Operations after the last of them are the update.
       variables: the variables that are trained.
       batch_dims: names of the batch's dimensions.
-      batch_size: the number of examples for which the graph is built.
+      batch_size: the size of the last of the batch's dimensions, for which the graph is built.
 
     Returns:
       The facts of the step.
@@ -195,16 +212,16 @@ def read_costs(
         is_lookup = not is_backward and any(
             isinstance(x.operation, mtf.OneHotOperation) for x in operation.inputs
         )
-        if isinstance(operation, mtf.EinsumOperation) and summed_dims(operation) and not is_lookup:
-            dims = tuple(sorted({dim for x in inputs for dim in x.dims}))
-            found["products"][_Product(dims, (*inputs, *outputs))] += 1
+        if _is_product(operation) and not is_lookup:
+            found["products"][_product(operation)] += 1
         elif isinstance(operation, mtf.ReshapeOperation):
             found["reshapes"][_Reshape(inputs[0], outputs[0])] += 1
         elif not isinstance(operation, _FREE):
             found["touched"].update(
                 inputs if isinstance(operation, mtf.ReduceOperation) else outputs
             )
-    for operation in graph.operations[backward_end:]:
+    update = graph.operations[backward_end:]
+    for operation in update:
         if isinstance(operation, mtf.ReduceOperation):
             reads.update(map(Array.of, operation.inputs))
     trained = set(variables)
@@ -216,11 +233,30 @@ def read_costs(
         others=collections.Counter(
             Array.of(v, v.slice_dtype) for v in graph.all_variables if v not in trained
         ),
+        update_products=collections.Counter(map(_product, filter(_is_product, update))),
         update_reads=reads,
         shapes=tuple({Array.of(x).dims for op in graph.operations for x in op.outputs}),
+        # A slicewise operation names the dimensions that may be split, and many name none.
+        whole_dims=frozenset().union(
+            *(
+                operation.unsplittable_dims
+                for operation in graph.operations
+                if not isinstance(operation, mtf.SlicewiseOperation)
+            )
+        ),
         batch_dims=tuple(batch_dims),
         batch_size=batch_size,
     )
+
+
+def _is_product(operation: mtf.Operation) -> bool:
+    return isinstance(operation, mtf.EinsumOperation) and bool(summed_dims(operation))
+
+
+def _product(operation: mtf.Operation) -> _Product:
+    inputs = [Array.of(x) for x in operation.inputs]
+    dims = tuple(sorted({dim for x in inputs for dim in x.dims}))
+    return _Product(dims, (*inputs, *map(Array.of, operation.outputs)))
 
 
 def _pending_sums(operations: Sequence[mtf.Operation]) -> dict[mtf.Operation, frozenset[str]]:
@@ -279,6 +315,7 @@ class Predictor:
     Attributes:
       replica_axes: names of the mesh axes over which the batch is split.
       shards: the number of shards of the batch.
+      batch_parts: the number of parts into which the last of the batch's dimensions is split.
     """
 
     def __init__(self, costs: StepCosts, machine: Machine, mesh_shape: str, layout: str):
@@ -305,6 +342,7 @@ class Predictor:
             if dim.name in {self._axis.get(name) for name in costs.batch_dims}
         )  # fmt: skip
         self.shards = self._cores(self.replica_axes)
+        self.batch_parts = self._sizes.get(self._axis.get(costs.batch_dims[-1], ""), 1)
         self._check()
         self._peak = machine.peak_flops_per_core or math.inf
         self._bandwidth = machine.bytes_per_second_per_core or math.inf
@@ -316,6 +354,8 @@ class Predictor:
 
     def _check(self) -> None:
         used = set()
+        for name in sorted(self._costs.whole_dims & set(self._axis)):
+            raise ValueError(f"Mesh-TensorFlow cuts or joins arrays along {name}")
         for dims in self._costs.shapes:
             axes = [self._axis[name] for name, _ in dims if name in self._axis]
             used.update(axes)
@@ -404,6 +444,7 @@ class Predictor:
         passes = 4 if stack.sharded_updates else 2
         once = passes * self._values + 2 * update_share * self._slots
         once = (once + self._sum_of(costs.update_reads)) / bandwidth
+        once += self._seconds_of(costs.update_products)
         each, at_update = self._sync_seconds(stack)
         memory = self._values + update_share * self._slots + sum_share * self._sums
         memory += _HELD * self._gradients + kept
@@ -420,6 +461,17 @@ class Predictor:
             sync,
         )
 
+    def _seconds_of(self, products: Mapping[_Product, int], steps: int = 1) -> float:
+        """Returns the seconds of products of matrices, for one of `steps` microbatch steps."""
+        return sum(
+            count
+            * max(
+                2 * self._numbers_on_core(one.dims, steps) / self._peak,
+                sum(self._bytes(x, steps) for x in one.arrays) / self._bandwidth,
+            )
+            for one, count in products.items()
+        )
+
     def _microbatch_costs(self, steps: int) -> tuple[float, float, float]:
         """Returns what a microbatch step costs without the work of the wrappers.
 
@@ -431,14 +483,7 @@ class Predictor:
           core keeps for the backward pass.
         """
         costs = self._costs
-        compute = sum(
-            count
-            * max(
-                2 * self._numbers_on_core(one.dims, steps) / self._peak,
-                sum(self._bytes(x, steps) for x in one.arrays) / self._bandwidth,
-            )
-            for one, count in costs.products.items()
-        )
+        compute = self._seconds_of(costs.products, steps)
         compute += _TOUCHED * self._sum_of(costs.touched, steps) / self._bandwidth
         kept = _KEPT * self._sum_of(costs.kept, steps)
         return compute, sum(self._model_collectives(steps)), kept

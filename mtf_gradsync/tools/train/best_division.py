@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import itertools
 import math
 import types
@@ -22,10 +21,18 @@ from mtf_gradsync.runtimes._common import ConfigError
 from mtf_gradsync.runtimes.simd.program import compiled_only
 from mtf_gradsync.tools import planning
 from mtf_gradsync.tools._private.gin import bindings, bound
-from mtf_gradsync.tools.planning.best import Best, Checked, Choice, all_choices, best_of
+from mtf_gradsync.tools.planning.best import (
+    MOST_RULES,
+    Best,
+    Checked,
+    Choice,
+    all_choices,
+    best_of,
+    sort_key,
+)
 from mtf_gradsync.tools.planning.costs import Predictor, StepCosts, read_costs
-from mtf_gradsync.tools.planning.machines import Machine
-from mtf_gradsync.tools.planning.search import Candidate, search
+from mtf_gradsync.tools.planning.machines import Machine, shapes_of
+from mtf_gradsync.tools.planning.search import Candidate, rules_of, search
 from mtf_gradsync.tools.planning.stacks import StackSettings
 from mtf_gradsync.tools.train import gin_files
 from mtf_gradsync.tools.train.config import RunConfig
@@ -54,8 +61,11 @@ from mtf_gradsync.tools.verification import Verification
 _BATCH = ("outer_batch", "batch")
 # No schedule has this number by chance: what divides steps by it, once it is K, counts updates.
 _UNLIKELY_K = 7919
-# Settings for lengths of a run, which count each microbatch step as a step.
-_LENGTHS = ("train_steps", "total_run_steps", "save_checkpoints_steps", "log_steps")
+# Settings that count steps, or batches of a step; each microbatch step is a step.
+_LENGTHS = (
+    *("train_steps", "total_run_steps", "save_checkpoints_steps", "log_steps"),
+    *("perplexity_eval_steps", "max_steps_without_decrease", "watch_copies_steps"),
+)
 # The largest sizes of a model, mesh, number of steps and sequence in a proof on this machine.
 _SMALLER = {
     "num_layers": 2,
@@ -65,6 +75,8 @@ _SMALLER = {
     "key_value_size": 16,
 }
 _MOST_REPLICAS, _MOST_PARTS, _MOST_STEPS, _LENGTH = 4, 2, 4, 16
+# Mesh-TensorFlow raises the last two where it cannot split an array.
+_REFUSALS = (ConfigError, ValueError, NotImplementedError)
 # A model with more layers than this is compiled with this many.
 _COMPILED_LAYERS = 2
 
@@ -72,12 +84,14 @@ _COMPILED_LAYERS = 2
 class BestDivision:
     """A search for the best division of the training that gin describes, with a proof of it."""
 
-    def __init__(self, layouts: Sequence[str], most_steps: int):
+    def __init__(self, layouts: Sequence[str], most_steps: int, completes: bool = False):
         """Reads gin's configuration; raises ConfigError if --best cannot divide its training.
 
         `layouts` are the layouts that the search tries, each as a text of layout rules. The search
-        tries updates of at most `most_steps` microbatch steps.
+        tries updates of at most `most_steps` microbatch steps. With `completes` the search adds
+        rules if no layout splits the batch, and tries more layouts if none splits the model.
         """
+        self._completes = completes
         self._config = gin_files.bound_run_config()
         self._stack = stack_of_config()
         self._layouts = layouts
@@ -169,7 +183,8 @@ class BestDivision:
             opt.apply_grads(grads, variables)
             inner = opt.innermost() if isinstance(opt, Wrapper) else opt
             trained = without_frozen(inner, grads, variables)
-            return read_costs(loss, trained, variables, _BATCH, self._batch), variables
+            size = self._batch // self._sequences
+            return read_costs(loss, trained, variables, _BATCH, size), variables
 
     def predict_choices(
         self,
@@ -192,16 +207,33 @@ class BestDivision:
           time and memory. The second is a dictionary from the name of each impossible mesh and
           layout to the reason why it is impossible.
         """
-        return all_choices(
-            costs,
-            machine,
-            axes_of(self._config.mesh_shape),
-            self._layouts,
-            self.steps,
-            inner_steps,
-            mesh_shapes or (),
-            progress=True,
-        )
+        axes, layouts = list(axes_of(self._config.mesh_shape)), list(self._layouts)
+        rules = [rule for one in layouts for rule in rules_of(one) if rule[-1] in axes]
+        if self._completes and not any(rule[0] in _BATCH for rule in rules):
+            rules.append((_BATCH[-1], _unused_axis(axes, rules, "batch")))
+            layouts = [";".join(filter(None, [":".join(rules[-1]), one])) for one in layouts]
+        of_batch = {rule[-1] for rule in rules if rule[0] in _BATCH}
+
+        def choices(layouts: Sequence[str], shapes: Sequence[str]) -> Any:
+            return all_choices(
+                costs, machine, axes, layouts, self.steps, inner_steps, shapes, progress=True
+            )
+
+        found, why = choices(layouts, mesh_shapes or ())
+        if self._completes and all(rule[-1] in of_batch for rule in rules):
+            axis = _unused_axis(axes, rules, "model")
+            shapes = mesh_shapes or shapes_of(machine.cores, axes, machine.slices)
+            divided = [
+                x for x in shapes
+                if any(d.name == axis and d.size > 1 for d in mtf.convert_to_shape(x).dims)
+            ]  # fmt: skip
+            more = [(name, axis) for name in costs.largest_dims[:MOST_RULES]]
+            if divided:
+                # Without the rules for mesh axes that the config's mesh does not have.
+                together = ";".join(":".join(rule) for rule in dict.fromkeys([*rules, *more]))
+                others, _ = choices([together], divided)
+                found = sorted([*found, *others], key=sort_key)
+        return found, why
 
     def gin_lines(self, choice: Choice) -> list[str]:
         """Returns the gin lines that change the configuration to the division `choice`."""
@@ -219,6 +251,8 @@ class BestDivision:
             f'train.run.layout_rules = "{choice.layout}"',
             f"train.run.batch_size = {self._batch // stack.steps}",
         ]
+        if self._config.mesh_devices is not None:  # the devices of another mesh
+            lines.append("train.run.mesh_devices = None")
         if scale != 1:
             lines += [
                 f"train.run.{name} = {math.ceil(value * scale)}"
@@ -286,7 +320,7 @@ class BestDivision:
         def check(choice: Choice) -> Checked:
             with self._bound(choice, fewer):
                 candidate = Candidate(choice.mesh_shape, choice.layout, machine)
-                found = search(self._build, [candidate], refusals=(ConfigError,))
+                found = search(self._build, [candidate], refusals=_REFUSALS)
             if found.is_partial:  # a signal that `search` has turned into a partial plan
                 raise KeyboardInterrupt(found.stopped_by)
             if not found.rows:
@@ -314,7 +348,7 @@ class BestDivision:
 
     @staticmethod
     def _build(mesh_shape: str, layout: str) -> planning.Built:
-        job = resolve_job(dataclasses.replace(gin_files.bound_run_config(), mesh_devices=None))
+        job = resolve_job(gin_files.bound_run_config())
         with compiled_only():
             graph, program = build_simd(job)
         per_update = steps_per_update(graph.optimizers)
@@ -329,7 +363,7 @@ class BestDivision:
         """
         mesh = choice.mesh_shape, choice.layout
         with self._bound(choice) as config, tf.Graph().as_default(), simd.tpu_program(*mesh):
-            opt, _ = _optimizer_alone(dataclasses.replace(config, mesh_devices=None))
+            opt, _ = _optimizer_alone(config)
             return str(describe(opt, *mesh, variables))
 
     def prove(self, choice: Choice, replica_axes: Sequence[str]) -> tuple[str, Verification]:
@@ -368,6 +402,18 @@ def _optimizer_alone(config: RunConfig) -> tuple[Any, Any]:
     """
     step = tf.identity(tf.train.get_or_create_global_step().read_value())
     return optimizer_and_rate(resolve_job(config), step, mtf.Mesh(mtf.Graph(), "mesh"))
+
+
+def _unused_axis(axes: list[str], rules: Sequence[Sequence[str]], name: str) -> str:
+    """Returns the first of the mesh axes that no layout rule uses.
+
+    If there is none, an axis is added to `axes`: `name`, or a name like it.
+    """
+    unused = [axis for axis in axes if axis not in {rule[-1] for rule in rules}]
+    if not unused:
+        unused.append(name if name not in axes else f"{name}_2")
+        axes += unused
+    return unused[0]
 
 
 def _one_core_lines() -> list[str]:
@@ -421,6 +467,7 @@ def find_and_prove(
     inner_steps: Sequence[int] = (),
     prove: bool = True,
     say: Callable[[str], Any] = print,
+    completes: bool = False,
 ) -> tuple[Best, int]:
     """Finds the best division of the training that gin's configuration describes, and proves it.
 
@@ -436,6 +483,8 @@ def find_and_prove(
         Outer steps change what is trained.
       prove: whether to verify the division on this machine.
       say: a function that is called with each part of the answer, as text, once it is known.
+      completes: whether the search adds rules if no layout splits the batch, and tries more layouts
+        if none splits the model.
 
     Returns:
       The best division, and the command's exit code. The code is 0 if a division was found and, if
@@ -446,7 +495,7 @@ def find_and_prove(
       ConfigError: the config's training cannot be divided in another way.
     """
     limits = [x for x in (budget, machine.memory_per_core) if x is not None]
-    best = BestDivision(layouts, most_steps)
+    best = BestDivision(layouts, most_steps, completes)
     costs, variables = best.step_costs()
     choices, why = best.predict_choices(costs, machine, mesh_shapes, inner_steps)
     if not choices:

@@ -29,7 +29,7 @@ class Ring(Counting):
         return 0.01 * members + machines.bytes_sent(operation, members, size)
 
 
-def layer(rows, inputs, hidden, tied=False, slots=2):
+def layer(rows, inputs, hidden, tied=False, slots=2, update=lambda gradient: None, cut=False):
     """Returns the costs of a layer, of two whose weights are one variable, and of their update."""
     with tf.Graph().as_default():
         mesh = mtf.Mesh(mtf.Graph(), "mesh")
@@ -39,12 +39,15 @@ def layer(rows, inputs, hidden, tied=False, slots=2):
         x = mtf.import_tf_tensor(mesh, tf.ones([rows, inputs]), [batch, x_dim])
         w = mtf.get_variable(mesh, "w", [x_dim, h_dim])
         hidden = mtf.einsum([x, w], reduced_dims=[x_dim])
+        if cut:
+            hidden = mtf.slice(hidden, 0, 1, "h")
         if tied:
             hidden = mtf.einsum([mtf.relu(hidden), w], reduced_dims=[h_dim])
         loss = mtf.reduce_mean(mtf.square(hidden))
         (gradient,) = mtf.gradients([loss], [w])
         for number in range(slots):
             mtf.get_variable(mesh, f"slot_{number}", w.shape, trainable=False)
+        update(gradient)
         (variable,) = mesh.graph.trainable_variables
         return read_costs(loss, [gradient], [variable], ["batch"], rows)
 
@@ -269,6 +272,34 @@ def test_replicas_along_two_axes_may_be_reduced_in_two_levels():
     for of_batch, reducers in ((costs, {"fused"}), (two, {"fused", "hierarchical"})):
         choices, _ = all_choices(of_batch, machine, ["batch", "model"], [LAYOUT], (1,))
         assert {choice.stack.reducer for choice in choices} == reducers
+    # Microbatch steps divide the last dimension alone.
+    choices, why = all_choices(two, machine, ["batch", "model"], [LAYOUT], (24,))
+    assert {choice.mesh_shape for choice in choices} == {"batch:2;model:2", "batch:1;model:4"}
+    assert why[f"batch:4;model:1, {LAYOUT}"] == (
+        "batch = 48 cannot be divided among 4 shards in 24 microbatch steps"
+    )
+
+
+def test_arrays_that_are_cut_along_a_dimension_are_not_split_along_it():
+    costs, machine = layer(48, 16, 12, cut=True), Ring(memory=None)
+    choices, why = all_choices(costs, machine, ["batch", "model"], [LAYOUT], (1,))
+    assert {choice.mesh_shape for choice in choices} == {"batch:4;model:1"}
+    assert why[f"batch:2;model:2, {LAYOUT}"] == "Mesh-TensorFlow cuts or joins arrays along h"
+
+
+def test_products_of_the_update_take_time_once_in_an_update():
+    def square(gradient):
+        other = mtf.rename_dimension(gradient, "x", "y")
+        mtf.einsum([gradient, other], reduced_dims=gradient.shape.dims[1:])
+
+    machine = Ring(memory=None)
+    plain, more = (
+        Predictor(layer(48, 16, 12, update=update), machine, "batch:4;model:1", LAYOUT)
+        for update in (lambda gradient: None, square)
+    )
+    for stack in (StackSettings(), StackSettings(4, "local")):
+        longer = more.predict(stack).seconds - plain.predict(stack).seconds
+        assert longer == pytest.approx(2 * 16 * 16 * 12 / machine.peak_flops_per_core)
 
 
 @pytest.mark.parametrize(

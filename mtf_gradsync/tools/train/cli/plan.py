@@ -54,7 +54,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--layout",
         action="append",
         metavar="RULES",
-        help="layout rules to look at; may be given several times (default: the config's)",
+        help="layout rules to look at; may be given several times (default: the config's; --best "
+        "adds rules where these do not split the batch or the model)",
     )
     parser.add_argument(
         "--jobs", type=int, default=1, metavar="N", help="compilers at once (default: 1)"
@@ -226,6 +227,7 @@ def _run_best(args: argparse.Namespace, paths: Sequence[Any]) -> int:
                 args.most_steps or _MOST_STEPS,
                 (args.inner_steps or _INNER_STEPS) if args.outer_steps else (),
                 not args.no_proof,
+                completes=args.layout is None,
             )
     flags.write_output("--json", paths[0], found.to_json() + "\n")
     return code

@@ -66,8 +66,12 @@ def described_when_applied():
 
 
 @functools.lru_cache
+def step_costs():
+    return loaded().step_costs()
+
+
 def variables():
-    return loaded().step_costs()[1]
+    return step_costs()[1]
 
 
 def test_frozen_variables_cost_no_gradients():
@@ -107,14 +111,62 @@ def test_lines_of_gin_make_the_optimizer_that_is_described(stack, clipped):
 
 
 def test_lengths_of_the_run_count_microbatch_steps():
-    best = loaded("train.run.log_steps = 3", "train.run.total_run_steps = 20")
+    best = loaded(
+        "train.run.log_steps = 3",
+        "train.run.total_run_steps = 20",
+        "train.run.watch_copies_steps = 2",
+    )
     lines = best.gin_lines(choice_of(StackSettings(4, "local")))
     assert "train.run.batch_size = 2" in lines
     assert "train.run.train_steps = 48" in lines
     assert "train.run.total_run_steps = 80" in lines
     assert "train.run.save_checkpoints_steps = 24" in lines
+    assert "train.run.perplexity_eval_steps = 12" in lines
+    assert "train.run.watch_copies_steps = 8" in lines
+    assert not any("max_steps_without_decrease" in line for line in lines)
     assert "train.run.schedule_step = @get_update_step" in lines
     assert not any("train_steps" in line for line in best.gin_lines(choice_of(StackSettings())))
+
+
+def test_devices_of_another_mesh_are_not_kept():
+    devices = "train.run.mesh_devices = ['cpu:0', 'cpu:1', 'cpu:2', 'cpu:3']"
+    lines = loaded(devices).gin_lines(choice_of(StackSettings()))
+    gin_files.load([TINY], [devices, *lines])
+    assert resolve_job(gin_files.bound_run_config()).model.mesh.shape.size == 8
+    assert "train.run.mesh_devices = None" not in loaded().gin_lines(choice_of(StackSettings()))
+
+
+@pytest.mark.parametrize(
+    ("mesh_shape", "layout"),
+    [
+        *(("all:1", ""), ("all:4", "batch:all"), ("all:2;model:2", "batch:all")),
+        ("all:4", "batch:all;vocab:model"),
+    ],
+)
+def test_a_layout_that_does_not_split_the_model_is_completed(mesh_shape, layout):
+    costs, _ = step_costs()
+    gin_files.load(
+        [TINY], [f"train.run.mesh_shape = '{mesh_shape}'", f"train.run.layout_rules = '{layout}'"]
+    )
+    found = {}
+    for completes in (True, False):
+        best = BestDivision([layout], 1, completes)
+        choices, _ = best.predict_choices(costs, Counting(memory=None), None)
+        found[completes] = {choice[:2] for choice in choices}
+    last = {"all:4;model:1"} if "model" in mesh_shape else {"all:4"}
+    assert found[False] == {(shape, layout) for shape in last if layout}
+    assert found[True] == {
+        *((shape, layout or "batch:all") for shape in last),
+        *(("all:2;model:2", f"batch:all;{more}") for more in TWO_WAYS),
+        *(("all:1;model:4", f"batch:all;{more}") for more in TWO_WAYS if "heads" not in more),
+    }
+
+
+# The dimensions of the tiny model's variables that a mesh can split, together or alone.
+TWO_WAYS = [
+    *("d_model:model", "vocab:model", "heads:model", "d_ff:model", "vocab:model;heads:model"),
+    *("vocab:model;d_ff:model", "heads:model;d_ff:model", "vocab:model;heads:model;d_ff:model"),
+]
 
 
 ACCUMULATES = accumulates()
