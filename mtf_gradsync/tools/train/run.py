@@ -260,6 +260,7 @@ class _Run:
         config, directory, say = self._config, self.directory, self._say
         began = time.monotonic()
         graph, program, make_runner = training_graph(job, batches, self._runtime, self._session)
+        built_in = time.monotonic() - began
         _say_rounded_variables(graph.lowering, say)
         if config.evaluate_with_averages:
             with raised_as(ConfigError, NoAveragesError):
@@ -282,7 +283,7 @@ class _Run:
         mesh = mesh_text(job.model.mesh.shape)
         say(
             f"training {graph.num_parameters:,} parameters on the mesh {mesh}, from step "
-            f"{step} to {config.train_steps} (graph built in {time.monotonic() - began:.0f} s)"
+            f"{step} to {config.train_steps} (graph built in {built_in:.0f} s)"
         )
         say_changes(directory, say)
         run_files.write_config(directory)

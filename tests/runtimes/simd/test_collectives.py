@@ -4,8 +4,10 @@ import json
 
 import pytest
 
+import mtf_gradsync as gs
 from mtf_gradsync import simd
 from mtf_gradsync._private.libraries import mtf, tf
+from mtf_gradsync.runtimes.simd.collectives import list_step
 from tests import harness
 from tests.runtimes.simd.programs import BATCH, HIDDEN, INPUTS, MESHES, SGD, Regression
 
@@ -203,3 +205,18 @@ def test_transfers_need_a_device_per_core():
         simd.list_transfers([tf.constant(1.0)], impl)
     with pytest.raises(ValueError, match="got none"):
         simd.list_transfers([], impl)
+    assert list_step(impl, [tf.constant(1.0)], []) is None
+
+
+def test_a_step_whose_update_may_be_in_a_function_has_no_totals():
+    opt = gs.GradientAccumulationOptimizer(mtf.optimize.SgdOptimizer(0.1), 2)
+    impl = harness.placement("all:2", "")
+    fetch = tf.constant(1.0)
+    assert list_step(impl, [fetch], [opt]).scalars() == {"traffic/bytes_of_update_step": 0}
+    tf.raw_ops.StatefulPartitionedCall(
+        args=[], Tout=[tf.float32], f=tf.function(lambda: 1.0).get_concrete_function()
+    )
+    report = list_step(impl, [fetch], [opt])
+    assert not report.is_complete
+    assert report.scalars() == {}
+    assert list_step(impl, [fetch], []).is_complete

@@ -5,6 +5,7 @@ import re
 import shutil
 import signal
 import threading
+from unittest.mock import Mock
 
 import gin
 import numpy as np
@@ -360,7 +361,15 @@ def test_old_checkpoints_go(train):
 
 
 @pytest.mark.slow
-def test_initial_values_come_from_another_run(train, plain):
+def test_initial_values_come_from_another_run(train, plain, monkeypatch):
+    clock, initialize_from = [0.0], run_module.initialize_from
+
+    def slow(*arguments):
+        clock[0] += 1000.0
+        return initialize_from(*arguments)
+
+    monkeypatch.setattr(run_module, "time", Mock(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(run_module, "initialize_from", slow)
     _, second, said = train(
         NO_EVAL,
         "train.run.train_steps = 1",
@@ -368,6 +377,8 @@ def test_initial_values_come_from_another_run(train, plain):
         "train.run.variable_filter = 'positional'",
         model_dir="second",
     )
+    assert clock[0] == 1000.0
+    assert any(line.endswith("to 1 (graph built in 0 s)") for line in said)
     (line,) = [line for line in said if "variables begin as in" in line]
     before, after = saved_variables(plain), saved_variables(second)
     counters = {"global_step", train_graph.EXAMPLES}
