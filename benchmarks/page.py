@@ -74,9 +74,9 @@ With two seeds, gradients in 8 bits (with or without error feedback), and outer 
 or in fragments, do not measurably increase the held-out loss. Gradients in 4 bits or of rank 16
 increase it by one or two hundredths of a nat. Gradients of rank 4, and outer steps with a momentum
 of 0.5 or 0, increase it by 0.07 to 0.18 nats. Gradients of rank 1, and outer steps with a momentum
-of 0.9, increase it by about 0.35 nats. The model still learns fast when this training ends. How much outer steps cost in a longer training
-was not measured. The guide [less communication](guides/less_communication.md) shows how to use
-these optimizers and strategies.
+of 0.9, increase it by about 0.35 nats. The model still learns fast when this training ends. How
+much outer steps cost in a longer training was not measured. The guide [less
+communication](guides/less_communication.md) shows how to use these optimizers and strategies.
 
 ![Held-out loss by steps: the curve of 8 bits is that of float32; low ranks and outer steps lie
 above](images/less_communication.png)

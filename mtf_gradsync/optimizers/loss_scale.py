@@ -167,7 +167,7 @@ class LossScaleOptimizer(ReportsSkips):
       >>> print(gs.describe(gs.CrossShardOptimizer(opt)))
       every step  divide by the loss scale, dynamic, at first 32,768  (LossScaleOptimizer)
                   reduce over the replica axes: fused                 (CrossShardOptimizer)
-                  skip where not finite                               (LossScaleOptimizer)
+                  skip steps that are not finite                      (LossScaleOptimizer)
                   update by Sgd
     """
 
@@ -399,8 +399,8 @@ class _SkipNotFinite(Stage):
         kind = "dynamic, at first" if rule.is_dynamic else "fixed,"
         lines = [Line(f"divide by the loss scale, {kind} {rule.initial:,.6g}", first=True)]
         if self.inner_skips_shards or self._inner_stage_skips:
-            return [*lines, Line("change the scale by what those inside skip")]
-        return [*lines, Line("skip where not finite")]
+            return [*lines, Line("adapt the scale to skips of the wrappers inside")]
+        return [*lines, Line("skip steps that are not finite")]
 
     def apply(self, gradients: GradientSet, step: StepBuilder) -> GradientSet:
         wrapper = self.wrapper

@@ -123,7 +123,7 @@ class OuterSteps(Stage):
         count = islands.num_shards
         lines = []
         if islands.shard_dims:
-            lines = [Line(f"split gradients into those of {count} islands")]
+            lines = [Line(f"split gradients by island, {count} islands")]
         share = f"1/{wrapper.fragments} of " * (wrapper.fragments > 1)
         what = f"outer step of {share}the values: "
         what += f"mean of {count} islands, " if count > 1 else ""
@@ -180,9 +180,9 @@ class OuterOptimizer(TrainsIslands):
       >>> mesh = {"mesh_shape": "all:4", "layout": "batch:all"}
       >>> opt = gs.OuterOptimizer(mtf.optimize.SgdOptimizer(0.1), inner_steps=16, **mesh)
       >>> print(gs.describe(opt))
-      every step         split gradients into those of 4 islands              (OuterOptimizer)
+      every step         split gradients by island, 4 islands                  (OuterOptimizer)
                          update by Sgd
-      every 16th update  outer step of the values: mean of 4 islands, ...     (OuterOptimizer)
+      every 16th update  outer step of the values: mean of 4 islands, ...  (OuterOptimizer)
     """
 
     shown = (("outer step", "outer/step"),)

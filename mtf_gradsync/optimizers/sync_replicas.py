@@ -276,7 +276,7 @@ class _AggregateReplicas(Stage):
     axes: ReplicaAxes
     gives, _leaves = Form.REDUCED, Form.PENDING
     finite = "skips"
-    _divides = "average over those that contributed"
+    _divides = "average the contributions"
     _wants_reduced = _counts_shards = True
     _one_mesh, _sums_in = ONE_FOR_EACH_MESH, "wide"
 

@@ -42,7 +42,7 @@ def test_a_stack_is_a_table():
         ("every step", "divide by the loss scale, dynamic, at first 32,768"),
         ("", "add up gradients on each shard, float32"),
         ("every 4th", "reduce over batch, 4 shards: fused, 5.24 MB in 1 group; divide by 4"),
-        ("", "skip where not finite"),
+        ("", "skip steps that are not finite"),
         ("", "clip to a global norm of 1"),
         ("", "update 3 variables by AdamW"),
         ("after it", "averages, decay 0.999"),
