@@ -185,11 +185,11 @@ class Clipped:
 
 
 class Accumulation:
-    """What Horovod's helper and optax.MultiSteps do with the gradients of micro steps.
+    """What Horovod's helper and optax.MultiSteps do with the gradients of microbatch steps.
 
     Horovod: the sum (or mean) of every `passes` gradients goes to the optimizer, which does
     nothing in between. optax: the same for the mean, `passes` may be a function of the update
-    step, and a micro step that `skip` rejects does not count.
+    step, and a microbatch step that `skip` rejects does not count.
     """
 
     def __init__(self, update, passes, average=False, skip=None):

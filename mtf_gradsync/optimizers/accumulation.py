@@ -127,7 +127,7 @@ class GradientAccumulationOptimizer(ReportsSkips):
     """
 
     shown = (
-        ("micro step", "accumulation/micro_step"),
+        ("microbatch step", "accumulation/micro_step"),
         ("update step", "update_step"),
         ("skipped", "accumulation/skipped"),
     )
@@ -384,9 +384,9 @@ class GradientAccumulationOptimizer(ReportsSkips):
 
 
 _MIXED_WARNING = (
-    "%s: the program itself needs the sums of the gradients of %s on every micro step (for "
-    "%s), so gradients are reduced on each micro step, and their sums are added up. To reduce "
-    "them once an update, put what needs the sums inside the wrapper that accumulates, as "
+    "%s: the program itself needs the sums of the gradients of %s in every microbatch step (for "
+    "%s), so gradients are reduced in each microbatch step, and then added up. To reduce them once "
+    "an update, put what needs the sums inside the wrapper that accumulates, as "
     "ClipByGlobalNormOptimizer, which then clips the accumulated gradients."
 )
 

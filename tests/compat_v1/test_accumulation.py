@@ -1,4 +1,4 @@
-"""Accumulation for optimizers of tf.compat.v1: the update of all micro steps, once."""
+"""Accumulation for optimizers of tf.compat.v1: the update of all microbatch steps, once."""
 
 import contextlib
 import functools

@@ -99,14 +99,14 @@ def test_without_checkpointed_sums_a_restart_begins_a_fresh_accumulation(tmp_pat
         return saved_variables(path)
 
     saved(feeds[: PASSES + 2])
-    # Two micro steps are in the sum and lost; the next update has three of its own.
+    # Two microbatch steps are in the sum and lost; the next update has three of its own.
     before = saved(feeds[:PASSES][:-1], path)
     after = saved(feeds[:PASSES], path)
     names = [n for n in after if "accumulator" in n or "mini_step" in n]
     assert not names
     assert before["GradientAccumulationOptimizer/update_step"] == 1
     assert after["GradientAccumulationOptimizer/update_step"] == 2
-    # The same as a run that never had those two micro steps.
+    # The same as a run that never had those two microbatch steps.
     assert_same_bits(after, saved(feeds[:PASSES] + feeds[:PASSES]))
 
 

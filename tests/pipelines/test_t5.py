@@ -72,7 +72,7 @@ def test_losses_are_those_of_the_bare_model(bare, tmp_path, optimizer, passes, b
     _, losses = bare(LM_TASK, *bindings)
     model = t5_model.mtf_model(tmp_path, *bindings, chosen(optimizer))
     model.train(LM_TASK, UPDATES * passes)
-    # Every micro step has the same batch.
+    # Every microbatch step has the same batch.
     np.testing.assert_allclose(model.losses, np.repeat(losses, passes), rtol=TOLERANCE)
     assert losses[-1] < 0.9 * losses[0]
 

@@ -26,7 +26,7 @@ INNER = """
 utils.run.optimizer = @AdamWeightDecayOptimizer
 AdamWeightDecayOptimizer.epsilon = 1e-3
 """
-# How many micro steps make an update, and the bindings.
+# How many microbatch steps make an update, and the bindings.
 WRAPPERS = {
     "accumulated on each shard": (
         2,
@@ -109,7 +109,7 @@ def test_losses_are_those_of_the_bare_pipeline(bare, wrapped, model, wrapper):
     found, _ = wrapped(model, wrapper)
     assert len(found) == STEPS * passes
     tolerance = TOLERANCE["bfloat16" if "bfloat16" in model else "float32"]
-    # Every micro step has the same batch.
+    # Every microbatch step has the same batch.
     np.testing.assert_allclose(found, np.repeat(bare(model)[0][:STEPS], passes), rtol=tolerance)
     assert found[-1] < 0.98 * found[0]
 

@@ -36,7 +36,7 @@ class Setup(NamedTuple):
       inner: name in `models.OPTIMIZERS`.
       clip: norm to clip the sum by, or None.
       place: of accumulators.
-      count: micro steps or contributions for an update.
+      count: microbatch steps or contributions for an update.
       average: whether accumulated gradients are averaged.
       skips: whether accumulation leaves out what is not finite.
       steps: number of steps.

@@ -65,7 +65,7 @@ def narrow(inner, *mesh):
 
 @pytest.fixture(scope="module")
 def in_mid(tmp_path_factory):
-    """A checkpoint of four shards after two of three micro steps."""
+    """A checkpoint of four shards after two of three microbatch steps."""
     path = str(tmp_path_factory.mktemp("in_mid") / "model.ckpt")
     tf.enable_resource_variables()
     Program(4, local).run(2, save=path)
@@ -74,7 +74,7 @@ def in_mid(tmp_path_factory):
 
 def test_a_session_s_default_saver_lays_sums_out_anew(in_mid):
     values = Program(2, local, add_saver=False).run(1, restore=in_mid)
-    # Three micro steps of four examples each.
+    # Three microbatch steps of four examples each.
     np.testing.assert_array_equal(values["w"], np.full(SIZE, -12.0))
 
 

@@ -14,7 +14,7 @@ from tests import harness, models, reference
 EPS = np.finfo(np.float32).eps
 K = 3
 STEPS = 2 * K
-# As for the trajectories of CrossShardOptimizer, with one more rounding a micro step.
+# As for the trajectories of CrossShardOptimizer, with one more rounding a microbatch step.
 TOLERANCE = STEPS * 16 * EPS
 
 

@@ -63,7 +63,7 @@ def test_schedules_equal_horovods_and_optaxs_rules(kind, schedule, average):
 
 
 def with_bad_steps(feeds, value):
-    """Makes the inputs of one shard's rows bad in the second and fifth micro step."""
+    """Makes the inputs of one shard's rows bad in the second and fifth microbatch step."""
     for index in (1, 4):
         feeds[index]["x"] = feeds[index]["x"].copy()
         feeds[index]["x"][0, 0] = value
@@ -147,7 +147,7 @@ def test_counters_are_readable():
     built("placement", "2", lambda: optimizer)
     names = {v.name.split("/")[-1] for v in optimizer.variables()}
     assert {"mini_step", "update_step", "skipped"} <= names
-    assert sorted(optimizer.progress_fields()) == ["micro step", "update step"]
+    assert sorted(optimizer.progress_fields()) == ["microbatch step", "update step"]
 
 
 def test_counters_go_to_summaries():

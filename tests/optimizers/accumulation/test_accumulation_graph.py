@@ -110,7 +110,7 @@ def test_what_reduces_on_every_step_says_so_once(why, caplog):
 def test_gradient_bytes_an_update_are_a_kth_of_the_bare_optimizers():
     bare = gradient_rows(simd_report(models.OPTIMIZERS["sgd"]))
     wrapped = gradient_rows(simd_report(lambda: local(models.OPTIMIZERS["sgd"]())))
-    # An update of the bare optimizer on K micro steps communicates K times.
+    # An update of the bare optimizer on K microbatch steps communicates K times.
     per_update_bare = K * sum(row.bytes_per_step for row in bare)
     per_update = sum(row.bytes_per_step for row in wrapped)
     assert per_update * K == per_update_bare

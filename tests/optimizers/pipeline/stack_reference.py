@@ -165,7 +165,7 @@ class LossScaleOptimizer:
 
 
 class GradientAccumulationOptimizer:
-    """Adds up micro steps."""
+    """Adds up microbatch steps."""
 
     def __init__(
         self,

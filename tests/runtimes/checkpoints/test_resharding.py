@@ -17,7 +17,7 @@ from tests.sessions import ran
 
 EPS = np.finfo(np.float32).eps
 K = 3
-WRITTEN_AFTER = 2  # micro steps: mid-accumulation
+WRITTEN_AFTER = 2  # microbatch steps: mid-accumulation
 STEPS = 2 * K
 # Values are below 2; every microbatch step rounds a sum of at most 16 terms.
 TOLERANCE = STEPS * 16 * EPS

@@ -1,8 +1,8 @@
 """Accumulation for an optimizer of tf.compat.v1 on a parameter server and workers: one task.
 
-Worker k's gradient of micro step i is (k + 1) * 10**i, whatever the variable is, so that the order
-of updates does not matter and every wrong number of micro steps shows. There are two variables, of
-both kinds, with an optimizer and a step counter each.
+Worker k's gradient of microbatch step i is (k + 1) * 10**i, whatever the variable is, so that the
+order of updates does not matter and every wrong number of microbatch steps shows. There are two
+variables, of both kinds, with an optimizer and a step counter each.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from tests.runtimes.cluster.sync_replicas_worker import serve, signal
 
 WORKERS = 2
 PASSES = 3
-# The last micro step's sum never becomes an update.
+# The last microbatch step's sum never becomes an update.
 MICRO_STEPS = 2 * PASSES + 1
 KINDS = "resource", "ref"
 
 
 def work(spec: dict[str, list[str]], server: Any, task: int) -> None:
-    """Makes a worker's micro steps, and prints what the variables are when all have made theirs."""
+    """Makes a worker's microbatch steps; prints the variables when all workers have made theirs."""
     device = tf.train.replica_device_setter(
         cluster=tf.train.ClusterSpec(spec), worker_device=f"/job:worker/task:{task}"
     )

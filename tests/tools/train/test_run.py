@@ -543,7 +543,7 @@ def test_optimizers_inside_a_wrapper_add_fields_too(train, capsys):
         "GradientAccumulationOptimizer.backward_passes_per_step = 2",
     )
     (line,) = [x for x in capsys.readouterr().err.splitlines() if x.startswith("step 3/3")]
-    assert line.endswith("micro step 1  update step 1")
+    assert line.endswith("microbatch step 1  update step 1")
 
 
 @pytest.mark.parametrize("optimizer", ["AdafactorOptimizer", "CrossShardOptimizer"])

@@ -30,7 +30,7 @@ def train(tmp_path):
 def test_shows_micro_and_update_step_and_moves_variables_with_updates_only(train, capsys):
     directory = train(2 * K + 2, REPORTS, "train.run.save_checkpoints_steps = 1", KEEP_ALL)
     error = capsys.readouterr().err
-    shown = re.findall(r"^step (\d+)/10 .*micro step (\d+)  update step (\d+)$", error, re.M)
+    shown = re.findall(r"^step (\d+)/10 .*microbatch step (\d+)  update step (\d+)$", error, re.M)
     assert shown, error
     values = saved_variables(directory)
     assert values["global_step"] == 2 * K + 2
