@@ -7,7 +7,7 @@ import json
 import os
 import secrets
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Iterator
 
 if TYPE_CHECKING:
     from mtf_gradsync.extension import mtf
@@ -79,6 +79,21 @@ def configs_dir() -> Path:
 def mesh_text(shape: mtf.Shape) -> str:
     """Returns a mesh's shape as users write it, such as "batch:4;model:2"."""
     return ";".join(f"{dim.name}:{dim.size}" for dim in shape.dims)
+
+
+@contextlib.contextmanager
+def pipe_to_child() -> Iterator[int]:
+    """Yields the read end of a pipe, to be the standard input of a child process.
+
+    The write end is closed when the block ends. A child that ends when its standard input does so
+    does not outlive the block, even if an interrupt comes while the child is started.
+    """
+    reading, writing = os.pipe()
+    try:
+        yield reading
+    finally:
+        os.close(writing)
+        os.close(reading)
 
 
 def unused_path(path: Path) -> Path:

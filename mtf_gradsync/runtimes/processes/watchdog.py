@@ -19,6 +19,7 @@ import threading
 import time
 from typing import Any, Callable, Iterator, Mapping, NamedTuple, Sequence, TypeVar
 
+from mtf_gradsync.runtimes._common import pipe_to_child
 from mtf_gradsync.runtimes.processes import proxy
 from mtf_gradsync.runtimes.processes.members import (
     LOST_PROCESS_EXIT_CODE,
@@ -125,22 +126,18 @@ class Watchdog:
 
         Meanwhile it is no error if the watchdog's thread stands still.
         """
-        with contextlib.ExitStack() as stack:
-            reading, writing = os.pipe()
-            # This ends the child, even if an interrupt comes before `try`.
-            stack.callback(os.close, writing)
-            with contextlib.ExitStack() as of_child:
-                of_child.callback(os.close, reading)
+        with pipe_to_child() as pipe:
+            with contextlib.ExitStack() as stack:
                 # Duplicates stay open even if the watchdog's thread closes a connection.
                 with self._lock:
                     peers = [os.dup(connection.fileno()) for connection in self._peers.values()]
                 for descriptor in peers:
-                    of_child.callback(os.close, descriptor)
+                    stack.callback(os.close, descriptor)
                 given = map(str, (os.getpid(), _BEAT_S, *peers))
                 child = subprocess.Popen(
                     [sys.executable, "-I", "-S", proxy.__file__, *given],
                     pass_fds=peers,
-                    stdin=reading,
+                    stdin=pipe,
                     start_new_session=True,  # a terminal's Ctrl-C would end the child
                 )
             try:

@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 from typing import Any, Callable, Mapping
 
+from mtf_gradsync.runtimes._common import pipe_to_child
 from mtf_gradsync.runtimes._private import jax as private
 from mtf_gradsync.runtimes.xla.topology import compiler_script
 from mtf_gradsync.runtimes.xla.topology.slices import slice_of
@@ -82,15 +83,15 @@ def compile_in_process(
         "update_not_split": update_not_split,
     }
     (place / "request.json").write_text(json.dumps(request))
-    process = subprocess.Popen(
+    with pipe_to_child() as pipe, subprocess.Popen(
         [sys.executable, compiler_script.__file__, private.__file__, folder],
         env=environment,
+        stdin=pipe,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         errors="replace",
-    )
-    with process:
+    ) as process:
         try:
             begun(process)
             said, _ = process.communicate()

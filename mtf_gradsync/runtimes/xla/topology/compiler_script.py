@@ -1,6 +1,8 @@
 """Runs the TPU compiler, as a script in a process of its own: with jax and libtpu, no TensorFlow.
 
 usage: compiler_script.py PRIVATE_JAX FOLDER
+
+The process also ends when its standard input ends, as the pipe from a process that has died.
 """
 
 from __future__ import annotations
@@ -8,7 +10,9 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
+import os
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any, Mapping
@@ -97,7 +101,14 @@ def _host_options(topology: str) -> dict[str, Any]:
     return {"chips_per_host_bounds": bounds} if 0 < math.prod(bounds) < _CHIPS_PER_HOST else {}
 
 
+def _end_with_input() -> None:
+    while os.read(0, 1):
+        pass
+    os._exit(1)
+
+
 if __name__ == "__main__":
+    threading.Thread(target=_end_with_input, daemon=True).start()
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
     spec = importlib.util.spec_from_file_location("private_jax", sys.argv[1])
     assert spec is not None

@@ -1,5 +1,9 @@
 """What is said of a compiler that crashed."""
 
+import contextlib
+import subprocess
+from types import SimpleNamespace
+
 import pytest
 
 from mtf_gradsync.runtimes.xla.topology import compiler_process
@@ -47,3 +51,23 @@ def test_the_error_has_status_and_reason(monkeypatch, tmp_path):
     monkeypatch.setattr(compiler_process.compiler_script, "__file__", str(script))
     with pytest.raises(CompilerDiedError, match=r"status 3 and no answer. It printed: fusion_em"):
         compile_in_process(str(tmp_path), None, "v5e:2x2", 0)
+
+
+def test_an_interrupt_while_it_is_started_ends_it(monkeypatch, tmp_path):
+    slow = tmp_path / "slow.py"
+    slow.write_text("import time; time.sleep(120)")
+    monkeypatch.setattr(compiler_process, "private", SimpleNamespace(__file__=str(slow)))
+    start, started = subprocess.Popen, []
+
+    def start_interrupted(*given, **named):
+        started.append(start(*given, **named))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(subprocess, "Popen", start_interrupted)
+    with contextlib.suppress(KeyboardInterrupt):
+        compile_in_process(str(tmp_path), None, "v5e:2x2", 0)
+    with started[0] as process:
+        try:
+            assert process.wait(60) == 1
+        finally:
+            process.kill()
