@@ -36,12 +36,13 @@ class Groups:
 
 
 def grouped():
-    """The matrix decays, its bias does not, and the scalar is trained by another optimizer."""
+    """The matrix decays and is clipped, its bias is not, and the scalar has another optimizer."""
     return gs.ByVariable(
         ADAMW,
         [
             ("b1", {"weight_decay_rate": 0.0}),
             (lambda variable: not variable.shape.dims, mtf.optimize.SgdOptimizer(0.1)),
+            ("w1", {"clip_norm": 0.05}),
         ],
     )
 
@@ -51,7 +52,7 @@ def expected_groups():
         {
             ("b1",): AdamW(0.01, 0.0, epsilon=1e-3),
             ("scale",): Sgd(0.1),
-            ("w1",): AdamW(0.01, 0.01, epsilon=1e-3),
+            ("w1",): reference.Clipped(AdamW(0.01, 0.01, epsilon=1e-3), 0.05),
         }
     )
 
@@ -66,9 +67,9 @@ def test_in_every_wrapper(kind, wrapper):
     feeds = models.mlp_batches(2 * passes)
     build = models.train(lambda: wrappers.wrap(wrapper, grouped(), AXES))
     values = harness.run(kind, SHAPE, LAYOUT, build, feeds).variables
-    expected = reference.train(
-        reference.Accumulation(expected_groups(), passes, average=True), feeds
-    )
+    update = expected_groups()
+    expected = reference.train(reference.Accumulation(update, passes, average=True), feeds)
+    assert update.of[("w1",)].clipped == 2
     for name, value in expected.items():
         # A gradient's error of some 1e-7 moves an update by less than 0.01 / 1e-3 times as much.
         np.testing.assert_allclose(values[name], value, rtol=0, atol=2e-6, err_msg=name)

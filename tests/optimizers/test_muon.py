@@ -9,7 +9,7 @@ import mtf_gradsync as gs
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.optimizers import muon
 from mtf_gradsync.optimizers.muon import Matrix
-from tests import harness, models, reference
+from tests import harness, models, reference, wrappers
 
 SHAPE, LAYOUT = "rows:2;cols:2", "batch:rows;hidden:cols"
 AXES = {"mesh_shape": SHAPE, "layout": LAYOUT}
@@ -164,28 +164,40 @@ def test_zeros_stay_zeros_and_others_are_nearly_orthogonal():
     assert found.max() < 1.3
 
 
-def with_rest(opt):
-    return gs.ByVariable(gs.AdamWOptimizer(0.01), [(gs.is_hidden_matrix, opt)])
+@pytest.mark.parametrize(
+    ("kind", "wrapper"), harness.pairs(["simd", "placement", "xla"], wrappers.ALIKE)
+)
+@pytest.mark.mostly_slow(keep="simd-one island")
+def test_in_every_wrapper(kind, wrapper):
+    passes, batch = wrappers.passes(wrapper), mtf.Dimension("batch", 4)
+    rng, names = np.random.RandomState(7), ("tall", "o", "experts")
+    feeds = [
+        {f"x_{k}": rng.randn(4, *sizes(VARIABLES[k])).astype("f") for k in names}
+        for _ in range(2 * passes)
+    ]
 
+    def build(mesh, inputs):
+        """Losses whose gradients are the means of what is fed."""
+        losses = []
+        for name in names:
+            shape = mtf.Shape([mtf.Dimension(*d) for d in VARIABLES[name]])
+            variable = models.variable(mesh, name, shape, random(0)[name])
+            use(variable.operation, *SIDES[name])
+            x = mtf.import_tf_tensor(mesh, inputs[f"x_{name}"], mtf.Shape([batch, *shape.dims]))
+            each = mtf.reduce_sum(x * variable, output_shape=mtf.Shape([batch]))
+            losses.append(mtf.reduce_mean(each))
+        grads, variables = models.gradients(mtf.add_n(losses))
+        opt = gs.MuonOptimizer(0.02, weight_decay_rate=0.1)
+        return wrappers.wrap(wrapper, opt, AXES).apply_grads(grads, variables), {}
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["placement", pytest.param("xla", marks=pytest.mark.xla)])
-def test_in_sharded_updates_and_accumulation_it_is_the_same(kind):
-    names = ("tall", "whole", "experts")
-    gradients = [random(seed) for seed in range(1, 5)]
-    feeds = [{f"gradient_of_{k}": grads[k] for k in names} for grads in gradients]
-
-    def values(wrap):
-        build = applied(lambda: wrap(with_rest(gs.MuonOptimizer(0.02))), names)
-        return harness.run(kind, SHAPE, LAYOUT, build, feeds).variables
-
-    def accumulated(opt):
-        sharded = gs.ShardedUpdateOptimizer(opt, min_size=2, **AXES)
-        return gs.GradientAccumulationOptimizer(sharded, 2, accumulate="synced", **AXES)
-
-    one = values(lambda opt: gs.GradientAccumulationOptimizer(opt, 2, accumulate="synced", **AXES))
-    parts = values(accumulated)
-    reference.assert_close(parts, one, atol=2e-5)
+    found = harness.run(kind, SHAPE, LAYOUT, build, feeds).variables
+    gradients = [
+        {k: np.mean([feed[f"x_{k}"] for feed in some], (0, 1), float) for k in names}
+        for some in (feeds[:passes], feeds[passes:])
+    ]
+    values = {k: v.astype(np.float64) for k, v in random(0).items() if k in names}
+    *_, (value, _) = expected(values, gradients, 0.02, 0.1)
+    reference.assert_close(found, value, atol=2 * 0.02 * 500 * 2**-22)
 
 
 @pytest.mark.mostly_slow
