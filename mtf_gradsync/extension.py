@@ -165,7 +165,6 @@ if TYPE_CHECKING:
     )
     from mtf_gradsync.optimizers.pipeline.stack import stages_of
     from mtf_gradsync.optimizers.pipeline.weights import WeightsOfGradients, mean_loss
-    from mtf_gradsync.optimizers.report import in_sums_now, weight_now
     from mtf_gradsync.optimizers.schedules import (
         rate_at,
         settings_by_global_step,
@@ -186,6 +185,7 @@ if TYPE_CHECKING:
         begin_anew,
         is_marked,
     )
+    from mtf_gradsync.optimizers.step_reports import in_sums_now, weight_now
     from mtf_gradsync.reduce import GradientStrategy, placement_mesh_impl
     from mtf_gradsync.step.conditional import WATCHED
     from mtf_gradsync.step.plan import StepPlan
@@ -217,11 +217,11 @@ else:
         "mtf_gradsync.optimizers.pipeline.order",
         "mtf_gradsync.optimizers.pipeline.stack",
         "mtf_gradsync.optimizers.pipeline.weights",
-        "mtf_gradsync.optimizers.report",
         "mtf_gradsync.optimizers.schedules",
         "mtf_gradsync.optimizers.skips",
         "mtf_gradsync.optimizers.slots",
         "mtf_gradsync.optimizers.state",
+        "mtf_gradsync.optimizers.step_reports",
         "mtf_gradsync.reduce",
         "mtf_gradsync.step.conditional",
         "mtf_gradsync.step.plan",

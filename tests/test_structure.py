@@ -49,6 +49,7 @@ TESTED_BY = {
     "optimizers/state/test_shared_slots.py": ["optimizers/slots"],
     "optimizers/sync_replicas": ["optimizers/replicas"],
     "optimizers/test_describe.py": ["optimizers/description", "optimizers/pipeline/words"],
+    "optimizers/test_reported.py": ["optimizers/step_reports"],
     "optimizers/test_weights.py": ["optimizers/pipeline/weights"],
     "optimizers/test_wrapper.py": ["optimizers/interface"],
     "gradients/test_recoverable.py": ["gradients/layout"],

@@ -12,16 +12,16 @@ from mtf_gradsync.optimizers.outer import OuterOptimizer
 from mtf_gradsync.optimizers.pipeline.forms import Form, PerShard
 from mtf_gradsync.optimizers.pipeline.stack import Condition, Stage
 from mtf_gradsync.optimizers.pipeline.words import Line
-from mtf_gradsync.optimizers.report import (
+from mtf_gradsync.optimizers.sharded_updates import ShardedUpdateOptimizer
+from mtf_gradsync.optimizers.skip_functions import skip_large_updates, skip_not_finite, skip_spikes
+from mtf_gradsync.optimizers.skips import NoUpdateError
+from mtf_gradsync.optimizers.state import get_update_step, scalar_state
+from mtf_gradsync.optimizers.step_reports import (
     NoiseScale,
     gradient_noise_scale,
     reported,
     split_by_shard,
 )
-from mtf_gradsync.optimizers.sharded_updates import ShardedUpdateOptimizer
-from mtf_gradsync.optimizers.skip_functions import skip_large_updates, skip_not_finite, skip_spikes
-from mtf_gradsync.optimizers.skips import NoUpdateError
-from mtf_gradsync.optimizers.state import get_update_step, scalar_state
 from mtf_gradsync.optimizers.sync_replicas import SyncReplicasOptimizer
 from mtf_gradsync.optimizers.wrapper import CommonArguments, Wrapper
 

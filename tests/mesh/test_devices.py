@@ -159,7 +159,7 @@ def test_a_shared_slice_is_written_by_the_door_or_not_at_all(
 # Files that write tf variables themselves. The slices of a mesh variable are written by the door
 # (`WriteInPlace`, `write_slices`, `assign_to_slices`), from a function that it is given.
 BY_THE_DOOR = {
-    "optimizers/average.py", "optimizers/pipeline/accumulators.py", "optimizers/report.py",
+    "optimizers/average.py", "optimizers/pipeline/accumulators.py", "optimizers/step_reports.py",
     "optimizers/skips.py", "step/writes.py",
 }  # fmt: skip
 NO_SLICES = {
