@@ -20,7 +20,7 @@ from mtf_gradsync.runtimes import simd
 from mtf_gradsync.runtimes._common import ConfigError
 from mtf_gradsync.runtimes.simd.program import compiled_only
 from mtf_gradsync.tools import planning
-from mtf_gradsync.tools._private.gin import bindings, bound
+from mtf_gradsync.tools._private.gin import bindings, bound, unread_bindings
 from mtf_gradsync.tools.planning.best import (
     MOST_RULES,
     Best,
@@ -99,6 +99,7 @@ class BestDivision:
         self._own_steps = self._steps_of_config()
         self._batch = job.model.batch_size * self._own_steps
         self._sequences = max(1, job.model.outer_batch_size)
+        self._counts = self._used_counts()
         self.fixed = self._why_steps_are_fixed()
         self.steps = (
             [self._own_steps]
@@ -126,6 +127,24 @@ class BestDivision:
             )
         return count
 
+    def _used_counts(self) -> list[str]:
+        """Returns the names of the bindings of K, such as "per_update.backward_passes_per_step".
+
+        K is the number of microbatch steps of an update. The binding of the accumulation is left
+        out, and so are bindings of configurables that the training does not call.
+        """
+        there = [str(x) for x in bindings() if x.parameter == MICROBATCHES and x.name != JOINS]
+        if not there:
+            return []
+        with bound([*self._undivided_lines(), *_one_core_lines()]), tf.Graph().as_default():
+            _optimizer_alone(gin_files.bound_run_config())
+            unread = unread_bindings()
+        return [key for key in there if key not in unread]
+
+    def _count_lines(self, steps: int) -> list[str]:
+        """Returns gin lines by which the training counts one update in each `steps` steps."""
+        return [f"{key} = {steps}" for key in self._counts]
+
     def _why_steps_are_fixed(self) -> str:
         """Returns, in words for the user, why the number of microbatch steps has to stay.
 
@@ -134,7 +153,7 @@ class BestDivision:
         selector, scope = self._selector(JOINS), self._stack.scope.rstrip("/")
         if self._own_steps > 1 and not bound_value(scope, selector, "average_aggregated_gradients"):
             return "it adds up gradients (average_aggregated_gradients is not set)"
-        counts = _microbatch_step_lines(_UNLIKELY_K)
+        counts = self._count_lines(_UNLIKELY_K)
         if self._config.schedule_step and counts:
             return f"train.run.schedule_step and {counts[0].split()[0]} both count updates"
         lines = [*self._undivided_lines(), *counts, *self._schedule_step_lines()]
@@ -154,7 +173,7 @@ class BestDivision:
         a number of microbatch steps for another configurable than the accumulation. In these cases
         learning rate schedules go on to count what they count in the config.
         """
-        is_there = self._own_steps > 1 or self._config.schedule_step or _microbatch_step_lines(1)
+        is_there = self._own_steps > 1 or self._config.schedule_step or self._counts
         return [] if is_there else ["train.run.schedule_step = @get_update_step"]
 
     def _undivided_lines(self) -> list[str]:
@@ -173,7 +192,7 @@ class BestDivision:
         predicted. Both results are read from an mtf graph for one core; nothing is trained.
         """
         lines = [*self._undivided_lines(), f"train.run.batch_size = {self._batch}"]
-        lines += [*_microbatch_step_lines(1), *_one_core_lines()]
+        lines += [*self._count_lines(1), *_one_core_lines()]
         with bound(lines), tf.Graph().as_default():
             job = resolve_job(gin_files.bound_run_config())
             model = MeshModel(job.model)
@@ -273,7 +292,7 @@ class BestDivision:
             lines.append(f"{own.scope}{OUTER}.inner_steps = {stack.inner_steps}")
         if stack.steps > 1:
             lines += self._schedule_step_lines()
-        lines += _microbatch_step_lines(stack.steps)
+        lines += self._count_lines(stack.steps)
         return lines + gin_files.mesh_lines(choice.mesh_shape, choice.layout)
 
     @staticmethod
@@ -423,19 +442,6 @@ def _one_core_lines() -> list[str]:
         "train.run.mesh_devices = None",
         "train.run.mesh_impl = None",
         *gin_files.mesh_lines("all:1", ""),
-    ]
-
-
-def _microbatch_step_lines(steps: int) -> list[str]:
-    """Returns gin lines that bind the number of microbatch steps of an update (K) to `steps`.
-
-    The result has a line for each configurable whose parameter `backward_passes_per_step` gin binds
-    now, such as a schedule that counts updates. There is no line for GradientAccumulationOptimizer.
-    """
-    return [
-        f"{key} = {steps}"
-        for key in bindings()
-        if key.parameter == MICROBATCHES and key.name != JOINS
     ]
 
 

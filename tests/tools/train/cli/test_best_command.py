@@ -5,6 +5,7 @@ import os
 import signal
 
 import gin
+import numpy as np
 import pytest
 
 import mtf_gradsync as gs
@@ -23,7 +24,7 @@ from mtf_gradsync.tools.train.model import MeshModel, placeholders, resolve_job
 from mtf_gradsync.tools.train.train_graph import model_and_optimizer
 from mtf_gradsync.tools.verification.verdicts import DivisionResult, Verification
 from tests.tools.planning.machines import Counting
-from tests.tools.train.conftest import TINY, accumulates
+from tests.tools.train.conftest import NO_EVAL, QUICK, TINY, accumulates, run_quietly
 
 LAYOUT = "batch:batch;d_ff:model;heads:model;vocab:model"
 missing = xla.why_no_tpu_compiler()
@@ -128,6 +129,35 @@ def test_lengths_of_the_run_count_microbatch_steps():
     assert not any("train_steps" in line for line in best.gin_lines(choice_of(StackSettings())))
 
 
+@pytest.mark.slow
+def test_the_lines_train_the_same_as_the_config(tmp_path):
+    """With a schedule and a clip, and with microbatch steps where the config has none."""
+    config = [
+        *(*QUICK[1:], NO_EVAL),
+        "import mesh_tensorflow.transformer.learning_rate_schedules",
+        "train.run.learning_rate_schedule = [0.02, @learning_rate_schedules.linear_decay]",
+        "linear_decay.steps_or_fraction = 0.5",
+        "train.run.train_steps = 4",
+        "CrossShardOptimizer.opt = @ClipByGlobalNormOptimizer",
+        "ClipByGlobalNormOptimizer.clip_norm = 0.5",
+        "ClipByGlobalNormOptimizer.opt = @AverageOptimizer",
+        "AverageOptimizer.opt = @AdafactorOptimizer",
+    ]
+    lines = loaded(*config).gin_lines(choice_of(StackSettings(2, "sharded", True), "batch:4"))
+    found = []
+    for name, more in (("config", []), ("divided", lines)):
+        gin_files.load([TINY], [*config, *more])
+        run_quietly(tmp_path / name)
+        reader = tf.train.load_checkpoint(tf.train.latest_checkpoint(tmp_path / name))
+        found.append({x: reader.get_tensor(x) for x in reader.get_variable_to_shape_map()})
+    before, after = found
+    assert after["global_step"] == 2 * before["global_step"]
+    others = set(before) - {"global_step"}
+    assert len(others) > 20
+    for name in others:
+        np.testing.assert_allclose(after[name], before[name], rtol=1e-5, atol=1e-6, err_msg=name)
+
+
 def test_devices_of_another_mesh_are_not_kept():
     devices = "train.run.mesh_devices = ['cpu:0', 'cpu:1', 'cpu:2', 'cpu:3']"
     lines = loaded(devices).gin_lines(choice_of(StackSettings()))
@@ -187,6 +217,7 @@ PER_UPDATE = [
     [
         ([], ""),
         ([OWN_DECAY], "decay_rate of AdafactorOptimizer follows microbatch steps"),
+        ([NOAM, PER_UPDATE[-1]], ""),  # which nothing calls, as in t5_gradsync.gin
         (PER_UPDATE, "decay_rate of AdafactorOptimizer follows microbatch steps"),
         ([COUNTS, *PER_UPDATE], "schedule_step and per_update.backward_passes_per_step both"),
         ([*ACCUMULATES, AVERAGE, COUNTS], ""),
