@@ -276,7 +276,7 @@ def _choose_and_describe(
         where = f"{topology.describe()}, in groups of {groups.group_size}"
     except Exception as error:
         warn_once(
-            f"choice failed: {error!r}",
+            f"choice failed: {type(error).__name__}",
             "The devices of the mesh could not be examined (%r); FusedAllReduce is used. Give "
             "reducer= a strategy to choose another one.",
             error,

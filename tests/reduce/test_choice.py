@@ -1,6 +1,7 @@
 """The choice of a strategy on hand-made meshes, and the strategy that makes it."""
 
 import logging
+from unittest.mock import Mock
 
 import gin
 import numpy as np
@@ -203,6 +204,14 @@ def test_another_choice_in_the_same_process_is_logged_too(caplog):
     first, second = messages(caplog, logging.INFO)
     assert "FusedAllReduce" in first
     assert "HierarchicalAllReduce" in second
+
+
+def test_another_error_of_a_mesh_is_logged_too(caplog, monkeypatch):
+    errors = ValueError("no place"), TypeError("no devices"), ValueError("no place")
+    monkeypatch.setattr(choice, "topology_of", Mock(side_effect=errors))
+    for _ in errors:
+        assert isinstance(reduce.choose_the_best(placement(cpus(2, 0))), reduce.FusedAllReduce)
+    assert len(messages(caplog, logging.WARNING)) == 2
 
 
 def test_wire_dtype_is_that_of_the_choice():
