@@ -2,9 +2,9 @@ r"""Predict what a training costs on TPUs for each mesh shape, without a TPU.
 
 Predicts what the training step that gin files describe would cost on TPUs, for each mesh shape
 that the chips can have: whether the program fits into memory, the time of its operations, the bytes
-that cores send along each mesh axis and the time that this takes on the links, the time of a step,
-tokens per second, and the share of the chips' peak. Nothing is trained, no data is read, and no TPU
-is needed. The TPU compiler is needed (extra [tpu]).
+that cores put into collectives along each mesh axis and the time that these take on the links, the
+time of a step, tokens per second, and the share of the chips' peak. Nothing is trained, no data is
+read, and no TPU is needed. The TPU compiler is needed (extra [tpu]).
 
 Examples:
   mtf-gradsync plan --gin_file=lm_cpu_mesh.gin --topologies=v5e:2x4,v5p:2x2x2
