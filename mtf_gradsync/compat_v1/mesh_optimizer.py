@@ -59,15 +59,18 @@ class MeshOptimizer(mtf.optimize.Optimizer):
     checkpoints of models without a mesh, and the reverse. If two optimizers of the same class and
     name update the same variables, the second gets the next free names, as in TensorFlow.
 
-        optimizer = gs.MeshOptimizer(tf.compat.v1.train.AdamOptimizer(1e-3))
-        update_ops = gs.CrossShardOptimizer(optimizer, axes=axes).apply_grads(grads, variables)
-
     With rounding="stochastic", a variable that is rounded, or that has rounded slots, gets one more
     slot, `w/rounding_t`: the int32 number of updates of the variable.
 
     Attributes:
       opt: the optimizer of TensorFlow.
       rounding: how new values of bfloat16 variables and slots are rounded.
+
+    Examples:
+      >>> opt = gs.MeshOptimizer(tf.train.AdamOptimizer(0.001))
+      >>> print(gs.describe(gs.CrossShardOptimizer(opt)))
+      every step  reduce over the replica axes: fused  (CrossShardOptimizer)
+                  update by Adam
     """
 
     def __init__(

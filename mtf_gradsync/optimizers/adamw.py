@@ -163,6 +163,12 @@ class AdamWOptimizer(InnerOptimizer):
     t is then the number of updates that the checkpoint counts. If the checkpoint has no count of
     updates, there is no bias correction.
 
+    Examples:
+      >>> print(gs.describe(gs.ClipByGlobalNormOptimizer(gs.AdamWOptimizer(0.001), 1.0)))
+      every step  reduce over the replica axes: fused  (ClipByGlobalNormOptimizer)
+                  clip to a global norm of 1           (ClipByGlobalNormOptimizer)
+                  update by AdamW
+
     References:
       Loshchilov and Hutter, "Decoupled Weight Decay Regularization", 2019, algorithm 2;
       `optax.adamw`

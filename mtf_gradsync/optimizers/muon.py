@@ -46,6 +46,14 @@ class MuonOptimizer(InnerOptimizer):
     least float32 (or as `slot_dtype` says). With rounding="stochastic", if the variable or its slot
     is rounded, there is also `<variable>/rounding_t`, the int32 number of updates of the variable.
 
+    Examples:
+      >>> hidden = gs.is_hidden_matrix, gs.MuonOptimizer(0.02)
+      >>> opt = gs.ByVariable(gs.AdamWOptimizer(0.001), [hidden])
+      >>> print(gs.describe(gs.CrossShardOptimizer(opt)))
+      every step  reduce over the replica axes: fused  (CrossShardOptimizer)
+                  update by Muon: is_hidden_matrix
+                  update by AdamW: the others
+
     References:
       Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024, and its
       reference implementation, whose matrices are outputs by inputs.

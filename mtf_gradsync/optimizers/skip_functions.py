@@ -64,6 +64,14 @@ class skip_large_updates:
     sqrt(num_shards) times the norm over all shards' gradients, and smaller if shards' gradients
     cancel each other. Choose max_norm for the way in which gradients accumulate.
 
+    Examples:
+      >>> opt = gs.GradientAccumulationOptimizer(
+      ...     mtf.optimize.SgdOptimizer(0.1), 8, should_skip_update_fn=gs.skip_large_updates(10.0)
+      ... )
+      >>> print(gs.describe(opt))
+      every step  ...; skip steps by skip_large_updates  (GradientAccumulationOptimizer)
+      every 8th   update by Sgd
+
     References:
       optax.skip_large_updates
     """

@@ -65,8 +65,8 @@ class SyncReplicasOptimizer(replicas.SessionInterface, KeepsAverages):
       >>> mesh = {"mesh_shape": "all:4", "layout": "batch:all"}
       >>> opt = gs.SyncReplicasOptimizer(mtf.optimize.SgdOptimizer(0.1), 3, **mesh)
       >>> print(gs.describe(opt))
-      every step          add up gradients of replicas, if finite and not stale    (sync_replicas)
-      once 3 contributed  reduce over batch, 4 shards: fused; average over those... (sync_replicas)
+      every step          add up gradients of replicas, if finite and not stale          (sync...)
+      once 3 contributed  reduce over batch, 4 shards: fused; average the contributions  (sync...)
                           update by Sgd
     """
 

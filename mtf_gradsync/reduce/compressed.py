@@ -178,6 +178,13 @@ class CompressedAllReduce(Strategy):
     cores it also sends bfloat16 as float32. On a placement mesh Mesh-TF's ring and
     `CollectiveAllReduce` send both dtypes as float32. Compression would save nothing in these
     cases: values are sent as they are, with a warning.
+
+    Examples:
+      >>> reducer = gs.reduce.CompressedAllReduce()
+      >>> opt = gs.CrossShardOptimizer(mtf.optimize.SgdOptimizer(0.1), reducer=reducer)
+      >>> print(gs.describe(opt))
+      every step  reduce over the replica axes: fused, sent in bfloat16  (CrossShardOptimizer)
+                  update by Sgd
     """
 
     def __init__(

@@ -219,6 +219,13 @@ class LowRankAllReduce(GradientStrategy):
     `<variable>/low_rank_factor` (Q), which begins anew if the mesh changes and has other slices;
     `<wrapper>/low_rank_step`, if start_step is given or warm_start is off.
 
+    Examples:
+      >>> reducer = gs.LowRankAllReduce(rank=4)
+      >>> opt = gs.CrossShardOptimizer(mtf.optimize.SgdOptimizer(0.1), reducer=reducer)
+      >>> print(gs.describe(opt))
+      every step  reduce over the replica axes: low rank, 4  (CrossShardOptimizer)
+                  update by Sgd
+
     References:
       PowerSGD (Vogels et al. 2019), algorithms 1 and 2. Unlike in the paper, Q is orthonormal, too,
       so that directions with small singular values are not lost if the rank is almost full. Columns

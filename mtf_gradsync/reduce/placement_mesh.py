@@ -54,6 +54,12 @@ def placement_mesh_impl(
     Raises:
       ValueError: there are more or fewer devices than processors, or a string names no device.
       TypeError: devices is not a list of strings, or reducer is not a strategy.
+
+    Examples:
+      >>> devices = [f"/device:CPU:{i}" for i in range(4)]
+      >>> mesh_impl = gs.placement_mesh_impl("rows:2;cols:2", "batch:rows", devices)
+      >>> mesh_impl.slice_shape(mtf.Shape([mtf.Dimension("batch", 16)]))
+      [8]
     """
     return PlacementMeshImpl(shape, layout, devices, reducer, share_copies)
 

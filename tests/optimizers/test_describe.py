@@ -227,7 +227,7 @@ def test_what_is_reduced_is_not_said_to_be_reduced_again():
         ("every step", "reduce over batch, 4 shards: fused"),
         ("", "clip to a global norm of 1"),
         ("", "add up gradients of replicas, if finite and not stale"),
-        ("once 2 contributed", "average over those that contributed"),
+        ("once 2 contributed", "average the contributions"),
         ("", "update by Sgd"),
     ]
 
