@@ -317,15 +317,20 @@ class ByVariable(mtf.optimize.Optimizer):
         variables that are updated now.
         """
         known = {v.name: v for v in (*variables[0].graph.trainable_variables, *variables)}
+        used = [self._group_of(v) for v in known.values()]
         for group in self._groups:
-            if not any(group.has(v) for v in known.values()):
-                warn_once(
-                    f"empty group {self.name} {group.name}",
-                    "%s: no variable is in the group %r%s",
-                    self.name,
-                    group.name,
-                    did_you_mean(group.name, known),
-                )
+            if any(group is one for one in used):
+                continue
+            is_late = any(group.has(v) for v in known.values())
+            warn_once(
+                f"empty group {self.name} {group.name}",
+                "%s: no variable is in the group %r%s",
+                self.name,
+                group.name,
+                ", because groups before it have all variables that it matches."
+                if is_late
+                else did_you_mean(group.name, known),
+            )
 
 
 def _each_once(groups: Sequence[_Group]) -> list[Any]:

@@ -527,6 +527,15 @@ def test_a_group_without_a_variable_is_told(caplog):
     assert "no variable is in the group 'layernorm_of_nothing'" in caplog.text
 
 
+def test_a_group_whose_variables_are_all_in_earlier_groups_is_told(caplog):
+    mesh = mtf.Mesh(mtf.Graph(), "mesh")
+    w1, b = (mtf.get_variable(mesh, n, mtf.Shape([])).operation for n in ("w1", "b"))
+    opt = gs.ByVariable(ADAMW, [("w", None), ("1", {"weight_decay_rate": 0.0})])
+    opt.apply_grads([None, mtf.ones(mesh, b.shape)], [w1, b])
+    (record,) = caplog.records
+    assert "group '1', because groups before it have all" in record.getMessage()
+
+
 @pytest.mark.parametrize(
     ("opt", "groups", "error", "says"),
     [
