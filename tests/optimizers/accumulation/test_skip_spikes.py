@@ -251,6 +251,20 @@ def test_it_does_in_every_stack(kind, stack):
     assert len(assert_follows(kind, stack, series, seen=seen)) >= 7
 
 
+def test_the_rounding_of_a_narrow_loss_is_no_spike():
+    """The bfloat16 number after 2.0 is larger by almost a hundredth."""
+
+    def build(mesh, inputs):
+        w = mtf.get_variable(mesh, "w", [], initializer=tf.zeros_initializer())
+        loss = mtf.import_tf_tensor(mesh, inputs["loss"], mtf.Shape([]))
+        opt = accumulation(8, of="loss")
+        return opt.minimize(mtf.cast(loss + w, tf.bfloat16)), {}
+
+    feeds = [{"loss": np.float32(x)} for x in (2.0, 2.0, 2.0, 2.015625, 2.0, 2.0625, 2.0)]
+    after = harness.built("simd", SHAPE, LAYOUT, build, feeds[0]).after_each(feeds)
+    assert [skipped_so_far(x) for x in after] == [0, 0, 0, 0, 0, 1, 1]
+
+
 @pytest.mark.parametrize("kind", ["simd", pytest.param("placement", marks=pytest.mark.slow)])
 def test_gradients_of_two_meshes_have_one_norm_and_one_loss(kind):
     def build(*meshes_and_inputs):
