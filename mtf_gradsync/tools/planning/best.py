@@ -137,11 +137,12 @@ class Best:
     def _why_none(self) -> str:
         nearest = self.nearest
         if nearest is None:
-            return "No division is possible: no mesh of these cores divides the model."
+            return "No division is possible: each of them is refused."
         choice, size = nearest
+        needs = "needs" if choice in dict(self.tried) else "is predicted to need"
         return (
             f"None fits into {self.budget or 0:,.0f} bytes a core. The nearest is {choice.name}: "
-            f"it needs {size:,.0f} bytes."
+            f"it {needs} {size:,.0f} bytes."
         )
 
     def to_json(self) -> str:

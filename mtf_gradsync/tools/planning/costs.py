@@ -328,7 +328,8 @@ class Predictor:
           layout: the layout rules, such as "batch:batch;heads:model".
 
         Raises:
-          ValueError: when this mesh and layout cannot split the model.
+          ValueError: when this mesh and layout cannot split the model, or the mesh has not as many
+            cores as the machine.
         """
         self._costs, self._machine = costs, machine
         self._shape = mtf.convert_to_shape(mesh_shape)
@@ -354,6 +355,9 @@ class Predictor:
 
     def _check(self) -> None:
         used = set()
+        if self._shape.size != self._machine.cores:
+            cores = f"{self._shape.size} cores and the topology {self._machine.cores}"
+            raise ValueError(f"the mesh has {cores}")
         for name in sorted(self._costs.whole_dims & set(self._axis)):
             raise ValueError(f"Mesh-TensorFlow cuts or joins arrays along {name}")
         for dims in self._costs.shapes:

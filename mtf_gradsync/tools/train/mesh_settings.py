@@ -129,9 +129,7 @@ def resolve_mesh(
     together.
     """
     shape = _convert(mtf.convert_to_shape, "mesh_shape", mesh_shape, "batch:4;model:2")
-    layout = _convert(
-        mtf.convert_to_layout_rules, "layout_rules", layout_rules, "batch:batch;heads:model"
-    )
+    layout = read_layout(layout_rules)
     rules = _layout_pairs(layout_rules)
     _check_layout_rules(rules, shape)
     if mesh_devices is None:
@@ -158,6 +156,12 @@ def axes_of(mesh_shape: MeshShapeLike) -> list[str]:
     """Returns the names of a mesh's axes."""
     shape = _convert(mtf.convert_to_shape, "mesh_shape", mesh_shape, "batch:4;model:2")
     return [dim.name for dim in shape.dims]
+
+
+def read_layout(layout_rules: LayoutLike) -> mtf.LayoutRules:
+    """Returns layout rules as an object; raises ConfigError for rules that cannot be read."""
+    example = "batch:batch;heads:model"
+    return _convert(mtf.convert_to_layout_rules, "layout_rules", layout_rules, example)
 
 
 def _convert(convert: Callable[[Any], Any], name: str, value: Any, example: str) -> Any:

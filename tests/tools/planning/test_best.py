@@ -142,6 +142,13 @@ def test_the_compiler_decides_what_fits_and_more_budget_is_never_slower():
     assert seconds < math.inf
 
 
+def test_what_is_refused_everywhere_is_not_said_to_be_too_large():
+    choices, machine = choices_of_a_layer()
+    best = best_of(choices, machine, 1e9, lambda choice: Checked(refused=choice.name))
+    assert best.chosen is None
+    assert str(best).endswith("No division is possible: each of them is refused.")
+
+
 SHARDED, OUTER = StackSettings(2, "sharded", True), StackSettings(inner_steps=10)
 
 
@@ -195,7 +202,7 @@ def test_a_budget_that_nothing_fits_names_the_nearest():
     said = " ".join(str(best).split())
     assert "None fits into 10 bytes a core." in said
     needed = f"{least.predicted.bytes_per_core:,.0f} bytes"
-    assert f"The nearest is {least.name}: it needs {needed}." in said
+    assert f"The nearest is {least.name}: it is predicted to need {needed}." in said
     assert json.loads(best.to_json())["nearest"]["bytes_per_core"] == (
         least.predicted.bytes_per_core
     )
@@ -233,6 +240,14 @@ def test_what_each_division_saves():
     outer = predictor.predict(StackSettings(inner_steps=10))
     assert outer.sync_seconds == pytest.approx(local / 10)
     assert outer.bytes_per_core - needed(StackSettings()) == 2 * weight
+
+
+def test_a_mesh_of_other_cores_is_not_possible():
+    costs, machine = layer(48, 16, 12), Ring(memory=None)
+    shapes = ["batch:8;model:1", "batch:2;model:2"]
+    choices, why = all_choices(costs, machine, [], [LAYOUT], (1,), mesh_shapes=shapes)
+    assert {choice.mesh_shape for choice in choices} == {"batch:2;model:2"}
+    assert list(why.values())[:1] == ["the mesh has 8 cores and the topology 4"]
 
 
 def test_outer_steps_are_considered_only_if_asked():

@@ -211,8 +211,15 @@ def _run_best(args: argparse.Namespace, paths: Sequence[Any]) -> int:
         from mtf_gradsync.tools.planning.machines import TpuMachine, topology_of
         from mtf_gradsync.tools.train import best_division, gin_files
         from mtf_gradsync.tools.train.errors import raised_as
+        from mtf_gradsync.tools.train.mesh_settings import axes_of, read_layout
 
         config = gin_files.bound_run_config()
+        layouts = args.layout or [_layout_text(config.layout_rules)]
+        # What cannot be read is refused before the search.
+        for layout in layouts:
+            read_layout(layout)
+        for shape in args.mesh_shape or ():
+            axes_of(shape)
         stop.check()
         with raised_as(TrainingError, xla.XlaMissingError, xla.CompilerDiedError):
             with raised_as(ConfigError, ValueError):
@@ -221,7 +228,7 @@ def _run_best(args: argparse.Namespace, paths: Sequence[Any]) -> int:
             budget = args.budget_bytes and args.budget_bytes * machine.chips / machine.cores
             found, code = best_division.find_and_prove(
                 machine,
-                args.layout or [_layout_text(config.layout_rules)],
+                layouts,
                 args.mesh_shape,
                 budget,
                 args.most_steps or _MOST_STEPS,

@@ -346,6 +346,8 @@ def test_bindings_in_a_block_are_gone_behind_it():
             ["--best", "--chips=v5e:4", "--budget-bytes=0"],
             "--budget_bytes must be more than 0; got 0",
         ),
+        (["--best", "--chips=v5e:4", "--mesh_shape=batch"], "mesh_shape = 'batch' cannot be read"),
+        (["--best", "--chips=v5e:4", "--layout=batch"], "layout_rules = 'batch' cannot be read"),
         (["--best", "--chips=v5e:3"], "how 3 chips of v5e are arranged"),
         (["--best", "--chips=v9:4"], "topology must name a TPU generation"),
     ],
