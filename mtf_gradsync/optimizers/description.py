@@ -149,7 +149,9 @@ class _StageLine(NamedTuple):
     when: str = ""
 
 
-def _stage_lines(opt: Any, mesh: Any, variables: Sequence[mtf.Variable]) -> list[_StageLine]:
+def _stage_lines(
+    opt: Any, mesh: Any, variables: Sequence[mtf.Variable], passes: int = 1
+) -> list[_StageLine]:
     """Returns the lines of `describe` for a stack, in the order of its stages.
 
     Args:
@@ -157,13 +159,13 @@ def _stage_lines(opt: Any, mesh: Any, variables: Sequence[mtf.Variable]) -> list
       mesh: a pair of mesh shape and layout; None takes the mesh that the program has made.
       variables: the variables that get gradients; empty for those of the last step, if there was
         one.
+      passes: the number of steps from one call of an optimizer of `tf.compat.v1` to the next.
     """
     if isinstance(opt, (GradientAccumulationOptimizer, CrossShardOptimizer)):
-        own = [
-            _StageLine(Line(what), opt.get_name(), frequency_text(when))
-            for what, when in opt.described()
-        ]
-        return [*own, *_stage_lines(opt.opt, mesh, variables)]
+        described = [(what, passes * when) for what, when in opt.described()]
+        own = [_StageLine(Line(x), opt.get_name(), frequency_text(when)) for x, when in described]
+        inside = max([passes, *(when for _, when in described)])
+        return [*own, *_stage_lines(opt.opt, mesh, variables, inside)]
     if not isinstance(opt, Wrapper):
         return _update_lines(opt, variables)
     step, innermost = opt.step, opt.innermost()

@@ -60,6 +60,17 @@ def test_wrappers_of_tensorflow_optimizers_are_described():
         "every 4th   divide by 4                                           (accumulation)",
         "            update by Adam",
     ]
+    # Inside accumulation all is done on steps that update.
+    inside = gs.CrossShardOptimizer(tf.train.AdamOptimizer(0.1))
+    twice = gs.GradientAccumulationOptimizer(gs.GradientAccumulationOptimizer(inside, 2), 3)
+    assert [line[:2] for line in gs.describe(twice).lines] == [
+        ("every step", "add up gradients on this worker"),
+        ("every 3rd", "take the sums"),
+        ("", "add up gradients on this worker"),
+        ("every 6th", "take the sums"),
+        ("", "sum over the shards of a TPU program, if this is one"),
+        ("", "update by Adam"),
+    ]
 
 
 def test_columns_of_the_table_are_aligned():
