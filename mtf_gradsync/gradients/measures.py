@@ -103,7 +103,7 @@ def _any_not_finite(
 
 
 def _without_compression(strategy: Strategy) -> Strategy:
-    """Returns the strategy inside of one that compresses to a smaller dtype; others as they are.
+    """Returns the strategy inside of a `CompressedAllReduce`; returns any other strategy unchanged.
 
     The returned strategy reduces in the dtype of its inputs. Norms are reduced by it, because sums
     of squares overflow in float16.

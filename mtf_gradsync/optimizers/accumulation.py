@@ -420,8 +420,8 @@ class _Accumulate(Stage):
         if self._parts is None or of_updates is None:
             return self
         # The update goes on from the sums.
-        mine = self._parts
-        parts = of_updates._replace(strategy=mine.strategy, name=mine.name)
+        settings = self._parts
+        parts = of_updates._replace(strategy=settings.strategy, name=settings.name)
         return dataclasses.replace(self, _parts=parts)
 
     @property

@@ -211,15 +211,15 @@ class ByVariable(mtf.optimize.Optimizer):
         then the group's name. The count says how many of `variables` are in the group. Groups in
         which none of `variables` is are left out, unless `variables` is empty.
         """
-        told: list[tuple[Any, str, int]] = []
+        lines: list[tuple[Any, str, int]] = []
         for group in self._all:
-            its = [v for v in variables if self._group_of(v) is group]
-            if isinstance(group.opt, ByVariable) and (its or not variables):
-                of = group.opt.described(its)
-                told += [(opt, f"{text} of {group.name}{group.changes}", n) for opt, text, n in of]
-            elif its or not variables:
-                told.append((group.opt, f"{group.changes}: {group.name}", len(its)))
-        return told
+            members = [v for v in variables if self._group_of(v) is group]
+            if isinstance(group.opt, ByVariable) and (members or not variables):
+                of = group.opt.described(members)
+                lines += [(opt, f"{text} of {group.name}{group.changes}", n) for opt, text, n in of]
+            elif members or not variables:
+                lines.append((group.opt, f"{group.changes}: {group.name}", len(members)))
+        return lines
 
     def _group(self, pair: Any, opt: Any) -> _Group:
         if not isinstance(pair, (tuple, list)) or len(pair) != 2:
@@ -237,12 +237,12 @@ class ByVariable(mtf.optimize.Optimizer):
         clip_norm, make = changes.pop("clip_norm", None), changes.pop("optimizer", opt)
         if clip_norm is not None:
             check_clip_norm(clip_norm)
-        told = "".join(f", {key} {value}" for key, value in what.items() if key != "optimizer")
+        text = "".join(f", {key} {value}" for key, value in what.items() if key != "optimizer")
         if changes:
             made = self._make_group_optimizer(changes, make, opt, which)
         else:
             made = self._others.opt if make is opt else self._make_optimizer(make)
-        return _Group(which, made, clip_norm, told)
+        return _Group(which, made, clip_norm, text)
 
     def _make_group_optimizer(
         self, changes: dict[str, Any], make: Any, opt: Any, which: Which

@@ -185,16 +185,16 @@ class CrossShardOptimizer(Wrapper):
                     f"{variable.shape.to_string}, which would get another value in each group. "
                     "Give the variable the shard dims, or do not give group_assignment."
                 )
-            mine = self._describe_sums_of_copies(variable, place)
-            for other in others if mine else ():
-                its = other._describe_sums_of_copies(
+            sums = self._describe_sums_of_copies(variable, place)
+            for other in others if sums else ():
+                other_sums = other._describe_sums_of_copies(
                     variable, place and other._place(place.islands, (), place.program)
                 )
-                if its and (its != mine or other not in self._segment()[0]):
+                if other_sums and (other_sums != sums or other not in self._segment()[0]):
                     raise ValueError(
                         f"{self.name} and {other.name} inside it would both sum the gradients of "
-                        f"the copies that shards have of {variable.name!r}, {mine} and {its}: use "
-                        "one of them."
+                        f"the copies that shards have of {variable.name!r}, {sums} and "
+                        f"{other_sums}: use one of them."
                     )
 
     def _describe_sums_of_copies(self, variable: mtf.Variable, place: Place | None) -> str:
@@ -384,11 +384,11 @@ def _sum_several_a_processor(
     for number, group in enumerate(groups):
         group_of.reshape([-1])[list(group)] = number
     # group_of is split as the shards are, so that each processor has the groups of its own shards.
-    mine = mesh_impl.slicewise(lambda: tf.constant(group_of))
+    group_numbers = mesh_impl.slicewise(lambda: tf.constant(group_of))
     for tensor_axis, mesh_axis in enumerate(mesh_axes):
         if mesh_axis is not None:
-            mine = mesh_impl.allsplit(mine, mesh_axis, tensor_axis)
-    mine = mesh_impl.slicewise(lambda x: tf.reshape(x, [-1]), mine)
+            group_numbers = mesh_impl.allsplit(group_numbers, mesh_axis, tensor_axis)
+    group_numbers = mesh_impl.slicewise(lambda x: tf.reshape(x, [-1]), group_numbers)
 
     def by_group(grad: mtf.Tensor, value: Any) -> Any:
         to_front, _ = _permutations(grad.shape, dims)
@@ -400,7 +400,7 @@ def _sum_several_a_processor(
             x = tf.reshape(x, [-1, *x.shape.as_list()[len(dims) :]])
             return tf.math.unsorted_segment_sum(x, numbers, len(groups))
 
-        return mesh_impl.slicewise(add_up, value, mine)
+        return mesh_impl.slicewise(add_up, value, group_numbers)
 
     def of_own_group(grad: mtf.Tensor, totals: Any) -> Any:
         to_front, back = _permutations(grad.shape, dims)
@@ -410,7 +410,7 @@ def _sum_several_a_processor(
             x = tf.reshape(tf.gather(x, numbers), [slice_shape[i] for i in to_front])
             return tf.cast(tf.transpose(x, back), grad.dtype)
 
-        return mesh_impl.slicewise(pick, totals, mine)
+        return mesh_impl.slicewise(pick, totals, group_numbers)
 
     totals = [by_group(grad, value) for grad, value in zip(grads, values)]
     split_axes = [axis for axis in mesh_axes if axis is not None]

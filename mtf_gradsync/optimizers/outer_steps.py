@@ -485,14 +485,14 @@ class StepsOfIslands:
         with step.branch_when(mtf.greater(mtf.reduce_sum(skipped), 0.0), None):
             before = self._state.skipped
             now = before.value + mtf.cast(skipped, tf.int32)
-            (mine,) = SameSlices([skip], [mtf.Shape([])]).outputs
+            (skips,) = SameSlices([skip], [mtf.Shape([])]).outputs
             own = step.value_after(variables, writes)
             outer = step.value_after([self._outer[v] for v in variables], writes)
             slots = step.value_after(self._slots, writes)
             zeros = [mtf.cwise(tf.zeros_like, [x], x.dtype) for x in slots]
             restarted = [
-                *(mtf.assign(v, _where(mine, y, x)) for v, x, y in zip(variables, own, outer)),
-                *(mtf.assign(v, _where(mine, y, x)) for v, x, y in zip(self._slots, slots, zeros)),
+                *(mtf.assign(v, _where(skips, y, x)) for v, x, y in zip(variables, own, outer)),
+                *(mtf.assign(v, _where(skips, y, x)) for v, x, y in zip(self._slots, slots, zeros)),
             ]
             writes = step.plan.graph.combine_assignments([mtf.assign(before, now), *restarted])
             step.add(writes)

@@ -411,8 +411,8 @@ class _CheckLimit(Watched):
         records = self.slices_of_records(lowering)
 
         def fail() -> tf.Operation:
-            told = self._unpack_records([tf.convert_to_tensor(x) for x in records])
-            text = self._skips.error_text(*told)
+            unpacked = self._unpack_records([tf.convert_to_tensor(x) for x in records])
+            text = self._skips.error_text(*unpacked)
             return tf.raw_ops.Assert(condition=False, data=[text])
 
         # A step fails after all of its writes, so that accumulators and counts agree.
@@ -471,9 +471,9 @@ class _CheckLimit(Watched):
         self, before: Sequence[Any] | None, now: Sequence[Any], records: Sequence[Any]
     ) -> list[Any]:
         skips, (found, scale, missed) = self._skips, self._unpack_records(records)
-        told: list[Any] = []
+        messages: list[Any] = []
         if self._is_logged(before, now):
-            told.append(_run_on_host(skips.log_line, now[0], found, scale))
+            messages.append(_run_on_host(skips.log_line, now[0], found, scale))
         if skips.limit is not None and self._is_over(now):
             # Rows of shards or islands with a flag, or the replicas that missed.
             rows = skips.rows
@@ -481,8 +481,8 @@ class _CheckLimit(Watched):
             flagged = np.flatnonzero(flags > 0)
             replicas = [row for row in flagged if rows[row] not in (_OF_SUM, _OF_ONE)]
             text = _run_on_host(skips.error_text, found, scale, missed)
-            told.append(NoUpdateError(skips.limit, replicas, text))
-        return told
+            messages.append(NoUpdateError(skips.limit, replicas, text))
+        return messages
 
 
 class ReportsSkips(Wrapper):

@@ -119,8 +119,8 @@ def _as_processor_groups(
     """
     if axes is not None:
         coordinates = [mtf.pnum_to_processor_coordinates(mesh_impl.shape, p) for p in level[0]]
-        mine = [a for a in axes if len({c[a] for c in coordinates}) > 1]
-        along = ProcessorGroups.along(mesh_impl, mine)
+        split_axes = [a for a in axes if len({c[a] for c in coordinates}) > 1]
+        along = ProcessorGroups.along(mesh_impl, split_axes)
         if sorted(map(sorted, along.groups)) == sorted(map(sorted, level)):
             return along
     return ProcessorGroups(level)
@@ -398,18 +398,18 @@ class HierarchicalAllReduce(Strategy):
                 i: mtf.list_product(values[i].slice_shape) * values[i].tensor_list[0].dtype.size
                 for i in left
             }
-            mine = [i for i in left if entry.limit in (None, -1) or sizes[i] <= entry.limit]
-            left = [i for i in left if i not in mine]
-            if mine:
+            in_range = [i for i in left if entry.limit in (None, -1) or sizes[i] <= entry.limit]
+            left = [i for i in left if i not in in_range]
+            if in_range:
                 summed = packed_all_reduce(
                     mesh_impl,
-                    [values[i] for i in mine],
+                    [values[i] for i in in_range],
                     groups,
                     self._sum_fn(mesh_impl, entry),
                     functools.partial(self._plan, shards=1 if is_simd(mesh_impl) else entry.shards),
                     turns,
                 )
-                for index, value in zip(mine, summed):
+                for index, value in zip(in_range, summed):
                     results[index] = value
         return results
 

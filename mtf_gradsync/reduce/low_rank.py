@@ -400,12 +400,12 @@ class LowRankAllReduce(GradientStrategy):
         factors: list[Any] = list(state.factors)
         for i, x in zip(whole, reduced):
             sums[i] = x
-        for i, p, mine, q in zip(matrices, ps, own, qs):
+        for i, p, q_of_core, q in zip(matrices, ps, own, qs):
             shape = values[i].slice_shape
             total = mesh_impl.slicewise(lambda p, q, to=shape: product(p, q, to), p, q)
             sums[i] = cast_like(mesh_impl, total, values[i])
             if errors[i] is not None:
-                errors[i] = mesh_impl.slicewise(left, wanted[i], p, mine)
+                errors[i] = mesh_impl.slicewise(left, wanted[i], p, q_of_core)
             if factors[i] is not None:
                 to = factors[i].slice_shape
                 factors[i] = mesh_impl.slicewise(

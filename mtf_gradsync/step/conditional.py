@@ -371,8 +371,8 @@ class Watched(mtf.Operation):
         if self.needs_hook and self.counts_are_readable:
             values = self._lowered(lowering, self.inputs)
             bits = [x if x.dtype == tf.int32 else tf.bitcast(x, tf.int32) for x in values]
-            told = tf.concat([tf.reshape(x, [-1]) for x in bits], 0)
-            tf.add_to_collection(WATCHED, (self, told.name))
+            record = tf.concat([tf.reshape(x, [-1]) for x in bits], 0)
+            tf.add_to_collection(WATCHED, (self, record.name))
 
     def is_due(self, before: Sequence[Any] | None, now: Sequence[Any]) -> bool:
         """Returns whether there is something to report after a step; subclasses define it.
@@ -449,13 +449,13 @@ class Watch:
         """
         read = session.run(self._reads)
         before, self._before = self._before, [counts for counts, _ in read]
-        told = [
+        messages = [
             one
             for old, (now, records) in zip(before, read)
             if self._watched.is_due(old, now)
             for one in self._watched.find(old, now, records)
         ]
-        return next(iter(sorted(told, key=lambda one: not isinstance(one, Exception))), None)
+        return next(iter(sorted(messages, key=lambda one: not isinstance(one, Exception))), None)
 
 
 class WatchHook(tf.train.SessionRunHook):

@@ -84,9 +84,9 @@ class WeightsOfGradients(PlanExtension):
                 starts.setdefault((_key(one.weights), one.in_loop), (one, []))[1].append(tensor)
         for one, tensors in starts.values():
             reached = set(walk(tensors, lambda tensor: users.get(tensor, [])))
-            for grad, its in zip(grads, found):
+            for grad, behind in zip(grads, found):
                 if grad in reached:
-                    its.append(one)
+                    behind.append(one)
         return found
 
 
@@ -118,19 +118,19 @@ def weights_of_step(
     """
     first: dict[Any, tuple[Any, str]] = {}  # by key: weights, and the name of a variable with them
     equal, without = "", ""  # variables with equal weights of shards; without weights
-    for variable, its in zip(variables, found):
-        if any(one.in_loop and one.weights is not None for one in its):
+    for variable, behind in zip(variables, found):
+        if any(one.in_loop and one.weights is not None for one in behind):
             raise ValueError(
                 f"The gradient of {variable.name!r} was computed with weights in the body of a "
                 "loop, and these weights are not known outside of it. In the loop, divide the loss "
                 "by the tokens of the whole loop, and give the step's weights to apply_grads."
             )
-        for one in its:
+        for one in behind:
             if one.weights is None:
                 equal = equal or variable.name
             else:
                 first.setdefault(_key(one.weights), (one.weights, variable.name))
-        if not any(one.weights is not None for one in its):
+        if not any(one.weights is not None for one in behind):
             without = without or variable.name
     other = [x for key, x in first.items() if weights is None or key != _key(weights)]
     if len(other) > (weights is None):

@@ -354,13 +354,14 @@ def _join(
             theirs = next(answers, {}).get("challenge")
             if not isinstance(theirs, str):
                 raise ConnectionBroken("it asks nothing")
-            mine = new_challenge()
-            proof = secret_proof("process", theirs, mine)
-            said = Introduction(me, dict(facts), mine, proof)
+            challenge = new_challenge()
+            proof = secret_proof("process", theirs, challenge)
+            said = Introduction(me, dict(facts), challenge, proof)
             connection.send(**said._asdict())
             why = "it waits for other processes"
             # Longer than process 0 waits, because process 0 knows which processes are missing.
-            return {_wait_for_welcome(connection, place, first, mine, end + _GRACE_S): connection}
+            welcome = _wait_for_welcome(connection, place, first, challenge, end + _GRACE_S)
+            return {welcome: connection}
         except ConnectionBroken:
             # Another program's port, or a process 0 that has failed and may be started again.
             why = f"what listens there is not {first} of this job"
@@ -403,7 +404,7 @@ def _messages_of_host(connection: Connection, end: float) -> Iterator[dict[str, 
 
 
 def _wait_for_welcome(
-    connection: Connection, place: MeetingAddress, first: str, mine: str, end: float
+    connection: Connection, place: MeetingAddress, first: str, challenge: str, end: float
 ) -> Member:
     """Waits until process 0 says that all processes have come; returns process 0.
 
@@ -411,7 +412,7 @@ def _wait_for_welcome(
       connection: this process's connection to process 0.
       place: the address of process 0, for errors.
       first: the name of process 0, for errors.
-      mine: this process's challenge, for which process 0 has to send a proof.
+      challenge: this process's challenge, for which process 0 has to send a proof.
       end: the time, by `time.monotonic`, at which the wait ends.
 
     Raises:
@@ -431,7 +432,7 @@ def _wait_for_welcome(
             error = MissingProcessesError if message.get("missing") else ProcessesError
             raise error(f"The job cannot start: {printable(str(message['refused']))}.")
         if "all_here" in message:
-            if not is_secret_proof(message.get("proof"), "process 0", mine):
+            if not is_secret_proof(message.get("proof"), "process 0", challenge):
                 raise ConnectionBroken("it has another secret")
             return Member.of(message["all_here"])
     raise TimeoutError

@@ -127,7 +127,7 @@ class CpuReplicaSession(ReplicaSession):
         if runs and self._step_of_draws is not None:
             self._step_of_draws.begin(self._session)
         try:
-            values, told, _ = self._session.run([mapped, counts, sorted(set(also))], feeds)
+            values, records, _ = self._session.run([mapped, counts, sorted(set(also))], feeds)
         except tf.errors.InvalidArgumentError as error:
             name = str(error.op.name) if error.op is not None else ""
             compared = self._emulated.agreements.get(name)
@@ -138,7 +138,7 @@ class CpuReplicaSession(ReplicaSession):
             raise BranchDivergenceError(
                 compared.kind, compared.predicate, by_core, compared.meetings
             ) from error
-        self._ops.watches.report(told, self._session.run)
+        self._ops.watches.report(records, self._session.run)
         return values
 
     def _fetch(self, fetch: Any, per_replica: bool, also: list[str]) -> Any:

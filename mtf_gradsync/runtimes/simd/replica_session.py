@@ -556,9 +556,9 @@ class SkipWatches:
           logs: whether to log what was skipped; exceptions are raised in any case.
         """
         errors: list[Exception] = []
-        for name, told in values.items():
+        for name, record in values.items():
             watched, records = self._told[name]
-            before, now = watched.split_counts(np.asarray(told))
+            before, now = watched.split_counts(np.asarray(record))
             if not watched.is_due(before, now):
                 continue
             for one in watched.find(before, now, read(records)):

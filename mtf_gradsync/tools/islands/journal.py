@@ -275,14 +275,14 @@ def read_status(folder: Folder) -> Status:
     totals = decisions[-1].totals if decisions else {}
     for island in islands:
         term = members.get(f"{island}@")
-        own = Heartbeat()
+        heartbeat = Heartbeat()
         if term:
             name = f"members/{island}@{term.number:08d}.beat"
-            own = _read(lambda name=name: folder.read_json(name, Heartbeat)) or own
-        says += own.says if term and not term.has_left else []
+            heartbeat = _read(lambda name=name: folder.read_json(name, Heartbeat)) or heartbeat
+        says += heartbeat.says if term and not term.has_left else []
         lives = island in beat.living and bool(term and not term.has_left)
-        mine = [event for event in events if event["island"] == island]
-        rows.append(_row(island, mine, totals.get(island, IslandTotal()), own, lives))
+        of_island = [event for event in events if event["island"] == island]
+        rows.append(_row(island, of_island, totals.get(island, IslandTotal()), heartbeat, lives))
     return Status(newest, rows, events, decisions, merger, says)
 
 

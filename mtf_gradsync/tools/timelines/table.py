@@ -326,8 +326,8 @@ def _largest(spent: Sequence[_WorkIntervals]) -> tuple[CollectiveTimes, ...]:
     rows = []
     for name in names[:_SHOWN]:
         exposed = sum(
-            length(minus(covered(mine), spent[place].compute[core]))
-            for (place, core), mine in found[name].items()
+            length(minus(covered(times), spent[place].compute[core]))
+            for (place, core), times in found[name].items()
         )
         known = facts.get(name)
         rows.append(

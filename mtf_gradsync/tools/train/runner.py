@@ -414,8 +414,8 @@ class SimdProgramRunner(Runner):
         self._calls += 1
         if self._calls % _AGREE_STEPS:
             return None
-        mine = [np.int32(received or 0)] * len(cores.local)
-        (signals,) = cores.gather([mine])
+        of_cores = [np.int32(received or 0)] * len(cores.local)
+        (signals,) = cores.gather([of_cores])
         return int(max(signals)) or None
 
     def _scaffold(self) -> tf.train.Scaffold:

@@ -213,21 +213,21 @@ def on_all_cores(value: DeviceValues, devices: Sequence[Any]) -> list[np.ndarray
     `devices` are the devices of all cores.
     """
     with devices_errors():
-        mine = [np.array(array) for array in value.arrays]
-    if len(mine) == len(devices):
-        return mine
+        of_this_process = [np.array(array) for array in value.arrays]
+    if len(of_this_process) == len(devices):
+        return of_this_process
     owners = [d.process_index for d in devices]
     most = max(owners.count(owner) for owner in owners)
     # As bytes, because the program that gathers them might round numbers, but not bytes.
-    packed = np.zeros((most, mine[0].nbytes), np.uint8)
-    for number, array in enumerate(mine):
+    packed = np.zeros((most, of_this_process[0].nbytes), np.uint8)
+    for number, array in enumerate(of_this_process):
         packed[number] = np.frombuffer(array.tobytes(), np.uint8)
     gathered = exchanged(packed, tuple(devices))
     numbers = {owner: number for number, owner in enumerate(sorted(set(owners)))}
     found = []
     for core, owner in enumerate(owners):
         bits = np.ascontiguousarray(gathered[numbers[owner], owners[:core].count(owner)])
-        found.append(bits.view(mine[0].dtype).reshape(mine[0].shape))
+        found.append(bits.view(of_this_process[0].dtype).reshape(of_this_process[0].shape))
     return found
 
 

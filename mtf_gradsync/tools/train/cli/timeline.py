@@ -92,8 +92,8 @@ def main(args: argparse.Namespace) -> int:
             print(f"\n{written}")
         flags.write_output("--json", json_file, table.to_json() + "\n")
     if part_file:
-        mine = next((r for r in timeline.recordings if r.process == own), timeline.recordings[0])
-        flags.write_output("--part", part_file, mine.to_json())
+        part = next((r for r in timeline.recordings if r.process == own), timeline.recordings[0])
+        flags.write_output("--part", part_file, part.to_json())
     return 0
 
 
