@@ -197,8 +197,10 @@ class ByVariable(mtf.optimize.Optimizer):
 
     def get_slot_names(self) -> list[str]:
         """Returns the names of the slots of optimizers that have `get_slot`, sorted."""
-        some = (getattr(opt, "get_slot_names", list)() for opt in self.optimizers)
-        return sorted({name for names in some for name in names})
+        names: set[str] = set()
+        for opt in self.optimizers:
+            names.update(getattr(opt, "get_slot_names", list)())
+        return sorted(names)
 
     def variables(self) -> list[mtf.Variable]:
         """Returns the variables of the optimizers that can tell them, such as `MeshOptimizer`."""
