@@ -166,8 +166,8 @@ class GradientAccumulationOptimizer(ReportsSkips):
             only.
           backward_passes_per_step: microbatch steps for each update: a whole number of 1 or more,
             or a function from the number of updates so far (mtf int32 scalar) to such a number. An
-            accumulation uses one number from its begin to its update. If a function returns a
-            tensor that is less than 1, the step fails.
+            accumulation keeps one number until its update. If a function returns a tensor that is
+            less than 1, the step fails.
           average_aggregated_gradients: whether to divide the sum by its number of microbatch steps.
           should_skip_update_fn: decides whether to skip a microbatch step: a function from the
             list of its gradients to a boolean mtf scalar, such as `skip_not_finite`,

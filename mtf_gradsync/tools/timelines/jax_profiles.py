@@ -75,7 +75,7 @@ def _events(line: Any, start: int) -> Iterator[tuple[Any, int, int]]:
     versions of jax count the times of events from this time; `start` is then added to them.
     """
     for event in sorted(line.events, key=lambda e: (e.start_ns, -e.duration_ns)):
-        # Versions of jax count from the epoch, or from the begin of the profile.
+        # Versions of jax count from the epoch, or from the beginning of the profile.
         begin = int(event.start_ns) + (0 if event.start_ns > 10**17 else start)
         yield event, begin, begin + int(event.duration_ns)
 
@@ -115,7 +115,7 @@ def _runs_on_cpu_devices(plane: Any, start: int, module: str, cores: int) -> lis
 
     Args:
       plane: the part of a profile about the host.
-      start: the begin of the profile, in nanoseconds.
+      start: the beginning of the profile, in nanoseconds.
       module: the name of the compiled program.
       cores: how many cores this process has.
     """
