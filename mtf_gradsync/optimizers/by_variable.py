@@ -6,7 +6,7 @@ import functools
 import re
 from typing import Any, Callable, NamedTuple, Sequence, Union
 
-from mtf_gradsync._common import check_number, did_you_mean, warn_once
+from mtf_gradsync._common import check_number, did_you_mean, elements, warn_once
 from mtf_gradsync._private.libraries import mtf
 from mtf_gradsync._private.patches import late_configurable
 from mtf_gradsync.compat_v1 import NOT_GIVEN, given_optimizer, is_v1
@@ -106,7 +106,13 @@ class ByVariable(mtf.optimize.Optimizer):
         self.name = name
         self._learning_rate = learning_rate
         self._others = _Group(None, self._make_optimizer(opt))
-        self._groups = tuple(self._group(pair, opt) for pair in groups)
+        pairs = elements(groups)
+        if pairs is None:
+            raise TypeError(
+                f"{name}: groups must be a list of pairs (which variables, what updates them), got "
+                f"{groups!r}."
+            )
+        self._groups = tuple(self._group(pair, opt) for pair in pairs)
 
     @property
     def _all(self) -> tuple[_Group, ...]:

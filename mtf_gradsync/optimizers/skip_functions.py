@@ -233,7 +233,7 @@ class skip_spikes:
         self.deviations, self.window = float(deviations), check_whole_number("window", window)
         if window < 8:
             raise ValueError(f"window must be 8 or more, got {window!r}.")
-        self.of = (of,) if isinstance(of, str) else tuple(of)
+        self.of = tuple(of) if isinstance(of, (list, tuple)) else (of,)
         if not self.of or len(set(self.of)) < len(self.of) or not set(self.of) <= set(_SERIES):
             raise ValueError(f"of must be 'norm', 'loss' or ('norm', 'loss'), got {of!r}.")
         self.__name__ = "skip_spikes"

@@ -204,6 +204,21 @@ def test_a_factor_is_of_the_rate_of_opt_wherever_that_is_given():
     assert of_function._all[0].opt.opt._learning_rate() == 0.25
 
 
+def test_adafactor_updates_matrices_and_sgd_the_rest(mesh_kind):
+    """In parts, of which each replica has one."""
+
+    def make():
+        matrices = [(lambda variable: variable.shape.ndims == 2, models.OPTIMIZERS["adafactor"]())]
+        opt = gs.ByVariable(mtf.optimize.SgdOptimizer(0.1), matrices)
+        return gs.ShardedUpdateOptimizer(opt, min_size=1, **AXES)
+
+    feeds = models.mlp_batches(3)
+    values = harness.run(mesh_kind, SHAPE, LAYOUT, models.train(make), feeds).variables
+    groups = Groups({("w1",): reference.Adafactor(), ("b1", "scale"): Sgd(0.1)})
+    reference.assert_close(values, reference.train(groups, feeds), atol=1e-6)
+    assert {"w1_slot_vc", "w1_slot_vr"} <= set(values)
+
+
 def test_a_group_is_clipped_by_its_own_norm(mesh_kind):
     def make():
         groups = [("1$", {"clip_norm": 0.01})]
@@ -540,6 +555,7 @@ def test_a_group_whose_variables_are_all_in_earlier_groups_is_told(caplog):
     ("opt", "groups", "error", "says"),
     [
         (ADAMW, ["bias"], TypeError, "a group is a pair"),
+        (ADAMW, None, TypeError, "groups must be"),
         (ADAMW, [("(", None)], ValueError, "no regular expression"),
         (ADAMW, [(3, None)], TypeError, "a regular expression or a function"),
         (ADAMW, [("b", {"decay": 1})], TypeError, "decay"),

@@ -417,6 +417,7 @@ def test_gin_makes_it_and_describe_shows_it():
         ({"window": 8.5}, "window"),
         ({"of": "losses"}, "of must be"),
         ({"of": ()}, "of must be"),
+        ({"of": None}, "of must be"),
         ({"of": ("norm", "norm")}, "of must be"),
     ],
 )
