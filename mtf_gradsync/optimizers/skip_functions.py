@@ -92,7 +92,7 @@ class skip_large_updates:
         self.max_norm = max_norm
 
     def __call__(self, grads: Sequence[mtf.Tensor], reducer: Strategy | None = None) -> mtf.Tensor:
-        # Not "greater", as a NaN is to be skipped too, and infinity whatever the largest norm is.
+        # Not `mtf.greater`, which is false for a NaN. Infinity is skipped, whatever `max_norm` is.
         norm = global_norm(grads, reducer)
         most = min(self.max_norm, float(norm.dtype.max))
         return mtf.logical_not(mtf.less_equal(norm, most))
