@@ -1,4 +1,4 @@
-"""Gradient accumulation against bare Mesh-TensorFlow with an update on every micro step."""
+"""Gradient accumulation against bare Mesh-TensorFlow with an update on every microbatch step."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from mtf_gradsync import simd
 from mtf_gradsync._private.libraries import mtf, tf
 
 K = 8
-# Mean micro step against bare; a micro step without update against forward, backward and one pass
-# over the accumulators.
+# The mean microbatch step against bare; a microbatch step without update against forward, backward
+# and one pass over the accumulators.
 TARGET_MEAN, TARGET_NO_UPDATE = 0.75, 1.05
 ACCUMULATED, PASS = "accumulated", "floor and a pass"
 
 
 def measure(options: report.Options) -> report.Table:
-    """Micro steps of the language model, and what they send."""
+    """Microbatch steps of the language model, and what they send."""
     (model,) = (m for m in models.models(options.quick) if m.name == "lm")
     accumulated = model._replace(make_optimizer=lambda: _accumulating(model))
     programs = {
@@ -52,7 +52,7 @@ def measure(options: report.Options) -> report.Table:
             ratios[name, grappler] = timing.spread(values / bare), timing.spread(values / with_pass)
             rows.append(
                 {
-                    "micro step": name,
+                    "microbatch step": name,
                     "Grappler": "on" if grappler else "off",
                     "ms": timing.spread(1e3 * values),
                     "against bare": ratios[name, grappler][0],
@@ -70,19 +70,19 @@ def measure(options: report.Options) -> report.Table:
     if not options.quick:
         targets += [
             report.Target(
-                "mean micro step against bare",
+                "mean microbatch step against bare",
                 ratios[f"accumulated, mean of {K}", True][0].median,
                 TARGET_MEAN,
             ),
             report.Target(
-                "micro step without update against floor and a pass",
+                "microbatch step without update against floor and a pass",
                 ratios["accumulated, no update", True][1].median,
                 TARGET_NO_UPDATE,
             ),
         ]
     return report.Table(
         name="accumulation",
-        title=f"A micro step of {model.name}, {K} for each update (median and quartiles over "
+        title=f"A microbatch step of {model.name}, {K} for each update (median and quartiles over "
         "rounds; ratios are made round by round)",
         rows=rows,
         notes=(
@@ -90,7 +90,7 @@ def measure(options: report.Options) -> report.Table:
             "floor: forward and backward alone. A pass: partial sums are added to variables.",
             "Gradient bytes that a core puts into collectives for one update, read from the SIMD "
             f"program: bare {sent['bare']:,} ({K} updates), accumulated {sent['accumulated']:,}, "
-            f"of which {sent['no update']:,} on each micro step without update.",
+            f"of which {sent['no update']:,} on each microbatch step without update.",
         ),
         targets=targets,
     )
@@ -131,7 +131,7 @@ def _time(
     grappler: bool,
     options: report.Options,
 ) -> dict[str, np.ndarray]:
-    """Seconds of each micro step, `[rounds, K]`, programs in turns."""
+    """Seconds of each microbatch step, `[rounds, K]`, programs in turns."""
     config = models.session_config(model, grappler)
     seconds: dict[str, list[list[float]]] = {name: [] for name in programs}
     with contextlib.ExitStack() as stack:
@@ -144,7 +144,7 @@ def _time(
         # The variables stand still until the update.
         models.check_same_training({n: v[:1] for n, v in losses.items()})
         models.check_same_training({n: losses[n] for n in (PASS, ACCUMULATED)})
-        for number in timing.progress(range(options.rounds), f"{model.name} micro steps"):
+        for number in timing.progress(range(options.rounds), f"{model.name} microbatch steps"):
             order = list(steps) if number % 2 == 0 else list(reversed(list(steps)))
             for name in order:
                 gc.collect()
@@ -162,8 +162,8 @@ def _gradient_bytes(model: models.Model, accumulated: models.Model) -> dict[str,
     """Bytes that a core puts into collectives of gradients.
 
     Returns:
-      "bare": for K micro steps with an update each. "accumulated": for K micro steps with one
-      update. "no update": of that, for each micro step, whether or not there is an update.
+      "bare": for K microbatch steps with an update each. "accumulated": for K microbatch steps with
+      one update. "no update": of that, for each microbatch step, whether or not there is an update.
     """
     bare, once = (
         [row for row in _collectives(m).rows if row.variables and "batch" in row.group.split("+")]

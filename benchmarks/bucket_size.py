@@ -48,7 +48,7 @@ def measure(options: report.Options) -> report.Table:
         title="Training step by bucket size, placement mesh, Grappler off",
         rows=rows,
         notes=(
-            "0 bytes: every gradient crosses the mesh alone. A size: whatever fits is packed. "
+            "0 bytes: every gradient is reduced alone. A size: whatever fits is packed. "
             f"default: FusedAllReduce(), buckets of {_size(PLACEMENT_BUCKET_BYTES)} of tensors of "
             f"up to {_size(PLACEMENT_PACKED_BYTES)}.",
             *_best(rows),

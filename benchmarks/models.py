@@ -250,7 +250,7 @@ def build(
         (forward and backward alone: the gradients stay partial sums and nothing is updated).
       mesh_block: makes a context manager that gives the mesh to lower on, entered in the new
         graph after the placeholder was made; None lowers on `placement_mesh`.
-      reducer: how the wrapper's sums cross the mesh; None takes its default.
+      reducer: how the wrapper's gradients are reduced; None takes its default.
       autostack: whether Mesh-TF stacks variables of equal shape, its default.
       more: called with the optimizer once gradients were applied; gives operations to run with the
         step, and tensors to compute with it.

@@ -55,7 +55,7 @@ def _simd_mesh(model: models.Model) -> Iterator[Any]:
 
 
 def pending(program: models.Program) -> list[mtf.LazyAllreduceSum]:
-    """The lowered gradients that have to cross the mesh, each once."""
+    """The lowered gradients that have to be reduced, each once."""
     lowered = {program.lowering.tensors[grad] for grad in program.grads}
     return [x for x in lowered if isinstance(x, mtf.LazyAllreduceSum)]
 
@@ -82,7 +82,7 @@ def together(op: tf.Operation) -> str:
 
 
 def gradient_bytes(program: models.Program) -> int:
-    """Bytes of one core's slices of all gradients that cross the mesh."""
+    """Bytes of one core's slices of all gradients that are reduced."""
     partial_sums = [x.laid_out_input.to_laid_out_tensor() for x in pending(program)]
     return sum(_bytes(x) for partial_sum in partial_sums for x in partial_sum.tensor_list)
 

@@ -87,7 +87,7 @@ STEPS = {
     "LossScale": _Step(
         lambda m: gs.LossScaleOptimizer(m.make_optimizer(), **_of(m)), reads_sums=True
     ),
-    # A micro step reads and writes the accumulators; an update reads them and makes them zero.
+    # A microbatch step reads and writes the accumulators; an update reads them and makes them zero.
     "Accumulation": _Step(
         lambda m: gs.GradientAccumulationOptimizer(m.make_optimizer(), MICROBATCHES, **_of(m)),
         passes=(2, 2),
@@ -127,7 +127,7 @@ def measure(options: report.Options) -> report.Table:
         "over a program that clips by hand.",
         "update and skipped: programs with conditionals, whose branches the estimate does not "
         "count, compiled with all conditions true and false put in line.",
-        f"Accumulation: of {MICROBATCHES} micro steps.",
+        f"Accumulation: of {MICROBATCHES} microbatch steps.",
         "/necessary: over the bare step and what the wrapper's state makes necessary: accumulators "
         "read and written once, sums read once more; seconds by the bare step's rate. no copies: "
         "bytes, without the compiler's own copies to fast memory on both sides.",
