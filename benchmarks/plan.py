@@ -135,12 +135,16 @@ def _certainty(name: str, rows: list[report.Row]) -> str:
     pairs = list(itertools.combinations(rows, 2))
     times = [row["measured ms"].median for row in rows]
     first = min(rows, key=lambda row: row["predicted rank"])
+    known = (
+        f"For {sum(apart(*pair) for pair in pairs)} of {len(pairs)} pairs of meshes the "
+        "measurement tells which mesh of the pair is faster."
+    )
+    if all(row["measured ms"].low == row["measured ms"].high for row in rows):
+        known = "Each mesh was measured once, so it is not known how certain its rank is."
     return (
         f'For the model "{name}", a step on the slowest mesh takes {max(times) / min(times):.2f} '
         "times as long as on the fastest mesh, and on the mesh that is predicted to be the fastest "
-        f"{first['measured ms'].median / min(times):.3f} times. For "
-        f"{sum(apart(*pair) for pair in pairs)} of {len(pairs)} pairs of meshes the measurement "
-        "tells which mesh of the pair is faster."
+        f"{first['measured ms'].median / min(times):.3f} times. {known}"
     )
 
 
