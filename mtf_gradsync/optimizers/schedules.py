@@ -75,12 +75,20 @@ def per_update(
 
     def learning_rate(step: Any, total_train_steps: Any = None) -> Any:
         update_step, updates = updates_before([step, total_train_steps], passes, total_train_steps)
-        rate: Any = 1.0
+        length, rate = _length(updates), 1.0
         for factor in factors:
-            rate = rate * (factor(update_step, updates) if callable(factor) else factor)
+            rate = rate * (factor(update_step, length) if callable(factor) else factor)
         return rate
 
     return learning_rate
+
+
+def _length(updates: Any) -> Any:
+    """Returns the length of a run for schedules, which divide by it: `updates`, but not 0.
+
+    A run that ends before its first update has a learning rate, too.
+    """
+    return max(updates, 1) if is_number(updates) else updates
 
 
 @gin.configurable(module="mtf_gradsync")
@@ -133,7 +141,7 @@ def rate_at(schedule: Schedule, update_step: mtf.Tensor, updates: Callable[[], A
     """
 
     def evaluate(step: tf.Tensor) -> tf.Tensor:
-        rate = schedule(step=step, total_train_steps=updates())
+        rate = schedule(step=step, total_train_steps=_length(updates()))
         return tf.reshape(tf.cast(rate, tf.float32), [])
 
     return mtf.cwise(evaluate, [update_step], tf.float32, name="learning_rate")

@@ -51,6 +51,10 @@ def test_schedules_of_mesh_tensorflow():
     rates = evaluate(lambda step: made(step=step.value(), total_train_steps=3 * K))
     # Updates 0, 1 and 2: warm-up 0, 1/2, 1; decay 1, 2/3, 1/3.
     np.testing.assert_allclose(rates, np.repeat([0, 0.1 / 3, 0.1 / 3], K), rtol=1e-6)
+    # Of a run that ends before its first update, too.
+    made = per_update([0.1, decay], K)
+    rates = evaluate(lambda step: made(step=step.value(), total_train_steps=K - 1))
+    np.testing.assert_allclose(rates[: K - 1], 0.1, rtol=1e-6)
 
 
 def test_adafactors_decay_rate_is_mesh_tensorflows_at_the_update():
