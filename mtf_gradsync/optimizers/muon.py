@@ -34,13 +34,13 @@ class MuonOptimizer(InnerOptimizer):
         variable -= learning_rate * (size * x + weight_decay_rate * variable)
 
     Every variable of two or more dimensions is taken as a matrix. Which dimensions are inputs and
-    which are outputs follows from the model's first product with the variable. Other dimensions
-    number several matrices (experts), each of which is made orthogonal by itself. Vectors, scalars,
-    embeddings and the last layer need another optimizer: `ByVariable` gives groups of variables
-    different optimizers. Arithmetic is in float32 at least. A matrix that the mesh splits is
-    gathered once for all Newton-Schulz steps. Not gathered is a matrix of which the mesh splits
-    only the longer side, if the products x x^T of all steps together have fewer bytes than the
-    matrix.
+    which are outputs follows from the model's first product with the variable (of the filter of a
+    convolution, the last dimension is the output). Other dimensions number several matrices
+    (experts), each of which is made orthogonal by itself. Vectors, scalars, embeddings and the last
+    layer need another optimizer: `ByVariable` gives groups of variables different optimizers.
+    Arithmetic is in float32 at least. A matrix that the mesh splits is gathered once for all
+    Newton-Schulz steps. Not gathered is a matrix of which the mesh splits only the longer side, if
+    the products x x^T of all steps together have fewer bytes than the matrix.
 
     The slot of a variable is `<variable>/muon_m`, the mean m, laid out like the variable and at
     least float32 (or as `slot_dtype` says). With rounding="stochastic", if the variable or its slot
@@ -245,12 +245,12 @@ def is_hidden_matrix(variable: mtf.Variable) -> bool:
     """Returns whether a variable is a matrix of a hidden layer, for groups of `ByVariable`.
 
     A matrix of a hidden layer is a variable of two or more dimensions that the model multiplies by
-    activations. Three kinds of variables do not count as matrices of hidden layers. The first are
-    tables in which the model looks rows up (embeddings). The second are variables that have the
-    dimension of a table along which rows are looked up: the last layer, for example, has the
-    dimension of the vocabulary. The third are variables with "embedding", "softmax" or "logits" in
-    their names. If no operation of the graph uses a variable yet, its name and number of dimensions
-    decide.
+    activations, such as the filter of a convolution. Three kinds of variables do not count as
+    matrices of hidden layers. The first are tables in which the model looks rows up (embeddings).
+    The second are variables that have the dimension of a table along which rows are looked up: the
+    last layer, for example, has the dimension of the vocabulary. The third are variables with
+    "embedding", "softmax" or "logits" in their names. If no operation of the graph uses a variable
+    yet, its name and number of dimensions decide.
 
     Examples:
       >>> mesh, size = mtf.Mesh(mtf.Graph(), "mesh"), mtf.Dimension("size", 2)
@@ -321,6 +321,12 @@ class _VariableUses:
             others = [y for y in operation.inputs if y is not x]
             self.used.add(name)
             if out is None or more:
+                continue
+            if isinstance(operation, (mtf.Conv2dOperation, mtf.Conv3dOperation)):
+                if x is operation.inputs[1]:
+                    output = dims.index(x.shape.dims[-1])
+                    inputs = tuple(i for i in range(len(dims)) if i != output)
+                    self.matrices.setdefault(name, Matrix(inputs, (output,)))
                 continue
             is_alone = not any(y.shape.dims for y in others)
             is_product = isinstance(operation, mtf.EinsumOperation) and bool(others)

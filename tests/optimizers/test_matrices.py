@@ -80,6 +80,22 @@ def test_the_first_product_says_what_is_an_input(in_loop):
         } == MATRICES
 
 
+def test_filters_of_convolutions_have_their_output_channels_as_outputs():
+    with tf.Graph().as_default():
+        mesh = mtf.Mesh(mtf.Graph(), "mesh")
+        places, channels = [mtf.Dimension(name, 4) for name in "abc"], mtf.Dimension("channels", 3)
+        for count, convolve in ((2, mtf.layers.conv2d), (3, mtf.layers.conv3d)):
+            image = mtf.get_variable(
+                mesh, f"image_{count}", mtf.Shape([BATCH, *places[:count], channels])
+            )
+            convolve(image, D, name=f"conv_{count}")
+        made = {v.name: v for v in mesh.graph.trainable_variables}
+        assert {name: matrix_of(v) for name, v in made.items() if gs.is_hidden_matrix(v)} == {
+            "conv_2/kernel": Matrix((0, 1, 2), (3,)),
+            "conv_3/kernel": Matrix((0, 1, 2, 3), (4,)),
+        }
+
+
 def test_without_a_use_names_and_shapes_decide():
     with tf.Graph().as_default():
         mesh = mtf.Mesh(mtf.Graph(), "mesh")
