@@ -30,6 +30,7 @@ from mtf_gradsync.optimizers.pipeline.words import About, Line
 from mtf_gradsync.optimizers.schedules import (
     Passes,
     check_passes,
+    check_schedule,
     hint_if_micro_steps_are_counted,
     passes_at,
 )
@@ -468,6 +469,8 @@ class _Accumulate(Stage):
         """
         given = [v for g, v in zip(grads, variables) if g is not None]
         if given:
+            if callable(self.wrapper.backward_passes_per_step):
+                check_schedule(self.wrapper.backward_passes_per_step)
             check_skip = getattr(self.wrapper._skip_fn, "check", None)
             if check_skip is not None:
                 check_skip([g for g in grads if g is not None])

@@ -272,13 +272,15 @@ def _about(
     def num_bytes(strategy: Any) -> tuple[int, int | None] | None:
         if axes is None or not variables:
             return None
-        # For each set of axes: the slice's shape and the dtype of each gradient that is sent.
+        # For each mesh and set of axes: the shape and dtype of a core's part of each gradient.
         sent: dict[Any, list[tuple[tuple[int, ...], tf.DType]]] = {}
         for variable in variables:
             free = tuple(d for d in axes.free_shard_dims(variable.shape) if d.size > 1)
             if free and variable not in mixed:
                 one = _sent_dtype(variable.activation_dtype, dtype, strategy)
-                sent.setdefault(free, []).append((tuple(axes.slice_shape(variable.shape)), one))
+                sent.setdefault((variable.mesh, free), []).append(
+                    (tuple(axes.slice_shape(variable.shape)), one)
+                )
         total = sum(math.prod(shape) * one.size for some in sent.values() for shape, one in some)
         sums = getattr(strategy, "reducer", strategy)
         if not isinstance(sums, OneLevel) or has_gradient_reduction(strategy):

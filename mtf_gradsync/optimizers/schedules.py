@@ -211,6 +211,22 @@ def check_passes(passes: Any) -> Passes:
     return passes
 
 
+def check_schedule(passes: Callable[[Any], Any]) -> None:
+    """Raises ValueError if backward_passes_per_step, a function, returns a number that is wrong.
+
+    The function `passes` is called in a graph of its own, so that nothing is left in the program's
+    graphs.
+    """
+    with tf.Graph().as_default():
+        step = mtf.constant(mtf.Mesh(mtf.Graph(), "schedule"), 0, mtf.Shape([]), tf.int32)
+        try:
+            result = passes(step)
+        except Exception:
+            return  # It may need a tf scalar, or tensors of the program's graph.
+    if isinstance(result, _NUMBERS):
+        _checked_constant(passes, result)
+
+
 def passes_at(passes: Callable[[Any], Any], update_step: mtf.Tensor, owner: str) -> Any:
     """Returns the number of microbatch steps of the next update, an int or an int32 mtf scalar.
 
@@ -293,6 +309,9 @@ def _passes_of_updates(passes: Callable[[Any], Any], total: int) -> np.ndarray:
     return np.concatenate(found)
 
 
+_NUMBERS = (int, float, np.number)
+
+
 class _Probe:
     """A stand-in for the update step, which raises TypeError if Python code branches on it."""
 
@@ -316,20 +335,29 @@ def _call_with_mtf_step(
             result = passes(update_step)
     except (TypeError, ValueError, AttributeError):
         return None
-    if isinstance(result, (int, float, np.number)):
-        try:
-            same = passes(_Probe()) == result
-        except Exception:
-            same = False
-        if not same:
-            raise ValueError(
-                f"backward_passes_per_step {passes!r} branches in Python, when the graph is built "
-                "and the value of the update step is not known; write it in mtf or tf operations, "
-                "such as lambda step: tf.where(step < 100, 2, 8)."
-            )
-        return check_whole_number("backward_passes_per_step", result, more=_OR_A_FUNCTION)
+    if isinstance(result, _NUMBERS):
+        return _checked_constant(passes, result)
     result = result.value if isinstance(result, mtf.Variable) else result
     return result if isinstance(result, mtf.Tensor) else None
+
+
+def _checked_constant(passes: Callable[[Any], Any], result: Any) -> int:
+    """Returns `result`, a number that backward_passes_per_step, a function, has returned.
+
+    Raises ValueError if it is no whole number of 1 or more. Raises ValueError, too, if the function
+    `passes` has chosen it by an `if` on the update step.
+    """
+    try:
+        same = passes(_Probe()) == result
+    except Exception:
+        same = False
+    if not same:
+        raise ValueError(
+            f"backward_passes_per_step {passes!r} branches in Python, when the graph is built "
+            "and the value of the update step is not known; write it in mtf or tf operations, "
+            "such as lambda step: tf.where(step < 100, 2, 8)."
+        )
+    return check_whole_number("backward_passes_per_step", result, more=_OR_A_FUNCTION)
 
 
 def _call_with_tf_step(passes: Callable[[Any], Any], step: tf.Tensor) -> tf.Tensor:

@@ -253,10 +253,6 @@ def gradient_noise_scale(
     branch, mesh = reduced.branch, reduced.sums[0].mesh
     plan = StepPlan.of(mesh.graph)
     with plan.undone_on_error():
-        averages = [
-            named_state(mesh, f"{name}/{field}", dtype=tf.float32)
-            for field in ("trace", "squared_norm")
-        ]
         with branch.opened() if branch else contextlib.nullcontext():
             own, clipped = norms_of_shards(reduced.parts, axes, reduced.strategy)
             parts = own if clipped is None else clipped
@@ -265,6 +261,11 @@ def gradient_noise_scale(
                     f"gradient_noise_scale cannot compare per-shard gradients of {opt!r}, which "
                     "are not recoverable without sums of the size of gradients."
                 )
+        averages = [
+            named_state(mesh, f"{name}/{field}", dtype=tf.float32)
+            for field in ("trace", "squared_norm")
+        ]
+        with branch.opened() if branch else contextlib.nullcontext():
             total = norm_of_reduced(reduced.sums, reduced.strategy)
             estimates = _estimate_noise(parts, total, axes.num_shards, batch_size)
             made = [

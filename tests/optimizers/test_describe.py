@@ -232,6 +232,15 @@ def test_parts_are_sent_in_no_number_of_groups():
     assert reduces.what == "reduce, each replica its part, over batch, 4 shards: fused, of 5.24 MB"
 
 
+def test_gradients_of_two_meshes_are_in_two_groups():
+    mesh = mtf.Mesh(some_variables()[0].graph, "another")
+    dims = mtf.Shape([mtf.Dimension("in", 8)])
+    both = [*some_variables(), mtf.get_variable(mesh, "v", dims).operation]
+    opt = gs.CrossShardOptimizer(mtf.optimize.SgdOptimizer(0.1), **MESH)
+    (reduces, _) = gs.describe(opt, variables=both).lines
+    assert reduces.what.endswith("fused, 5.24 MB in 2 groups")
+
+
 def test_what_is_reduced_is_not_said_to_be_reduced_again():
     inside = gs.SyncReplicasOptimizer(mtf.optimize.SgdOptimizer(0.1), 2, accept_summed=True, **MESH)
     assert [line[:2] for line in gs.describe(gs.ClipByGlobalNormOptimizer(inside, 1.0)).lines] == [

@@ -232,5 +232,5 @@ def test_shards_that_are_not_recoverable():
     clipped, _ = gs.clip_by_global_norm(grads, 1.0)
     optimizer = gs.CrossShardOptimizer(still(), axes=axes)
     optimizer.apply_grads(clipped, variables)
-    with pytest.raises(ValueError, match="are not recoverable"):
+    with harness.unchanged(loss.graph), pytest.raises(ValueError, match="are not recoverable"):
         gs.gradient_noise_scale(optimizer, 8)
