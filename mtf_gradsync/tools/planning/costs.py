@@ -436,8 +436,9 @@ class Predictor:
         if steps not in self._steps:
             self._steps[steps] = self._microbatch_costs(steps)
         operations, collectives, kept = self._steps[steps]
-        if stack.sums == "local":
-            # The loss's all-reduce is joined with that of gradients, if a step has one.
+        if stack.sums == "local" or stack.inner_steps or stack.reducer == "hierarchical":
+            # The loss's all-reduce is joined with that of gradients, if a step has one over the
+            # same cores.
             collectives += self.seconds("all-reduce", self.replica_axes, _FLOAT32)
         part = 1 / self.shards
         sum_share = {"": 0.0, "sharded": part}.get(stack.sums, 1.0)

@@ -400,12 +400,15 @@ class BestDivision:
         }
         mesh_shape = ";".join(f"{name}:{size}" for name, size in sizes.items())
         shards = math.prod(sizes[axis] for axis in replica_axes)
-        stack = choice.stack._replace(steps=min(choice.stack.steps, _MOST_STEPS))
+        stack = choice.stack._replace(
+            steps=min(choice.stack.steps, _MOST_STEPS),
+            inner_steps=min(choice.stack.inner_steps, _MOST_STEPS),
+        )
         batch = 2 * shards * self._sequences
         lengths = resolve_job(self._config).model.sequence_length
         small = {name: min(size, _LENGTH) for name, size in lengths.items()}
         said = [f"mesh {mesh_shape}" if mesh_shape != choice.mesh_shape else "", words]
-        said.append(f"K {stack.steps}" if stack != choice.stack else "")
+        said.append(f"K {stack.steps}" if stack.steps < choice.stack.steps else "")
         said.append(f"batches of {batch} sequences of {max(small.values())} tokens")
         lines += [f"train.run.batch_size = {batch}", f"train.run.sequence_length = {small!r}"]
         with self._bound(choice._replace(mesh_shape=mesh_shape, stack=stack), lines):

@@ -239,6 +239,7 @@ def test_what_each_division_saves():
     # Outer steps send values once in so many steps, and hold values and momentum besides.
     outer = predictor.predict(StackSettings(inner_steps=10))
     assert outer.sync_seconds == pytest.approx(local / 10)
+    assert outer.model_seconds == predictor.seconds("all-reduce", ["batch"], 4.0) > 0
     assert outer.bytes_per_core - needed(StackSettings()) == 2 * weight
 
 
@@ -287,6 +288,13 @@ def test_replicas_along_two_axes_may_be_reduced_in_two_levels():
     for of_batch, reducers in ((costs, {"fused"}), (two, {"fused", "hierarchical"})):
         choices, _ = all_choices(of_batch, machine, ["batch", "model"], [LAYOUT], (1,))
         assert {choice.stack.reducer for choice in choices} == reducers
+    # A fused sum takes the loss along.
+    predictor = Predictor(two, machine, "batch:2;model:2", LAYOUT)
+    fused, hierarchical = (
+        predictor.predict(StackSettings(reducer=reducer)) for reducer in ("fused", "hierarchical")
+    )
+    loss = predictor.seconds("all-reduce", ["batch", "model"], 4.0)
+    assert hierarchical.model_seconds - fused.model_seconds == pytest.approx(loss)
     # Microbatch steps divide the last dimension alone.
     choices, why = all_choices(two, machine, ["batch", "model"], [LAYOUT], (24,))
     assert {choice.mesh_shape for choice in choices} == {"batch:2;model:2", "batch:1;model:4"}
