@@ -233,9 +233,9 @@ def test_parts_are_sent_in_no_number_of_groups():
 
 
 def test_gradients_of_two_meshes_are_in_two_groups():
-    mesh = mtf.Mesh(some_variables()[0].graph, "another")
-    dims = mtf.Shape([mtf.Dimension("in", 8)])
-    both = [*some_variables(), mtf.get_variable(mesh, "v", dims).operation]
+    some = some_variables()
+    mesh, dims = mtf.Mesh(some[0].graph, "another"), mtf.Shape([mtf.Dimension("in", 8)])
+    both = [*some, mtf.get_variable(mesh, "v", dims).operation]
     opt = gs.CrossShardOptimizer(mtf.optimize.SgdOptimizer(0.1), **MESH)
     (reduces, _) = gs.describe(opt, variables=both).lines
     assert reduces.what.endswith("fused, 5.24 MB in 2 groups")
