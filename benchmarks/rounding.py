@@ -226,6 +226,8 @@ def _cost_table(rows: list[report.Row], targets: list[report.Target]) -> report.
             "These numbers are estimates of the TPU compiler. No step was timed.",
             'The "small lm" has 4 layers of width 128, as in other tables. "T5-base\'s width" is a '
             "language model with 2 layers of width 768, and 32 sequences of 512 tokens.",
+            '"MB a core" is all memory of the core. For the small lm a large part of it is code '
+            "and temporaries, so that slots in bfloat16 need not make it smaller.",
         ),
         targets=targets,
     )
