@@ -409,6 +409,8 @@ class BestDivision:
         small = {name: min(size, _LENGTH) for name, size in lengths.items()}
         said = [f"mesh {mesh_shape}" if mesh_shape != choice.mesh_shape else "", words]
         said.append(f"K {stack.steps}" if stack.steps < choice.stack.steps else "")
+        if stack.inner_steps < choice.stack.inner_steps:
+            said.append(f"outer steps after {stack.inner_steps} steps")
         said.append(f"batches of {batch} sequences of {max(small.values())} tokens")
         lines += [f"train.run.batch_size = {batch}", f"train.run.sequence_length = {small!r}"]
         with self._bound(choice._replace(mesh_shape=mesh_shape, stack=stack), lines):

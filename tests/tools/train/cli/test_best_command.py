@@ -430,6 +430,7 @@ def test_outer_steps_are_said_to_change_the_training():
     assert code == 0
     assert "an outer step after 1000 steps" in said
     assert "Outer steps change what is trained" in said
+    assert "(outer steps after 4 steps, batches of 8 sequences of 16 tokens)" in said
 
 
 @pytest.mark.slow
