@@ -151,16 +151,19 @@ class _Series(NamedTuple):
       spikes_in_a_row: the variable that counts spikes in a row.
       without_data: the value in a step without data. Such a step is no spike, and its value is not
         kept.
+      num_shards: the variable with the number of shards whose gradients each have a part in the
+        values; None if values do not depend on this number.
     """
 
     values: str
     num_values: str
     spikes_in_a_row: str
     without_data: float
+    num_shards: str | None = None
 
 
 _SERIES = {
-    "norm": _Series("norms", "num_norms", "spikes_in_a_row", 0.0),
+    "norm": _Series("norms", "num_norms", "spikes_in_a_row", 0.0, "norm_shards"),
     "loss": _Series("losses", "num_losses", "loss_spikes_in_a_row", -float("inf")),
 }
 # Of the mean: smaller deviations are those of rounding, where all values are equal.
@@ -194,10 +197,12 @@ class skip_spikes:
     is that of all islands. A step that is a spike for one island is skipped by all islands.
 
     Checkpoints have the state in variables that begin with the wrapper's name: `<name>/norms`,
-    float32 `[window]`, `<name>/num_norms`, int32, the number of norms written, and
-    `<name>/spikes_in_a_row`, int32; for losses `<name>/losses`, `<name>/num_losses` and
-    `<name>/loss_spikes_in_a_row`. A run with another window continues with the newest values. In a
-    run with another number of islands the means begin anew.
+    float32 `[window]`, `<name>/num_norms`, int32, the number of norms written,
+    `<name>/spikes_in_a_row`, int32, and `<name>/norm_shards`, int32, the number of shards in a
+    norm; for losses `<name>/losses`, `<name>/num_losses` and `<name>/loss_spikes_in_a_row`. A run
+    with another window continues with the newest values. In a run with another number of islands
+    the means begin anew, and so does the mean of norms if gradients are per shard and the run has
+    another number of shards.
 
     Examples:
       >>> mesh = {"mesh_shape": "all:4", "layout": "batch:all"}
@@ -271,9 +276,11 @@ class skip_spikes:
         changes: list[_NewValue] = []
         skips = []
         for kind in self.of:
-            series, least = _SERIES[kind], _LEAST_DEVIATION
+            series, least, num_shards = _SERIES[kind], _LEAST_DEVIATION, 1
             if kind == "norm":
-                value = global_norm(before_clip if is_clipped else given.present, strategy)
+                measured = before_clip if is_clipped else given.present
+                value = global_norm(measured, strategy)
+                num_shards = max(1, measured[0].shape.size // given.owners[0].shape.size)
             else:
                 value, least = _loss(received)
             value = mtf.cast(on_mesh(value, given.mesh), tf.float32)
@@ -284,7 +291,7 @@ class skip_spikes:
                     ),
                     [value, on_mesh(received.weights.total, given.mesh)],
                 )
-            skip, new_values = self._check_newest(series, value, least, name)
+            skip, new_values = self._check_newest(series, value, least, num_shards, name)
             skips.append(skip)
             changes += new_values
         if is_clipped or "norm" not in self.of:
@@ -303,13 +310,15 @@ class skip_spikes:
         return functools.reduce(mtf.logical_or, skips), after
 
     def _check_newest(
-        self, series: _Series, value: mtf.Tensor, least: float, name: str
+        self, series: _Series, value: mtf.Tensor, least: float, num_shards: int, name: str
     ) -> tuple[mtf.Tensor, list[_NewValue]]:
         """Returns whether the newest value of a series is a spike or not finite, and the new state.
 
         `value` is the step's norm or loss, a float32 mtf scalar, `least` is the least deviation, as
-        a part of the mean, and `name` is the wrapper's name. The first result is a boolean mtf
-        scalar. The second has the variables of the series, with their values after the step.
+        a part of the mean, and `name` is the wrapper's name. `num_shards` is the number of shards
+        whose gradients each have a part in the value: if it is another one than in the step before,
+        in a restart, the mean begins anew. The first result is a boolean mtf scalar. The second has
+        the variables of the series, with their values after the step.
         """
         mesh, dim = value.mesh, mtf.Dimension("spike_window", self.window)
         ring = Ring(f"{name}/{series.values}", f"{name}/{series.num_values}", self.window)
@@ -317,6 +326,12 @@ class skip_spikes:
         num_values = named_state(mesh, ring.num_values, ring=ring)
         in_a_row = named_state(mesh, f"{name}/{series.spikes_in_a_row}", ring=ring)
         few = max(2, self.window // 8)
+        count, more = num_values.value, []
+        if series.num_shards is not None:
+            shards = named_state(mesh, f"{name}/{series.num_shards}", start=num_shards)
+            is_same = mtf.cast(mtf.equal(shards.value, num_shards), tf.int32)
+            now = mtf.constant(mesh, num_shards, mtf.Shape([]), tf.int32)
+            count, more = count * is_same, [(shards, now, shards.value)]
 
         def step(now: tf.Tensor, kept: tf.Tensor, count: tf.Tensor, row: tf.Tensor) -> Any:
             # 1. The mean and deviation, in units of the largest value, as squares may overflow.
@@ -348,7 +363,7 @@ class skip_spikes:
 
         state = [values, num_values, in_a_row]
         # Mesh-TF takes the shape of the first input for outputs that are to be scalars.
-        inputs = [value, *(v.value for v in state)]
+        inputs = [value, values.value, count, in_a_row.value]
         shapes = [*(v.shape for v in state), value.shape]
         dtypes = [tf.float32, tf.int32, tf.int32, tf.bool]
         kept, count, row, skip = mtf.slicewise(step, inputs, shapes, dtypes, [], 0)
@@ -357,6 +372,7 @@ class skip_spikes:
             (values, kept, values.value),
             (num_values, count, num_values.value),
             (in_a_row, none, row),
+            *more,
         ]
 
 

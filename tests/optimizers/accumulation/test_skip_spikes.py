@@ -329,6 +329,37 @@ def test_a_restart_goes_on_with_what_it_knew(kind, restart, tmp_path):
         rules.assert_kept(found)
 
 
+def test_norms_of_another_number_of_shards_begin_anew(tmp_path):
+    """Of four shards' equal gradients the norm is half of that of their sum; of two, 0.7 of it."""
+
+    def made(shards, how):
+        where = {"mesh_shape": f"all:{shards}", "layout": "batch:all"}
+
+        def build(mesh, inputs):
+            w = mtf.get_variable(mesh, "w", [], initializer=tf.zeros_initializer())
+            x = mtf.import_tf_tensor(mesh, inputs["x"], mtf.Shape([mtf.Dimension("batch", ROWS)]))
+            fn = gs.skip_spikes(DEVIATIONS, 8)
+            opt = gs.GradientAccumulationOptimizer(
+                mtf.optimize.SgdOptimizer(0.0), 1, should_skip_update_fn=fn, accumulate=how, **where
+            )
+            return opt.minimize(mtf.reduce_mean(x * w)), {}
+
+        return harness.built("simd", *where.values(), build, feed)
+
+    feed = {"x": np.ones(ROWS, "f")}
+    first, kept = made(4, "local"), []
+    with session_of(first) as session:
+        train(first, session, [feed] * 6)
+        path = session.save(str(tmp_path / "model"))
+    for then in (first, made(2, "local"), made(4, "synced")):
+        with session_of(then) as session:
+            session.restore(path)
+            train(then, session, [{"x": feed["x"] * NAN}, *[feed] * 4])
+            found = session.variables()
+        kept.append((skipped_so_far(found), int(found[f"{NAME}/num_norms"])))
+    assert kept == [(1, 10), (1, 4), (1, 4)]
+
+
 @pytest.mark.slow
 def test_a_plain_saver_says_what_restores_another_window(tmp_path):
     with session_of(built("placement", "alone", 8)) as session:
