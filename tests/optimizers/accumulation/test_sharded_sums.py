@@ -287,6 +287,7 @@ def of_three_steps(kind, mesh, where, is_sharded):
         [("simd", "2", "sharded", False), ("simd", "4", "sharded", True)],
         [("simd", "2", "synced", False), ("own memories", "2", "sharded", True)],
         [("simd", "4", "sharded", True), ("simd", "2", "synced", False)],
+        [("simd", "one", "synced", False), ("simd", "8", "sharded", True)],
         [("placement", "2", "local", False), ("simd", "2", "sharded", False)],
         [("own memories", "2", "sharded", True), ("placement", "2", "local", False)],
         pytest.param(
