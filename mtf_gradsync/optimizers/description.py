@@ -286,7 +286,11 @@ def _about(
         if not isinstance(sums, OneLevel) or has_gradient_reduction(strategy):
             return total, None
         mesh_impl = next(iter(mesh_impls_with(axes.mesh_shape, axes.layout)), None)
-        return total, sum(sums.count_groups(*zip(*some), mesh_impl) for some in sent.values())
+        groups = 0
+        for some in sent.values():
+            shapes, dtypes = zip(*some)
+            groups += sums.count_groups(shapes, dtypes, mesh_impl)
+        return total, groups
 
     return About(axes, tuple(variables), num_bytes, tuple(mixed))
 

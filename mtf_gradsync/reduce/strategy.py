@@ -494,7 +494,7 @@ class OneLevel(Strategy):
         if planner is plan_unpacked and _is_simd(mesh_impl):
             return 1
         return sum(
-            len(planner([math.prod(shape) for shape in sorted(some)], dtype.size))
+            len(planner([math.prod(shape) for shape in sorted(map(tuple, some))], dtype.size))
             for dtype, some in grouped(shapes, dtypes).items()
         )
 
