@@ -357,7 +357,7 @@ class Predictor:
         used = set()
         if self._shape.size != self._machine.cores:
             cores = f"{self._shape.size} cores and the topology {self._machine.cores}"
-            raise ValueError(f"the mesh has {cores}")
+            raise ValueError(f"The mesh has {cores}")
         for name in sorted(self._costs.whole_dims & set(self._axis)):
             raise ValueError(f"Mesh-TensorFlow cuts or joins arrays along {name}")
         for dims in self._costs.shapes:

@@ -248,7 +248,7 @@ def test_a_mesh_of_other_cores_is_not_possible():
     shapes = ["batch:8;model:1", "batch:2;model:2"]
     choices, why = all_choices(costs, machine, [], [LAYOUT], (1,), mesh_shapes=shapes)
     assert {choice.mesh_shape for choice in choices} == {"batch:2;model:2"}
-    assert list(why.values())[:1] == ["the mesh has 8 cores and the topology 4"]
+    assert list(why.values())[:1] == ["The mesh has 8 cores and the topology 4"]
 
 
 def test_outer_steps_are_considered_only_if_asked():

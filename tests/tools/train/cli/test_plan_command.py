@@ -188,7 +188,7 @@ def test_plans_the_transformer_of_a_config(capsys, tmp_path):
         8 * 16 / plan["rows"][0]["step_seconds"]
     )
     reasons = {refused["mesh_shape"]: refused["reason"] for refused in plan["refused"]}
-    assert reasons["batch:8;model:1"] == "the mesh has 8 cores and the topology 4"
+    assert reasons["batch:8;model:1"] == "The mesh has 8 cores and the topology 4"
     # Two heads.
     assert "model:4, which does not divide heads = 2" in reasons["batch:1;model:4"]
     assert reasons["batch:1;model:4"] in " ".join(printed.split())  # lines end between words
