@@ -134,7 +134,9 @@ class MeshOptimizer(mtf.optimize.Optimizer):
         for _, variable in pairs:
             self.check_variable(variable)
         if self.rounding == STOCHASTIC:
-            dtypes = {dtype for _, v in pairs for dtype in (v.slice_dtype, v.master_dtype)}
+            dtypes = {v.slice_dtype for _, v in pairs}
+            if rule.slots:  # which have the dtype of the variable's master
+                dtypes |= {v.master_dtype for _, v in pairs}
             warn_if_nothing_is_rounded("MeshOptimizer", dtypes)
         graph = pairs[0][1].graph
 

@@ -54,9 +54,10 @@ def warn_if_nothing_is_rounded(owner: str, dtypes: Collection[Any]) -> None:
     if tf.bfloat16 not in dtypes:
         warn_once(
             f"nothing is rounded {owner}",
-            "%s: rounding='stochastic' changes nothing, as no variable and no slot is stored in "
-            "bfloat16. Store variables in bfloat16: mtf.VariableDType(tf.bfloat16, tf.bfloat16, "
-            "tf.bfloat16).",
+            "%s: rounding='stochastic' changes nothing, because no variable and no slot has "
+            "bfloat16 as its slice_dtype, in which steps write it. A master_dtype of bfloat16 only "
+            "rounds checkpoints. To train in bfloat16, make variables with "
+            "mtf.VariableDType(tf.bfloat16, tf.bfloat16, tf.bfloat16).",
             owner,
         )
 

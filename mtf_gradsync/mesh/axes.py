@@ -168,8 +168,9 @@ class ReplicaAxes:
             raise ValueError(
                 f"None of the batch dimensions {self.batch_dims} is split over the mesh "
                 f"{self.mesh_shape.to_string} by {self.layout}. Name in batch_dims the "
-                "dimensions that are split, or give batch_dims=() if every processor sees the "
-                "whole batch."
+                "dimensions along which the layout splits the batch (if a variable has such a "
+                "dimension, each shard gets its own copy of the variable), or give batch_dims=() "
+                "if the layout splits no batch."
             )
         self.mesh_axes: tuple[int, ...] = tuple(axes)
         self.shard_dims: tuple[mtf.Dimension, ...] = tuple(dims)

@@ -222,7 +222,8 @@ def test_so_does_one_without_a_wrapper(make, tmp_path):
     assert after["w/rounding_t"] == 2
 
 
-def test_float32_variables_are_as_without_it_and_that_is_told(caplog):
+def test_variables_that_steps_write_in_float32_are_as_without_it_and_that_is_told(caplog):
+    dtype = mtf.VariableDType(tf.bfloat16, tf.float32, tf.float32)  # bfloat16 in checkpoints only
     for make in (lambda **kwargs: gs.AdamWOptimizer(0.01, **kwargs), lambda **k: sgd(0.01, **k)):
         graphs = []
         for kwargs in ({}, STOCHASTIC):
@@ -230,7 +231,7 @@ def test_float32_variables_are_as_without_it_and_that_is_told(caplog):
                 "simd",
                 SHAPE,
                 LAYOUT,
-                applied(lambda make=make, kwargs=kwargs: make(**kwargs), tf.float32),
+                applied(lambda make=make, kwargs=kwargs: make(**kwargs), dtype),
                 feeds_of(1)[0],
                 may_race=True,
             )
@@ -238,6 +239,7 @@ def test_float32_variables_are_as_without_it_and_that_is_told(caplog):
         assert graphs[0] == graphs[1]
     told = [line for line in caplog.messages if "changes nothing" in line]
     assert [line.split(":")[0] for line in told] == ["AdamWOptimizer", "MeshOptimizer"]
+    assert all("bfloat16 as its slice_dtype" in line for line in told)
 
 
 def test_only_what_is_lost_is_told(caplog):
