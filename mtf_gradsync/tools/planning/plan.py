@@ -110,7 +110,7 @@ def plan(
                     dims = mtf.convert_to_shape(shape)
                     reason = ""
                     if dims.size != machine.cores:
-                        reason = f"the mesh has {dims.size} cores and the topology {machine.cores}"
+                        reason = f"The mesh has {dims.size} cores and the topology {machine.cores}"
                     elif machine.slices > 1 and dims.dims[0].size % machine.slices:
                         reason = (
                             f"its first axis, {dims.dims[0].name}:{dims.dims[0].size}, crosses the "
