@@ -131,6 +131,7 @@ class MeshOptimizer(mtf.optimize.Optimizer):
         if not pairs:
             return []
         rule = rule_of(self.opt)
+        self._check_initial_values(rule)
         for _, variable in pairs:
             self.check_variable(variable)
         if self.rounding == STOCHASTIC:
@@ -152,15 +153,18 @@ class MeshOptimizer(mtf.optimize.Optimizer):
         The error is raised if a slot or a power would begin with an mtf tensor, or if `rounding` is
         "stochastic" and the variable `var` is stored or read in float16.
         """
-        rule = rule_of(self.opt)
+        # Hyperparameters that are functions are called once a step, in `apply_grads`.
+        self._check_initial_values(rule_of(self.opt, call=False))
+        if self.rounding == STOCHASTIC:
+            check_not_float16("MeshOptimizer", var)
+
+    def _check_initial_values(self, rule: Rule) -> None:
         for name, value in (*rule.powers, *((slot.key, slot.initial) for slot in rule.slots)):
             if isinstance(value, (mtf.Tensor, mtf.Variable)):
                 raise ValueError(
                     f"{name!r} of {self.opt.get_name()} begins with {value!r}, but what a variable "
                     "begins with has to be a number or a tf tensor."
                 )
-        if self.rounding == STOCHASTIC:
-            check_not_float16("MeshOptimizer", var)
 
     def apply_grad(self, grad: mtf.Tensor | None, var: mtf.Variable) -> list[mtf.Operation]:
         """Updates the variable `var` by the gradient `grad`, which may be None.

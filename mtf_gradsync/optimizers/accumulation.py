@@ -470,7 +470,7 @@ class _Accumulate(Stage):
         given = [v for g, v in zip(grads, variables) if g is not None]
         if given:
             if callable(self.wrapper.backward_passes_per_step):
-                check_schedule(self.wrapper.backward_passes_per_step)
+                check_schedule(self.wrapper.backward_passes_per_step, given[0].graph)
             check_skip = getattr(self.wrapper._skip_fn, "check", None)
             if check_skip is not None:
                 check_skip([g for g in grads if g is not None])

@@ -387,7 +387,8 @@ class _SkipNotFinite(Stage):
     ) -> None:
         self.wrapper._check_arguments_scaled(arguments)
         name = self.wrapper.name
-        if variables and name in StepPlan.of(variables[0].graph).extension(ScaledLosses).applied:
+        owners = [v for g, v in zip(grads, variables) if g is not None]
+        if owners and name in StepPlan.of(owners[0].graph).extension(ScaledLosses).applied:
             raise ValueError(
                 f"{name} has applied gradients in this graph already, but it has to decide "
                 "for all variables together whether to skip a step: give apply_grads the "

@@ -285,9 +285,9 @@ class _VariableUses:
         # How many operations are noted, and the last of them.
         self._number = 0
         self._last: Callable[[], mtf.Operation | None] = lambda: None
-        # Tensors that are variables, perhaps cast, scaled, masked, or with other names of
-        # dimensions, which are in the variable's order.
-        self._same: weakref.WeakKeyDictionary[mtf.Tensor, tuple[str, list[mtf.Dimension]]] = (
+        # Tensors that are variables, perhaps cast, scaled, masked (by another variable, too), or
+        # with other names of dimensions: these, by the variable's name, in the variable's order.
+        self._same: weakref.WeakKeyDictionary[mtf.Tensor, dict[str, list[mtf.Dimension]]] = (
             weakref.WeakKeyDictionary()
         )
 
@@ -312,12 +312,11 @@ class _VariableUses:
                 self._note(inner)
             return
         if isinstance(operation, mtf.Variable):
-            self._same[operation.value] = operation.name, operation.shape.dims
+            self._same[operation.value] = {operation.name: operation.shape.dims}
             return
-        for x in operation.inputs:
-            if x not in self._same:
-                continue
-            (name, dims), (out, *more) = self._same[x], operation.outputs or [None]
+        out, *more = operation.outputs or [None]
+        known = [(x, *one) for x in operation.inputs for one in self._same.get(x, {}).items()]
+        for x, name, dims in known:
             others = [y for y in operation.inputs if y is not x]
             self.used.add(name)
             if out is None or more:
@@ -333,11 +332,11 @@ class _VariableUses:
             if sorted(out.shape.dims) == sorted(dims):
                 # A product is one with a mask, or with a factor for each row or column.
                 if is_product or is_alone:
-                    self._same[out] = name, dims
+                    self._same.setdefault(out, {})[name] = dims
             elif is_product:
                 self._note_product(name, dims, others, out.shape)
             elif [d.size for d in out.shape.dims] == [d.size for d in dims] and is_alone:
-                self._same[out] = name, out.shape.dims
+                self._same.setdefault(out, {})[name] = out.shape.dims
 
     def _note_product(
         self, name: str, dims: list[mtf.Dimension], others: list[mtf.Tensor], out: mtf.Shape

@@ -211,18 +211,21 @@ def check_passes(passes: Any) -> Passes:
     return passes
 
 
-def check_schedule(passes: Callable[[Any], Any]) -> None:
+def check_schedule(passes: Callable[[Any], Any], graph: mtf.Graph) -> None:
     """Raises ValueError if backward_passes_per_step, a function, returns a number that is wrong.
 
-    The function `passes` is called in a graph of its own, so that nothing is left in the program's
-    graphs.
+    The function `passes` is called where it can make no operation of TensorFlow, so that nothing is
+    left in the program's TensorFlow graph, nor in what the function keeps for its next call. If it
+    makes one, or fails otherwise, nothing is checked. `graph` is the program's mtf graph.
     """
-    with tf.Graph().as_default():
-        step = mtf.constant(mtf.Mesh(mtf.Graph(), "schedule"), 0, mtf.Shape([]), tf.int32)
-        try:
+    step = mtf.constant(mtf.Mesh(mtf.Graph(), "schedule"), 0, mtf.Shape([]), tf.int32)
+    nothing = tf.Graph()
+    nothing.finalize()
+    try:
+        with nothing.as_default(), StepPlan.of(graph).undone_on_error():
             result = passes(step)
-        except Exception:
-            return  # It may need a tf scalar, or tensors of the program's graph.
+    except Exception:
+        return  # It may need a tf scalar, or make variables.
     if isinstance(result, _NUMBERS):
         _checked_constant(passes, result)
 

@@ -12,7 +12,7 @@ from typing import Any, Callable, List, NamedTuple, Sequence, Tuple
 
 import gin
 
-from mtf_gradsync._common import FLOAT32_MAX, check_number, check_whole_number, is_number
+from mtf_gradsync._common import FLOAT32_MAX, check_number, check_whole_number, elements, is_number
 from mtf_gradsync._private.libraries import mtf, tf
 from mtf_gradsync.gradients import global_norm, not_finite
 from mtf_gradsync.gradients.clipping import unclipped
@@ -238,7 +238,8 @@ class skip_spikes:
         self.deviations, self.window = float(deviations), check_whole_number("window", window)
         if window < 8:
             raise ValueError(f"window must be 8 or more, got {window!r}.")
-        self.of = tuple(of) if isinstance(of, (list, tuple)) else (of,)
+        kinds = elements(of)
+        self.of = (of,) if kinds is None else tuple(kinds)
         if not self.of or len(set(self.of)) < len(self.of) or not set(self.of) <= set(_SERIES):
             raise ValueError(f"of must be 'norm', 'loss' or ('norm', 'loss'), got {of!r}.")
         self.__name__ = "skip_spikes"

@@ -252,6 +252,16 @@ def test_what_a_variable_begins_with_is_no_mtf_tensor():
     assert len(mesh.graph.all_variables) == 1
 
 
+def test_hyperparameters_that_are_functions_are_called_once_a_step():
+    def rate():
+        return tf.get_variable("rate", initializer=0.1)  # a second call would fail
+
+    mesh = mtf.Mesh(mtf.Graph(), "mesh")
+    some = [mesh_variable(mesh, name) for name in "ab"]
+    opt = gs.LossScaleOptimizer(gs.MeshOptimizer(tf.train.AdamOptimizer(rate)))
+    assert opt.minimize(mtf.add_n([mtf.reduce_sum(v.value) for v in some]))
+
+
 def test_names_of_slots_call_no_function():
     def fails():
         raise AssertionError

@@ -29,7 +29,7 @@ def model(x, get):
     hidden = mtf.relu(mtf.einsum([h, renamed], reduced_dims=[D]))
     # As programs with matrices of outputs by inputs have it.
     h += mtf.einsum([hidden, mtf.rename_dimension(get("proj", D, FF), "ff", "hidden")], h.shape)
-    masked = get("masked", FF, D) * mtf.ones(h.mesh, mtf.Shape([D, FF]))
+    masked = get("masked", FF, D) * mtf.ones(h.mesh, mtf.Shape([D, FF])) * get("mask", FF, D)
     masked *= mtf.rsqrt(mtf.reduce_sum(mtf.square(masked), reduced_dim=D) + 1.0)
     h += mtf.einsum([mtf.einsum([h, masked], [BATCH, FF]), masked], h.shape)
     of_experts = mtf.broadcast(h, [EXPERTS, BATCH, D])
@@ -66,6 +66,7 @@ MATRICES = {
     "fc": Matrix((0,), (1,)),
     "proj": Matrix((1,), (0,)),
     "masked": Matrix((1,), (0,)),
+    "mask": Matrix((1,), (0,)),
     "wi": Matrix((1,), (2,), (0,)),
     "wo": Matrix((0, 1), (2,)),
 }

@@ -259,3 +259,4 @@ def test_a_second_step_of_a_loss_scale_is_refused_before_others_make_their_state
     around = gs.AverageOptimizer(opt, zero_debias=True)
     with harness.unchanged(mesh.graph), pytest.raises(ValueError, match="has applied gradients"):
         around.apply_grads(grads[1:], [b.operation])
+    assert around.apply_grads([None], [b.operation]) == []

@@ -1,5 +1,6 @@
 """The microbatch steps that GradientAccumulationOptimizer counts: schedules, skipped steps."""
 
+import functools
 import logging
 
 import numpy as np
@@ -183,6 +184,24 @@ def test_schedules_that_cannot_work_are_refused(passes):
     optimizer = accumulate(mtf.optimize.SgdOptimizer(1.0), "2", passes)
     with harness.unchanged(mesh.graph), pytest.raises(ValueError, match="backward_passes_per_step"):
         optimizer.apply_grads(grads, weights)
+
+
+@pytest.mark.parametrize("kept", ["a tensor", "the program's mesh"])
+def test_a_schedule_may_keep_what_it_makes_in_its_first_call(kept):
+    @functools.lru_cache(maxsize=None)
+    def two():
+        return tf.constant(2)
+
+    def build(mesh, inputs):
+        of_mesh = lambda step: gs.get_update_step(mesh) + 2  # noqa: E731
+        passes = (lambda step: two()) if kept == "a tensor" else of_mesh
+        w = mtf.get_variable(mesh, "w", [], initializer=tf.zeros_initializer())
+        opt = accumulate(mtf.optimize.SgdOptimizer(1.0), None, passes, SYNCED)
+        return opt.minimize(mtf.import_tf_tensor(mesh, inputs["x"], mtf.Shape([])) * w), {}
+
+    feeds = [{"x": np.float32(1.0)}] * 2
+    after = harness.built("simd", "all:1", "", build, feeds[0]).after_each(feeds)
+    assert [float(values["w"]) for values in after] == [0.0, -2.0]
 
 
 def test_a_restored_sum_larger_than_asked_for_waits_for_a_step_that_counts():

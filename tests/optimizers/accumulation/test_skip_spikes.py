@@ -438,6 +438,7 @@ def test_gin_makes_it_and_describe_shows_it():
     finally:
         gin.clear_config()
     assert "skip steps by skip_spikes of norm and loss" in str(gs.describe(opt))
+    assert gs.skip_spikes(of={"loss"}).of == ("loss",)
 
 
 @pytest.mark.parametrize(
