@@ -347,6 +347,7 @@ def export_version(
     """
     # Here, so that a merger does not load TensorFlow.
     from mtf_gradsync.extension import tf
+    from mtf_gradsync.runtimes._common import write_text
     from mtf_gradsync.runtimes.checkpoints import write_changed
 
     number = newest_version(folder) if version is None else version
@@ -359,5 +360,7 @@ def export_version(
     Path(directory).mkdir(parents=True, exist_ok=True)
     path = os.path.join(directory, f"model.ckpt-{step}")
     write_changed(None, path, {"global_step": np.array(step, np.int64), **plain})
-    tf.train.update_checkpoint_state(os.fspath(directory), path)
+    # `tf.train.update_checkpoint_state` would print that it is deprecated.
+    state = tf.train.generate_checkpoint_state_proto(os.fspath(directory), path)
+    write_text(Path(directory, "checkpoint"), str(state))
     return path

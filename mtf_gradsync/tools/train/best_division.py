@@ -246,7 +246,10 @@ class BestDivision:
                 x for x in shapes
                 if any(d.name == axis and d.size > 1 for d in mtf.convert_to_shape(x).dims)
             ]  # fmt: skip
-            more = [(name, axis) for name in costs.largest_dims[:MOST_RULES]]
+            # A dimension that lies along the batch's axis, as experts do, stays there.
+            own = {rule[0] for rule in rules if rule[0] not in _BATCH}
+            free = [name for name in costs.largest_dims if name not in own]
+            more = [(name, axis) for name in free[: max(0, MOST_RULES - len(own))]]
             if divided:
                 # Without the rules for mesh axes that the config's mesh does not have.
                 together = ";".join(":".join(rule) for rule in dict.fromkeys([*rules, *more]))

@@ -11,6 +11,7 @@ from unittest.mock import Mock, call
 import numpy as np
 import pytest
 from tensorflow.python.framework import tensor_util
+from tensorflow.python.util import deprecation
 
 from mtf_gradsync._private.libraries import tf
 from mtf_gradsync.tools.islands.folder import Folder
@@ -85,12 +86,16 @@ def test_status_plot_and_replay(folder, tmp_path, capsys):
     assert "other bits in 1 of 2 versions: [1]" in capsys.readouterr().out
 
 
-def test_a_version_is_exported_as_a_checkpoint(folder, tmp_path, capsys):
+def test_a_version_is_exported_as_a_checkpoint(folder, tmp_path, capsys, monkeypatch):
+    warned: dict = {}
+    monkeypatch.setattr(deprecation, "_PRINTED_WARNING", warned)
+    monkeypatch.setattr(deprecation, "_PRINT_DEPRECATION_WARNINGS", True)
     begun(folder, ["one"])
     out = tmp_path / "out"
     assert cli.main(["islands", str(folder), f"--export={out}"]) == 0
     saved = tf.train.load_checkpoint(str(out))
     assert (saved.get_tensor("b"), saved.get_tensor("global_step")) == (2.0, 0)
+    assert not warned
     assert cli.main(["islands", str(folder), f"--export={out}", "--version=7"]) == cli.EXIT_FAILED
     assert "versions/00000007.safetensors" in capsys.readouterr().err
 

@@ -14,6 +14,7 @@ from mtf_gradsync._private.libraries import tf
 from mtf_gradsync.runtimes._common import ConfigError
 from mtf_gradsync.runtimes._signals import Interruption, signal_of
 from mtf_gradsync.tools._private.gin import bindings, bound
+from mtf_gradsync.tools.planning import best as planning_best
 from mtf_gradsync.tools.planning.best import Choice
 from mtf_gradsync.tools.planning.costs import Predicted
 from mtf_gradsync.tools.planning.stacks import StackSettings
@@ -190,6 +191,22 @@ def test_a_layout_that_does_not_split_the_model_is_completed(mesh_shape, layout)
         *(("all:2;model:2", f"batch:all;{more}") for more in TWO_WAYS),
         *(("all:1;model:4", f"batch:all;{more}") for more in TWO_WAYS if "heads" not in more),
     }
+
+
+def test_dimensions_along_the_batch_s_axis_are_not_split_along_another_too(monkeypatch):
+    costs, _ = step_costs()
+    monkeypatch.setattr(best_division, "MOST_RULES", 3)
+    monkeypatch.setattr(planning_best, "MOST_RULES", 3)
+    layout = "batch:all;d_model:all"
+    gin_files.load(
+        [TINY], ["train.run.mesh_shape = 'all:4'", f"train.run.layout_rules = '{layout}'"]
+    )
+    choices, _ = BestDivision([layout], 1, True).predict_choices(costs, Counting(memory=None), None)
+    layouts = {choice.layout for choice in choices if "model:2" in choice.mesh_shape}
+    most = [
+        f"batch:all;{more}" for more in TWO_WAYS if "d_ff" not in more and "d_model" not in more
+    ]
+    assert layouts == set(most)
 
 
 # The dimensions of the tiny model's variables that a mesh can split, together or alone.
