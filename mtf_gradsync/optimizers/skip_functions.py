@@ -281,7 +281,9 @@ class skip_spikes:
             if kind == "norm":
                 measured = before_clip if is_clipped else given.present
                 value = global_norm(measured, strategy)
-                num_shards = max(1, measured[0].shape.size // given.owners[0].shape.size)
+                # Gradients of shards' own copies have no more dimensions than their variables.
+                owners = zip(measured, given.owners)
+                num_shards = max(1, *(x.shape.size // v.shape.size for x, v in owners))
             else:
                 value, least = _loss(received)
             value = mtf.cast(on_mesh(value, given.mesh), tf.float32)

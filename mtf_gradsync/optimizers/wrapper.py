@@ -47,7 +47,7 @@ from mtf_gradsync.optimizers.pipeline.weights import (
     weights_on_mesh,
     with_weights,
 )
-from mtf_gradsync.optimizers.slots import SlotBook, optimizers_of
+from mtf_gradsync.optimizers.slots import SlotBook, optimizer_of, optimizers_of
 from mtf_gradsync.optimizers.state import check_name
 from mtf_gradsync.reduce import CompressedAllReduce, FusedAllReduce, Strategy, check_strategy
 from mtf_gradsync.reduce.compressed import WireDtype
@@ -312,7 +312,8 @@ class Wrapper(TrainOptimizerInterface, mtf.optimize.Optimizer):
                     "that the loss does not depend on, or only through integers, complex numbers "
                     "or mtf.stop_gradient."
                 )
-                if any(g is not None for g in given_grads):
+                frozen = all(optimizer_of(inner, v) is None for v in variables)
+                if frozen or any(g is not None for g in given_grads):
                     why = f"by the groups of {type(inner).__name__}, nothing updates {names}."
                 key = f"no gradients {self.name} {names}"
                 warn_once(key, "%s trains nothing: %s", self.name, why)

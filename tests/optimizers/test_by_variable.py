@@ -301,9 +301,13 @@ def test_a_copy_has_the_groups_and_the_rate_of_the_graph():
 def test_a_training_of_nothing_is_told(caplog):
     mesh = mtf.Mesh(mtf.Graph(), "mesh")
     w = mtf.get_variable(mesh, "w", mtf.Shape([])).operation
-    opt = gs.CrossShardOptimizer(gs.ByVariable(ADAMW, [("", None)]))
-    assert opt.apply_grads([mtf.ones(mesh, w.shape)], [w]) == []
-    assert "by the groups of ByVariable, nothing updates variable w." in caplog.text
+    for name, apply in (
+        ("applied", lambda opt: opt.apply_grads([mtf.ones(mesh, w.shape)], [w])),
+        ("minimized", lambda opt: opt.minimize(mtf.square(w.value))),
+    ):
+        assert apply(gs.CrossShardOptimizer(gs.ByVariable(ADAMW, [("", None)]), name=name)) == []
+        line = f"{name} trains nothing: by the groups of ByVariable, nothing updates variable w."
+        assert line in caplog.messages
 
 
 def test_the_first_group_that_has_a_variable_has_it():

@@ -336,13 +336,15 @@ def test_norms_of_another_number_of_shards_begin_anew(tmp_path):
         where = {"mesh_shape": f"all:{shards}", "layout": "batch:all"}
 
         def build(mesh, inputs):
-            w = mtf.get_variable(mesh, "w", [], initializer=tf.zeros_initializer())
-            x = mtf.import_tf_tensor(mesh, inputs["x"], mtf.Shape([mtf.Dimension("batch", ROWS)]))
+            rows, zeros = mtf.Shape([mtf.Dimension("batch", ROWS)]), tf.zeros_initializer()
+            of_shard = mtf.get_variable(mesh, "copies", rows, initializer=zeros)
+            w = mtf.get_variable(mesh, "w", [], initializer=zeros)
+            x = mtf.import_tf_tensor(mesh, inputs["x"], rows)
             fn = gs.skip_spikes(DEVIATIONS, 8)
             opt = gs.GradientAccumulationOptimizer(
                 mtf.optimize.SgdOptimizer(0.0), 1, should_skip_update_fn=fn, accumulate=how, **where
             )
-            return opt.minimize(mtf.reduce_mean(x * w)), {}
+            return opt.minimize(mtf.reduce_mean(x * (w + 0.001 * of_shard))), {}
 
         return harness.built("simd", *where.values(), build, feed)
 
