@@ -124,7 +124,8 @@ class ByVariable(mtf.optimize.Optimizer):
 
         In place of a `ByVariable`, its own optimizers are in the result.
         """
-        return tuple(one for opt in _each_once(self._all) for one in optimizers_of(opt))
+        inside = (optimizers_of(group.opt) for group in self._all if group.opt is not None)
+        return tuple({id(opt): opt for some in inside for opt in some}.values())
 
     def optimizer_of(self, variable: mtf.Variable) -> Any:
         """Returns the optimizer that updates a variable; None if nothing updates it."""

@@ -257,6 +257,7 @@ def test_groups_inside_a_group_are_known():
     xa, xb, ya = (opt.optimizer_of(v) for v in made)
     assert (xa, opt.optimizers) == (None, (xb, ya))
     assert type(xb) is mtf.optimize.SgdOptimizer
+    assert gs.ByVariable(xb, [("^x", inner)]).optimizers == (xb,)
     assert [line.what for line in gs.describe(opt).lines] == [
         "leave variables as they are: a$ of ^x",
         "update by Sgd: the others of ^x",
