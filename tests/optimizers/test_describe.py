@@ -298,6 +298,18 @@ def test_gradients_that_the_program_has_mixed_are_said_to_be_reduced_on_each_ste
     assert [row.bytes_per_core for row in sums] == [16]
 
 
+def test_the_gradient_of_a_penalty_is_not_said_to_mix_shards():
+    """Each shard's share of it is known, also if the layout splits the variable by shard."""
+    mesh, sizes = mtf.Mesh(mtf.Graph(), "mesh"), mtf.Shape([mtf.Dimension("split", 4)])
+    x = mtf.import_tf_tensor(mesh, tf.ones([4]), mtf.Shape([mtf.Dimension("batch", 4)]))
+    w, v = mtf.get_variable(mesh, "w", mtf.Shape([])), mtf.get_variable(mesh, "v", sizes)
+    sgd = mtf.optimize.SgdOptimizer(0.1)
+    opt = gs.SyncReplicasOptimizer(sgd, 2, mesh_shape="all:2", layout="batch:all;split:all")
+    loss = mtf.reduce_mean(x * w) + mtf.reduce_sum(mtf.square(v))
+    opt.minimize(loss, tf.train.get_or_create_global_step())
+    assert gs.describe(opt).lines[0].what == "add up gradients of replicas, if finite and not stale"
+
+
 def test_weights_are_said():
     def apply(loss):
         opt = gs.GradientAccumulationOptimizer(mtf.optimize.SgdOptimizer(0.1), 4, True)

@@ -505,7 +505,7 @@ class StepBuilder:
             from_sums=made,
         )
         if not gradients.form.is_reduced:
-            self.mixed[reduction.name] = [gradients.variables[i] for i in result.already_reduced]
+            self.mixed[reduction.name] = [gradients.variables[i] for i in mixed]
             if not (recoverability.mixed or recoverability.shared):
                 self.per_shard = result
         return result
