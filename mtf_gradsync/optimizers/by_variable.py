@@ -162,21 +162,30 @@ class ByVariable(mtf.optimize.Optimizer):
         self, grads: Sequence[mtf.Tensor | None], variables: Sequence[mtf.Variable]
     ) -> list[mtf.Operation]:
         updates: list[mtf.Operation] = []
-        grads, of = list(grads), [self._group_of(v) for v in variables]
-        for group in self._all:
-            if group.clip_norm is not None:
-                places = [i for i, its in enumerate(of) if its is group]
-                owner = f"{self.name} ({group.name})"
-                some = [grads[i] for i in places]
-                some, _ = clip_together(some, group.clip_norm, None, FusedAllReduce(), owner)
-                for i, grad in zip(places, some):
-                    grads[i] = grad
-        # Once for all groups of an optimizer, as it may count its updates.
-        for opt in _each_once(self._all):
-            pairs = [(g, v) for g, v, its in zip(grads, variables, of) if its.opt is opt]
+        grads, of = self._clip_groups(grads, variables), [self.optimizer_of(v) for v in variables]
+        # Once for all groups of an optimizer, also inside groups, as it may count its updates.
+        for opt in self.optimizers:
+            pairs = [(g, v) for g, v, its in zip(grads, variables, of) if its is opt]
             if pairs:
                 updates += opt.apply_grads(*map(list, zip(*pairs)))
         return updates
+
+    def _clip_groups(
+        self, grads: Sequence[mtf.Tensor | None], variables: Sequence[mtf.Variable]
+    ) -> list[mtf.Tensor | None]:
+        """Returns gradients, those of each group with "clip_norm" clipped, then groups inside."""
+        grads, of = list(grads), [self._group_of(v) for v in variables]
+        for group in self._all:
+            places = [i for i, its in enumerate(of) if its is group]
+            some = [grads[i] for i in places]
+            if group.clip_norm is not None:
+                owner = f"{self.name} ({group.name})"
+                some, _ = clip_together(some, group.clip_norm, None, FusedAllReduce(), owner)
+            if isinstance(group.opt, ByVariable):
+                some = group.opt._clip_groups(some, [variables[i] for i in places])
+            for i, grad in zip(places, some):
+                grads[i] = grad
+        return grads
 
     def apply_grad(self, grad: mtf.Tensor | None, var: mtf.Variable) -> list[mtf.Operation]:
         """Makes the update of the variable `var` by its gradient `grad`; returns mtf operations.
@@ -184,13 +193,16 @@ class ByVariable(mtf.optimize.Optimizer):
         The list of operations is empty if `grad` is None. Raises ValueError for a variable of a
         group with "clip_norm", because the norm is over all gradients of the group together.
         """
-        group = self._group_of(var)
-        if group.clip_norm is not None:
-            raise ValueError(
-                f"{self.name}: the gradients of the group {group.name!r} are clipped by the norm "
-                "of all of them, and apply_grad gets the gradient of "
-                f"{var.name!r} alone: call apply_grads."
-            )
+        opt: Any = self
+        while isinstance(opt, ByVariable):
+            group = opt._group_of(var)
+            if group.clip_norm is not None:
+                raise ValueError(
+                    f"{opt.name}: the gradients of the group {group.name!r} are clipped by the "
+                    f"norm of all of them, and apply_grad gets the gradient of {var.name!r} alone: "
+                    "call apply_grads."
+                )
+            opt = group.opt
         return self.apply_grads([grad], [var])
 
     def get_slot(self, var: mtf.Variable, name: str) -> mtf.Variable | None:
@@ -327,8 +339,11 @@ class ByVariable(mtf.optimize.Optimizer):
         """
         known = {v.name: v for v in (*variables[0].graph.trainable_variables, *variables)}
         used = [self._group_of(v) for v in known.values()]
-        for group in self._groups:
-            if any(group is one for one in used):
+        for group in self._all:
+            members = [v for v in variables if self._group_of(v) is group]
+            if members and isinstance(group.opt, ByVariable):
+                group.opt._warn_of_empty_groups(members)
+            if group is self._others or any(group is one for one in used):
                 continue
             is_late = any(group.has(v) for v in known.values())
             warn_once(
@@ -340,11 +355,6 @@ class ByVariable(mtf.optimize.Optimizer):
                 if is_late
                 else did_you_mean(group.name, known),
             )
-
-
-def _each_once(groups: Sequence[_Group]) -> list[Any]:
-    """Returns the optimizers of groups, each of them once."""
-    return list({id(g.opt): g.opt for g in groups if g.opt is not None}.values())
 
 
 def _scaled_rate(rate: Any, factor: Any) -> Any:

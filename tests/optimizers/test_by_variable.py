@@ -242,7 +242,9 @@ def test_an_optimizer_of_several_groups_makes_one_update_of_them():
             calls.append([v.name for v in variables])
             return super().apply_grads(grads, variables)
 
-    opt = gs.ByVariable(Counting(0.1), [("a", {"clip_norm": 1.0}), ("b", {"clip_norm": 2.0})])
+    sgd = Counting(0.1)
+    inside = gs.ByVariable(sgd, [("a", {"clip_norm": 1.0})])
+    opt = gs.ByVariable(sgd, [("a", inside), ("b", {"clip_norm": 2.0})])
     mesh = mtf.Mesh(mtf.Graph(), "mesh")
     made = [mtf.get_variable(mesh, n, mtf.Shape([])).operation for n in "cba"]
     assert opt.apply_grads([mtf.ones(mesh, mtf.Shape([]))] * 3, made)
@@ -327,6 +329,8 @@ def test_a_group_that_is_clipped_needs_all_gradients_at_once():
     w, b = (mtf.get_variable(mesh, n, mtf.Shape([])).operation for n in "wb")
     with pytest.raises(ValueError, match="'w' alone: call apply_grads"):
         opt.apply_grad(w.value, w)
+    with pytest.raises(ValueError, match="'w' alone: call apply_grads"):
+        gs.ByVariable(ADAMW, [(".", opt)]).apply_grad(w.value, w)
     assert opt.apply_grad(b.value, b)
 
 
